@@ -1,0 +1,8 @@
+"""The recurrences as operators on plain tensors; they know nothing of vision. Imported as `vil.kernels`.
+
+`operators` holds the public functions, `reference` the definition of both recurrences in plain PyTorch.
+"""
+
+from .operators import longhorn_scan, selective_scan
+
+__all__ = ["longhorn_scan", "selective_scan"]
