@@ -3,7 +3,6 @@
 import naive
 import pytest
 import torch
-
 from vil.kernels import longhorn_scan, reference, selective_scan
 
 

@@ -1,1 +1,5 @@
-"""..."""
+"""Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers its models with timm."""
+
+from .vision_longhorn import VisionLonghorn
+
+__all__ = ["VisionLonghorn"]

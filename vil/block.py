@@ -1,0 +1,158 @@
+"""The bidirectional state-space block: Vision Mamba's "v2" block with Longhorn's or Mamba's recurrence.
+
+B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
+2 directions, stacked in this order: first token to last, last token to first
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from .kernels import longhorn_scan, selective_scan
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm of the residual stream, computed in the stream's fp32 and returned in the weight's dtype."""
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        h_BLC = F.rms_norm(x_BLC, self.normalized_shape, self.weight.to(x_BLC.dtype), self.eps)
+        return h_BLC.to(self.weight.dtype)
+
+
+class TokenConv1d(nn.Conv1d):
+    """Depthwise convolution of tokens (B, L, D), causal in the order in which a direction reads them."""
+
+    def __init__(self, dim: int, width: int, *, reverse: bool, device=None, dtype=None):
+        super().__init__(dim, dim, width, groups=dim, device=device, dtype=dtype)
+        self.reverse = reverse
+
+    def forward(self, u_BLD: Tensor) -> Tensor:
+        # A 2d convolution of height 1 sees these tokens as channels-last: no transpose, 3 to 6 times faster on CPUs.
+        u_BD1L = u_BLD.transpose(1, 2).unsqueeze(2)
+        weight = self.weight.unsqueeze(2).flip(-1) if self.reverse else self.weight.unsqueeze(2)
+        lookback = self.kernel_size[0] - 1
+        v_BD1L = F.conv2d(u_BD1L, weight, self.bias, padding=(0, lookback), groups=self.groups)
+        return v_BD1L.squeeze(2).transpose(1, 2).narrow(1, lookback if self.reverse else 0, u_BLD.shape[1])
+
+
+class LonghornDirection(nn.Module):
+    """The weights of one direction of a mixer: convolution, projections of each token, and skip connection."""
+
+    def __init__(
+        self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
+    ):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.split = (rank, state_size, state_size)
+        self.conv1d = TokenConv1d(dim, conv_width, reverse=reverse, **dd)
+        self.x_proj = nn.Linear(dim, rank + 2 * state_size, bias=False, **dd)
+        self.step_proj = nn.Linear(rank, dim, **dd)
+        self.skip = nn.Parameter(torch.empty(dim, **dd))
+        LonghornDirection.reset_parameters(self)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.step_proj.bias)
+        nn.init.ones_(self.skip)
+
+    def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns what the recurrence reads: the token, its step's logits less their bias, its key and its query."""
+        v_BLD = F.silu(self.conv1d(u_BLD))
+        step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
+        return v_BLD, F.linear(step_BLR, self.step_proj.weight), k_BLN, q_BLN
+
+
+class MambaDirection(LonghornDirection):
+    """The same with the rates of Mamba's states, and its initialisation (Gu & Dao, 2023, section 3.6)."""
+
+    def __init__(
+        self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
+    ):
+        super().__init__(dim, state_size, rank, conv_width, reverse=reverse, device=device, dtype=dtype)
+        self.A_log = nn.Parameter(torch.empty(dim, state_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        dt_D = torch.empty_like(self.skip).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # softplus of this is dt
+        self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log())
+
+
+class BidirectionalMixer(nn.Module):
+    """Mixes the tokens of an image by one recurrence from the first to the last and one from the last to the first.
+
+    Args:
+        dim: Model width C.
+        expand: Inner width D as a multiple of C.
+        state_size: States N of a channel.
+        conv_width: Tokens that the convolution before the recurrence sees.
+    """
+
+    direction: type[LonghornDirection]
+
+    def __init__(self, dim: int, expand: int = 2, state_size: int = 16, conv_width: int = 4, device=None, dtype=None):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        inner, rank = expand * dim, math.ceil(dim / 16)
+        self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **dd)
+        self.directions = nn.ModuleList(
+            [self.direction(inner, state_size, rank, conv_width, reverse=reverse, **dd) for reverse in (False, True)]
+        )
+        self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
+
+    def forward(self, h_BLC: Tensor) -> Tensor:
+        u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
+        forward, backward = self.directions
+        y_2BLD = self.scan(*[torch.stack(pair) for pair in zip(forward(u_BLD), backward(u_BLD))])
+        return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
+
+    def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
+        """The recurrence in both directions, y_2BLD."""
+        raise NotImplementedError
+
+    def skip(self) -> Tensor:
+        return torch.stack([direction.skip for direction in self.directions])
+
+    def step_bias(self) -> Tensor:
+        return torch.stack([direction.step_proj.bias for direction in self.directions])
+
+
+class LonghornMixer(BidirectionalMixer):
+    """Longhorn's online associative recall (Liu et al., 2024) in both directions."""
+
+    direction = LonghornDirection
+
+    def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
+        skip_2D, bias_2D = self.skip(), self.step_bias()
+        return longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
+
+
+class MambaMixer(BidirectionalMixer):
+    """Mamba's selective state space (Gu & Dao, 2023) in both directions, as in Vision Mamba (Zhu et al., 2024)."""
+
+    direction = MambaDirection
+
+    def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
+        skip_2D, bias_2D = self.skip(), self.step_bias()
+        A_2DN = -torch.stack([direction.A_log for direction in self.directions]).float().exp()
+        return selective_scan(v_2BLD, step_logits_2BLD, A_2DN, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block. The residual stream (B, L, C) stays in fp32; the mixer runs in the dtype of its weights."""
+
+    def __init__(self, dim: int, mixer: type[BidirectionalMixer], drop_path: float = 0.0, device=None, dtype=None):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.norm = RMSNorm(dim, eps=1e-5, **dd)
+        self.mixer = mixer(dim, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        return x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))

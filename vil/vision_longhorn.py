@@ -1,0 +1,515 @@
+"""Vision Longhorn (ViL) and its baseline Vision Mamba (ViM) as timm models.
+
+An image becomes a sequence of patches with the class token in its middle, which bidirectional state-space blocks mix.
+ViL is the vision model of Liu et al., "Longhorn: State Space Models are Amortized Online Learners" (2024), ViM that of
+Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model" (2024).
+
+    model = timm.create_model("vil_small", num_classes=10, img_size=384)
+
+    B batch    H, W image    h, w grid of patches    L = h w + 1 tokens    C model width
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import (
+    calculate_drop_path_rates,
+    get_device_dtype,
+    lecun_normal_,
+    resample_abs_pos_embed,
+    resample_patch_embed,
+    to_2tuple,
+    trunc_normal_,
+)
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint,
+    checkpoint_seq,
+    generate_default_cfgs,
+    register_model,
+    register_notrace_function,
+    register_notrace_module,
+)
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from .block import BidirectionalMixer, Block, LonghornMixer, MambaMixer, RMSNorm
+from .kernels import longhorn_scan, selective_scan
+
+for _scan in (longhorn_scan, selective_scan):
+    register_notrace_function(_scan)
+
+
+@register_notrace_module  # its checks branch on the size of the image
+class PatchEmbed(nn.Module):
+    """Image (B, 3, H, W) to patches (B, h, w, C) by a convolution; patches overlap if the stride is below their size.
+
+    Args:
+        img_size: Image size that the model is built for.
+        patch_size: Size of a patch.
+        stride: Distance of neighbouring patches, the patch size if None.
+        in_chans: Channels of the image.
+        embed_dim: Model width.
+        dynamic_img_size: Take images of any size, padded on the right and bottom to full patches.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int],
+        patch_size: int | tuple[int, int],
+        stride: int | tuple[int, int] | None,
+        in_chans: int,
+        embed_dim: int,
+        dynamic_img_size: bool,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.patch_size = to_2tuple(patch_size)
+        self.stride = to_2tuple(stride or patch_size)
+        self.dynamic_img_size = dynamic_img_size
+        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.stride, device=device, dtype=dtype)
+        self.set_input_size(img_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        lecun_normal_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    def set_input_size(self, img_size=None, patch_size=None) -> None:
+        """Sets the image size, and resamples the convolution to another patch size.
+
+        Raises:
+            ValueError: The patches do not cover the image, and nothing pads it.
+        """
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
+            old, self.proj = self.proj, None
+            self.stride = to_2tuple(patch_size) if self.stride == self.patch_size else self.stride
+            self.patch_size = to_2tuple(patch_size)
+            self.proj = nn.Conv2d(
+                old.in_channels, old.out_channels, self.patch_size, self.stride, **get_device_dtype(old)
+            ).requires_grad_(old.weight.requires_grad)
+            with torch.no_grad():
+                self.proj.weight.copy_(resample_patch_embed(old.weight, list(self.patch_size)))
+                self.proj.bias.copy_(old.bias)
+        self.img_size = to_2tuple(img_size or self.img_size)
+        self.grid_size = self.dynamic_feat_size(self.img_size)
+        if not self.dynamic_img_size:
+            covered = tuple((g - 1) * s + p for g, s, p in zip(self.grid_size, self.stride, self.patch_size))
+            if covered != self.img_size:
+                raise ValueError(
+                    f"img_size {self.img_size} is not covered by patches of {self.patch_size} at stride {self.stride}: "
+                    f"use {covered}, or dynamic_img_size=True, which pads"
+                )
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        return max(self.stride) if as_scalar else self.stride
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """The grid (h, w) of patches of an image (H, W)."""
+        round_up = math.ceil if self.dynamic_img_size else math.floor
+        h, w = (max(1, round_up((n - p) / s) + 1) for n, p, s in zip(img_size, self.patch_size, self.stride))
+        return h, w
+
+    def forward(self, x_B3HW: Tensor) -> Tensor:
+        size = tuple(x_B3HW.shape[-2:])
+        if self.dynamic_img_size:
+            grid = self.dynamic_feat_size(size)
+            bottom, right = ((g - 1) * s + p - n for g, s, p, n in zip(grid, self.stride, self.patch_size, size))
+            x_B3HW = F.pad(x_B3HW, (0, right, 0, bottom))
+        elif size != self.img_size:
+            raise ValueError(
+                f"the image is {size} but the model was built for {self.img_size}: create it with img_size={size} or "
+                "dynamic_img_size=True, or call its set_input_size()"
+            )
+        return self.proj(x_B3HW).permute(0, 2, 3, 1)
+
+
+@register_notrace_function
+def resample_pos_embed(pos_embed_1LC: Tensor, new_size: tuple[int, int], old_size: tuple[int, int]) -> Tensor:
+    """Resamples position embeddings from one grid of patches to another; the class token's row stays in the middle."""
+    if tuple(new_size) == tuple(old_size):
+        return pos_embed_1LC
+    patches, token = split_class_token(pos_embed_1LC)
+    patches = resample_abs_pos_embed(patches, list(new_size), list(old_size), num_prefix_tokens=0)
+    return insert_class_token(patches, token)
+
+
+def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
+    middle = patches_BnC.shape[1] // 2
+    return torch.cat((patches_BnC[:, :middle], token_B1C, patches_BnC[:, middle:]), dim=1)
+
+
+def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
+    middle = (x_BLC.shape[1] - 1) // 2
+    return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), x_BLC[:, middle : middle + 1]
+
+
+@register_notrace_function
+def to_residual_stream(x_BLC: Tensor) -> Tensor:
+    """In fp32 at least, whatever the model's dtype."""
+    return x_BLC.to(torch.promote_types(x_BLC.dtype, torch.float32))
+
+
+class VisionLonghorn(nn.Module):
+    """A vision backbone of bidirectional state-space blocks.
+
+    The class token is in the middle of the sequence, before and after the blocks: of the L tokens that
+    `forward_features` returns, it is number (L - 1) // 2.
+
+    Args:
+        img_size: Image size, (height, width) or one number for both.
+        patch_size: Patch size.
+        stride: Distance of neighbouring patches, the patch size if None; ViM's fine-grained setting is 8.
+        in_chans: Channels of the image.
+        num_classes: Classes of the head; 0 for none.
+        global_pool: What the head sees: "token" (class token), "avg" (mean of the patches), or "" (all tokens).
+        embed_dim: Model width C.
+        depth: Number of blocks.
+        mixer: The blocks' token mixer.
+        dynamic_img_size: Take images of any size and aspect ratio, padded to full patches, by resampling the position
+            embeddings.
+        drop_rate: Dropout before the head.
+        drop_path_rate: Stochastic depth of the last block; it grows linearly from 0 in the first.
+
+    Raises:
+        ValueError: The patches do not cover the image (and `dynamic_img_size` is off), or the pooling is unknown.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        stride: int | tuple[int, int] | None = None,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 192,
+        depth: int = 24,
+        mixer: type[BidirectionalMixer] = LonghornMixer,
+        dynamic_img_size: bool = False,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.global_pool = _known_pool(global_pool)
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.dynamic_img_size = dynamic_img_size
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(img_size, patch_size, stride, in_chans, embed_dim, dynamic_img_size, **dd)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd))
+        self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + 1, embed_dim, **dd))
+        rates = calculate_drop_path_rates(drop_path_rate, depth)
+        self.blocks = nn.Sequential(*[Block(embed_dim, mixer, drop_path=rate, **dd) for rate in rates])
+        self.feature_info = [
+            dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=self.patch_embed.feat_ratio()) for i in range(depth)
+        ]
+        self.norm = RMSNorm(embed_dim, eps=1e-5, **dd)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises what this class owns, and scales the blocks' output projections down by the square root of depth."""
+        trunc_normal_(self.cls_token, std=0.02)
+        trunc_normal_(self.pos_embed, std=0.02)
+        if isinstance(self.head, nn.Linear):
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        for block in self.blocks:
+            nn.init.kaiming_uniform_(block.mixer.out_proj.weight, a=math.sqrt(5))
+            with torch.no_grad():
+                block.mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
+
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """Initialises every parameter, such as after building the model on the meta device."""
+        for module in reversed(list(self.modules())):  # what a module contains before the module
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return {"pos_embed", "cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return dict(
+            stem=r"^cls_token|pos_embed|patch_embed",
+            blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        )
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the head by a new one; keeps the pooling if `global_pool` is None."""
+        if global_pool is not None:
+            self.global_pool = _known_pool(global_pool)
+        self.num_classes = num_classes
+        dd = get_device_dtype(self)
+        self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.head.train(self.training)
+
+    @torch.jit.ignore
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Rebuilds the model for another image or patch size; position embeddings and patch weights are resampled."""
+        old_size = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(img_size, patch_size)
+        pos_embed = resample_pos_embed(self.pos_embed.detach(), self.patch_embed.grid_size, old_size)
+        self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
+        for info in self.feature_info:
+            info["reduction"] = self.patch_embed.feat_ratio()
+
+    @torch.jit.ignore
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]] | dict[str, Any]:
+        """Runs the blocks and returns what some of them put out, as maps of the patches.
+
+        Args:
+            x: Images (B, 3, H, W).
+            indices: The last n blocks if an int, these blocks if a sequence, all if None.
+            return_prefix_tokens: Return the class token (B, 1, C) beside each map. (timm's name: here it is in the
+                middle.)
+            norm: Apply the final norm to each.
+            stop_early: Stop after the last block asked for.
+            output_fmt: "NCHW" for (B, C, h, w), "NLC" for (B, h w, C).
+            intermediates_only: Return only the list.
+            output_dict: Return a dictionary, as timm's models do.
+
+        Returns:
+            The normed tokens (B, L, C) of the last block run and the list, unless asked otherwise.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r} is neither 'NCHW' nor 'NLC'")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        grid = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        x = self.embed(x)
+        intermediates, class_tokens = [], []
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+            if i in taken:
+                patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
+                if output_fmt == "NCHW":
+                    patches = patches.transpose(1, 2).unflatten(2, grid).contiguous()
+                intermediates.append(patches)
+                class_tokens.append(class_token)
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": intermediates}
+            if return_prefix_tokens:
+                result["image_intermediates_prefix"] = class_tokens
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        if return_prefix_tokens:
+            intermediates = list(zip(intermediates, class_tokens))
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the blocks (and norm and head) that the intermediates of `indices` do not need; returns their numbers."""
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    def embed(self, x_B3HW: Tensor) -> Tensor:
+        """Images to the tokens (B, L, C) of the residual stream: patches, class token in the middle, positions."""
+        x_BhwC = self.patch_embed(x_B3HW)
+        pos_embed_1LC = self.pos_embed
+        if self.dynamic_img_size:
+            pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
+        class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
+        x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
+        return to_residual_stream(x_BLC) + pos_embed_1LC
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, 3, H, W) to normed tokens (B, L, C)."""
+        x = self.embed(x)
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            x = checkpoint_seq(self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens (B, L, C) to logits (B, num_classes), or to the pooled features if `pre_logits`."""
+        if self.global_pool == "token":
+            x = x[:, (x.shape[1] - 1) // 2]
+        elif self.global_pool == "avg":
+            x = split_class_token(x)[0].mean(1)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        # Every way of loading ends here (load_state_dict, timm's checkpoint_path and pretrained, a wrapper's too).
+        own = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        own = checkpoint_filter_fn(own, self)
+        state_dict.update({prefix + key: value for key, value in own.items()})
+        classes = own["head.bias"].shape[0] if "head.bias" in own else self.num_classes
+        if self.num_classes not in (0, classes):
+            errors.append(
+                f"the checkpoint has {classes} classes but the model {self.num_classes}: create the model with "
+                f"num_classes={classes}, or give it a new head by pretrained=True, pretrained_cfg_overlay=dict(file=...)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+
+def _known_pool(global_pool: str) -> str:
+    if global_pool not in ("", "avg", "token"):
+        raise ValueError(f"global_pool {global_pool!r} is none of 'token', 'avg' and ''")
+    return global_pool
+
+
+# The names of ViM's published checkpoints, in this order; `_b` marks the backward direction's.
+_VIM_NAMES = [
+    (r"^layers\.", "blocks."),
+    (r"^norm_f\.", "norm."),
+    (r"\.mixer\.A_log$", ".mixer.directions.0.A_log"),
+    (r"\.mixer\.A_b_log$", ".mixer.directions.1.A_log"),
+    (r"\.mixer\.D$", ".mixer.directions.0.skip"),
+    (r"\.mixer\.D_b$", ".mixer.directions.1.skip"),
+    (r"\.mixer\.(conv1d|x_proj)\.", r".mixer.directions.0.\1."),
+    (r"\.mixer\.(conv1d|x_proj)_b\.", r".mixer.directions.1.\1."),
+    (r"\.mixer\.dt_proj\.", ".mixer.directions.0.step_proj."),
+    (r"\.mixer\.dt_proj_b\.", ".mixer.directions.1.step_proj."),
+]
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
+    """Fits a checkpoint to a model: ViM's published names, other patch sizes, other grids of patches.
+
+    A resampled grid is taken to be square, as that of every published checkpoint is.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    fitted = {}
+    for name, value in state_dict.items():
+        for pattern, replacement in _VIM_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if name == "patch_embed.proj.weight" and value.shape[-2:] != model.patch_embed.patch_size:
+            value = resample_patch_embed(value, list(model.patch_embed.patch_size))
+        if name == "pos_embed" and value.shape[1] != model.pos_embed.shape[1]:
+            side = math.isqrt(value.shape[1] - 1)
+            value = resample_pos_embed(value, model.patch_embed.grid_size, (side, side))
+        fitted[name] = value
+    return fitted
+
+
+def _cfg(**kwargs) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {name: _cfg() for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base")}
+)
+
+
+def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        VisionLonghorn,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
+
+
+@register_model
+def vil_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, tiny: 6.9 M parameters."""
+    model_args = dict(embed_dim=192, mixer=LonghornMixer)
+    return _create_vision_longhorn("vil_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def vil_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, small: 25.2 M parameters."""
+    model_args = dict(embed_dim=384, mixer=LonghornMixer)
+    return _create_vision_longhorn("vil_small", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def vil_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, base: 96.4 M parameters."""
+    model_args = dict(embed_dim=768, mixer=LonghornMixer)
+    return _create_vision_longhorn("vil_base", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def vim_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba, tiny: 7.1 M parameters."""
+    model_args = dict(embed_dim=192, mixer=MambaMixer)
+    return _create_vision_longhorn("vim_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def vim_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba, small: 25.8 M parameters."""
+    model_args = dict(embed_dim=384, mixer=MambaMixer)
+    return _create_vision_longhorn("vim_small", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba, base: 97.6 M parameters."""
+    model_args = dict(embed_dim=768, mixer=MambaMixer)
+    return _create_vision_longhorn("vim_base", pretrained=pretrained, **dict(model_args, **kwargs))
