@@ -4,20 +4,19 @@ B batch    L tokens    C model width    D inner width    N states of a channel  
 2 directions, stacked in this order: first token to last, last token to first
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from timm.layers import DropPath
+from timm.models import register_notrace_function
 from torch import Tensor, nn
 
 from .kernels import longhorn_scan, selective_scan
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm of the residual stream, computed in the stream's fp32 and returned in the weight's dtype."""
+    """Root-mean-square norm, computed in the fp32 of the residual stream and returned in the dtype of the weight."""
 
     def forward(self, x_BLC: Tensor) -> Tensor:
         h_BLC = F.rms_norm(x_BLC, self.normalized_shape, self.weight.to(x_BLC.dtype), self.eps)
@@ -108,8 +107,9 @@ class BidirectionalMixer(nn.Module):
 
     def forward(self, h_BLC: Tensor) -> Tensor:
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
-        forward, backward = self.directions
-        y_2BLD = self.scan(*[torch.stack(pair) for pair in zip(forward(u_BLD), backward(u_BLD))])
+        forward, backward = self.directions[0](u_BLD), self.directions[1](u_BLD)
+        v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN = [torch.stack(pair) for pair in zip(forward, backward)]
+        y_2BLD = self.scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN)
         return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
 
     def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
@@ -129,8 +129,7 @@ class LonghornMixer(BidirectionalMixer):
     direction = LonghornDirection
 
     def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
-        skip_2D, bias_2D = self.skip(), self.step_bias()
-        return longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
+        return bidirectional_longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, self.skip(), self.step_bias())
 
 
 class MambaMixer(BidirectionalMixer):
@@ -139,13 +138,31 @@ class MambaMixer(BidirectionalMixer):
     direction = MambaDirection
 
     def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
-        skip_2D, bias_2D = self.skip(), self.step_bias()
         A_2DN = -torch.stack([direction.A_log for direction in self.directions]).float().exp()
-        return selective_scan(v_2BLD, step_logits_2BLD, A_2DN, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
+        return bidirectional_selective_scan(
+            v_2BLD, step_logits_2BLD, A_2DN, k_2BLN, q_2BLN, self.skip(), self.step_bias()
+        )
+
+
+# torch.fx and TorchScript do not look into these: they take the operators as they are.
+@register_notrace_function
+@torch.jit.ignore
+def bidirectional_longhorn_scan(
+    v_2BLD: Tensor, logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip_2D: Tensor, bias_2D: Tensor
+) -> Tensor:
+    return longhorn_scan(v_2BLD, logits_2BLD, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
+
+
+@register_notrace_function
+@torch.jit.ignore
+def bidirectional_selective_scan(
+    v_2BLD: Tensor, logits_2BLD: Tensor, A_2DN: Tensor, b_2BLN: Tensor, c_2BLN: Tensor, skip_2D: Tensor, bias_2D: Tensor
+) -> Tensor:
+    return selective_scan(v_2BLD, logits_2BLD, A_2DN, b_2BLN, c_2BLN, skip_2D, bias_2D, reverse=(False, True))
 
 
 class Block(nn.Module):
-    """Pre-norm residual block. The residual stream (B, L, C) stays in fp32; the mixer runs in the dtype of its weights."""
+    """Pre-norm residual block. The residual stream (B, L, C) is in fp32; the mixer runs in the dtype of its weights."""
 
     def __init__(self, dim: int, mixer: type[BidirectionalMixer], drop_path: float = 0.0, device=None, dtype=None):
         dd = {"device": device, "dtype": dtype}

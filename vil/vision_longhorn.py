@@ -9,14 +9,12 @@ Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirec
     B batch    H, W image    h, w grid of patches    L = h w + 1 tokens    C model width
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     calculate_drop_path_rates,
@@ -40,10 +38,6 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from .block import BidirectionalMixer, Block, LonghornMixer, MambaMixer, RMSNorm
-from .kernels import longhorn_scan, selective_scan
-
-for _scan in (longhorn_scan, selective_scan):
-    register_notrace_function(_scan)
 
 
 @register_notrace_module  # its checks branch on the size of the image
@@ -82,10 +76,6 @@ class PatchEmbed(nn.Module):
         lecun_normal_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
-    @property
-    def num_patches(self) -> int:
-        return self.grid_size[0] * self.grid_size[1]
-
     def set_input_size(self, img_size=None, patch_size=None) -> None:
         """Sets the image size, and resamples the convolution to another patch size.
 
@@ -104,6 +94,7 @@ class PatchEmbed(nn.Module):
                 self.proj.bias.copy_(old.bias)
         self.img_size = to_2tuple(img_size or self.img_size)
         self.grid_size = self.dynamic_feat_size(self.img_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
         if not self.dynamic_img_size:
             covered = tuple((g - 1) * s + p for g, s, p in zip(self.grid_size, self.stride, self.patch_size))
             if covered != self.img_size:
@@ -117,26 +108,33 @@ class PatchEmbed(nn.Module):
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """The grid (h, w) of patches of an image (H, W)."""
-        round_up = math.ceil if self.dynamic_img_size else math.floor
-        h, w = (max(1, round_up((n - p) / s) + 1) for n, p, s in zip(img_size, self.patch_size, self.stride))
+        h = patches_along(img_size[0], self.patch_size[0], self.stride[0], self.dynamic_img_size)
+        w = patches_along(img_size[1], self.patch_size[1], self.stride[1], self.dynamic_img_size)
         return h, w
 
     def forward(self, x_B3HW: Tensor) -> Tensor:
-        size = tuple(x_B3HW.shape[-2:])
+        H, W = x_B3HW.shape[2], x_B3HW.shape[3]
         if self.dynamic_img_size:
-            grid = self.dynamic_feat_size(size)
-            bottom, right = ((g - 1) * s + p - n for g, s, p, n in zip(grid, self.stride, self.patch_size, size))
+            h, w = self.dynamic_feat_size((H, W))
+            bottom = (h - 1) * self.stride[0] + self.patch_size[0] - H
+            right = (w - 1) * self.stride[1] + self.patch_size[1] - W
             x_B3HW = F.pad(x_B3HW, (0, right, 0, bottom))
-        elif size != self.img_size:
+        elif H != self.img_size[0] or W != self.img_size[1]:
             raise ValueError(
-                f"the image is {size} but the model was built for {self.img_size}: create it with img_size={size} or "
-                "dynamic_img_size=True, or call its set_input_size()"
+                f"the image is {(H, W)} but the model was built for {self.img_size}: create it with img_size={(H, W)} "
+                f"or dynamic_img_size=True, or call its set_input_size()"
             )
         return self.proj(x_B3HW).permute(0, 2, 3, 1)
 
 
+def patches_along(length: int, patch: int, stride: int, pad: bool) -> int:
+    """Patches along a side of the image, the last of them reaching over its end if `pad`."""
+    return max(1, (length - patch + (stride - 1 if pad else 0)) // stride + 1)
+
+
 @register_notrace_function
-def resample_pos_embed(pos_embed_1LC: Tensor, new_size: tuple[int, int], old_size: tuple[int, int]) -> Tensor:
+@torch.jit.ignore
+def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: list[int]) -> Tensor:
     """Resamples position embeddings from one grid of patches to another; the class token's row stays in the middle."""
     if tuple(new_size) == tuple(old_size):
         return pos_embed_1LC
@@ -159,7 +157,7 @@ def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
 @register_notrace_function
 def to_residual_stream(x_BLC: Tensor) -> Tensor:
     """In fp32 at least, whatever the model's dtype."""
-    return x_BLC.to(torch.promote_types(x_BLC.dtype, torch.float32))
+    return x_BLC if x_BLC.dtype == torch.float64 else x_BLC.float()
 
 
 class VisionLonghorn(nn.Module):
@@ -227,7 +225,7 @@ class VisionLonghorn(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises what this class owns, and scales the blocks' output projections down by the square root of depth."""
+        """Initialises what this class owns, and divides the blocks' output projections by the square root of depth."""
         trunc_normal_(self.cls_token, std=0.02)
         trunc_normal_(self.pos_embed, std=0.02)
         if isinstance(self.head, nn.Linear):
@@ -344,7 +342,7 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the blocks (and norm and head) that the intermediates of `indices` do not need; returns their numbers."""
+        """Drops blocks (and norm, head) that the intermediates of `indices` do not need; returns their numbers."""
         taken, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
