@@ -3,11 +3,10 @@
 Both are diagonal linear recurrences over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ only
 in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
 
-    L tokens    T tokens of a block    G directions    B batch    D channels    N states of a channel
+    L tokens    T tokens of a segment    G directions    B batch    D channels    N states of a channel
 
 Inside this file tensors are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t, so a single pass
-over the tokens runs all directions, the reversed one starting from the last token of the image. The directions come
-first so that with two threads PyTorch gives each its own direction in every operation, and no state changes cores.
+over the tokens runs all directions, the reversed one starting from the last token of the image.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# State elements of a block of tokens, worked on at once: few enough for its buffers to stay in cache.
-BLOCK_ELEMENTS = 2**20
-# Tokens between the states that forward keeps; backward recomputes those in between.
-SEGMENT_TOKENS = 32
+# Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
+SEGMENT_TOKENS = 16
+# The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a token
+# of one on the calling thread, which for so little work is faster than two threads, and far faster if they are busy.
+SLICE_ELEMENTS = 2**15
 
 
 class Recurrence(Protocol):
@@ -105,7 +105,7 @@ def longhorn_scan(x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_G
 
 
 def selective_scan(x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bias_GD, reverse: list[bool]) -> Tensor:
-    """y_GBLD of `vil.kernels.selective_scan` for G directions, `reverse[g]` running from the last token to the first."""
+    """y_GBLD of `vil.kernels.selective_scan` for G directions, as above."""
     tensors = x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bias_GD
     x, dt_logits, A, b, c, skip, dt_bias = _in_state_dtype(tensors)
     if dt_bias is not None:
@@ -147,18 +147,16 @@ def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: b
     D = inputs[0].shape[-1]
     y_GLBD = q_GLBN.new_empty(G, L, B, D)
     kept_GSBND = q_GLBN.new_empty(G, len(_segments(L)) if keep else 0, B, N, D)
+    buffers = _segment_buffers(2, q_GLBN, D)
     for batch in _batch_slices(G, B, N, D):
         S_GBND = q_GLBN.new_zeros(G, batch.stop - batch.start, N, D)
-        tokens = _tokens_per_block(S_GBND)
-        buffers = q_GLBN.new_empty(2, G, tokens, *S_GBND.shape[1:]).unbind(0)
         for i, segment in enumerate(_segments(L)):
             if keep:
                 kept_GSBND[:, i, batch] = S_GBND
-            for block in _blocks(segment, tokens):
-                decay_GTBND, states_GTBND = (buffer[:, : block.stop - block.start] for buffer in buffers)
-                _run(recurrence, S_GBND, decay_GTBND, states_GTBND, _slice(inputs, block, batch))
-                y_GLBD[:, block, batch] = _sum_states(q_GLBN[:, block, batch], states_GTBND)
-                S_GBND.copy_(states_GTBND[:, -1])
+            decay_GTBND, states_GTBND = _fit(buffers, segment, batch)
+            _run(recurrence, S_GBND, decay_GTBND, states_GTBND, _slice(inputs, segment, batch))
+            y_GLBD[:, segment, batch] = _sum_states(q_GLBN[:, segment, batch], states_GTBND)
+            S_GBND.copy_(states_GTBND[:, -1])
     return y_GLBD, kept_GSBND
 
 
@@ -170,45 +168,36 @@ def _scan_backward(
     G, L, B, N = q_GLBN.shape
     dq_GLBN = torch.empty_like(q_GLBN)
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
+    buffers = _segment_buffers(4, q_GLBN, dy_GLBD.shape[-1])
     for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
-        kept = kept_GSBND[:, :, batch]
-        tokens = _tokens_per_block(kept[:, 0])
-        segment_buffers = q_GLBN.new_empty(2, G, min(SEGMENT_TOKENS, L), *kept.shape[2:]).unbind(0)
-        block_buffers = q_GLBN.new_empty(2, G, tokens, *kept.shape[2:]).unbind(0)
-        from_later_GBND = torch.zeros_like(kept[:, 0])  # dL/dS_t through the tokens after t
-        for S_GBND, segment in zip(reversed(kept.unbind(1)), reversed(_segments(L)), strict=True):
-            recomputed = []
-            for block in _blocks(segment, tokens):
-                decay_GTBND, states_GTBND = (
-                    buffer[:, block.start - segment.start : block.stop - segment.start] for buffer in segment_buffers
-                )
-                _run(recurrence, S_GBND, decay_GTBND, states_GTBND, _slice(inputs, block, batch))
-                recomputed.append((block, S_GBND, decay_GTBND, states_GTBND))
-                S_GBND = states_GTBND[:, -1]
-            for block, S_GBND, decay_GTBND, states_GTBND in reversed(recomputed):
-                index = (slice(None), block, batch)
-                dS_GTBND, ddecay_GTBND = (buffer[:, : block.stop - block.start] for buffer in block_buffers)
-                dq_GLBN[index] = _sum_channels(states_GTBND, dy_GLBD[index])
-                _outer(q_GLBN[index], dy_GLBD[index], out=dS_GTBND)
-                dS_GTBND[:, -1] += from_later_GBND
-                for t in reversed(range(dS_GTBND.shape[1] - 1)):
-                    dS_GTBND[:, t].addcmul_(decay_GTBND[:, t + 1], dS_GTBND[:, t + 1])
-                torch.mul(decay_GTBND[:, 0], dS_GTBND[:, 0], out=from_later_GBND)
-                torch.mul(dS_GTBND[:, 0], S_GBND, out=ddecay_GTBND[:, 0])
-                torch.mul(dS_GTBND[:, 1:], states_GTBND[:, :-1], out=ddecay_GTBND[:, 1:])
-                gradients = RECURRENCES[recurrence].gradients(
-                    ddecay_GTBND, dS_GTBND, decay_GTBND, *_slice(inputs, block, batch)
-                )
-                for whole, part in zip(dinputs, gradients, strict=True):
-                    if _is_per_token(whole):
-                        whole[index] = part
-                    else:
-                        whole += part
+        from_later_GBND = q_GLBN.new_zeros(
+            G, batch.stop - batch.start, N, dy_GLBD.shape[-1]
+        )  # dL/dS_t through the tokens after t
+        for i, segment in reversed(list(enumerate(_segments(L)))):
+            index, S_GBND = (slice(None), segment, batch), kept_GSBND[:, i, batch]
+            sliced = _slice(inputs, segment, batch)
+            decay_GTBND, states_GTBND, dS_GTBND, ddecay_GTBND = _fit(buffers, segment, batch)
+            _run(recurrence, S_GBND, decay_GTBND, states_GTBND, sliced)
+            dq_GLBN[index] = _sum_channels(states_GTBND, dy_GLBD[index])
+
+            _outer(q_GLBN[index], dy_GLBD[index], out=dS_GTBND)
+            dS_GTBND[:, -1] += from_later_GBND
+            for t in reversed(range(dS_GTBND.shape[1] - 1)):
+                dS_GTBND[:, t].addcmul_(decay_GTBND[:, t + 1], dS_GTBND[:, t + 1])
+            torch.mul(decay_GTBND[:, 0], dS_GTBND[:, 0], out=from_later_GBND)
+            torch.mul(dS_GTBND[:, 0], S_GBND, out=ddecay_GTBND[:, 0])
+            torch.mul(dS_GTBND[:, 1:], states_GTBND[:, :-1], out=ddecay_GTBND[:, 1:])
+            gradients = RECURRENCES[recurrence].gradients(ddecay_GTBND, dS_GTBND, decay_GTBND, *sliced)
+            for whole, part in zip(dinputs, gradients, strict=True):
+                if _is_per_token(whole):
+                    whole[index] = part
+                else:
+                    whole += part
     return dq_GLBN, dinputs
 
 
 def _run(recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Tensor, inputs: list[Tensor]) -> None:
-    """Writes the decay and the states of a block of tokens, given the state before it."""
+    """Writes the decay and the states of a segment of tokens, given the state before it."""
     RECURRENCES[recurrence].coefficients(decay_GTBND, states_GTBND, *inputs)
     for decay_GBND, drive_GBND in zip(decay_GTBND.unbind(1), states_GTBND.unbind(1), strict=True):
         S_GBND = drive_GBND.addcmul_(decay_GBND, S_GBND)
@@ -247,25 +236,28 @@ def _is_per_token(t: Tensor) -> bool:
     return t.dim() == 4  # _GLB*; a per-channel parameter is _GND
 
 
-def _slice(inputs: list[Tensor], block: slice, batch: slice) -> list[Tensor]:
-    return [t[:, block, batch] if _is_per_token(t) else t for t in inputs]
+def _slice(inputs: list[Tensor], segment: slice, batch: slice) -> list[Tensor]:
+    return [t[:, segment, batch] if _is_per_token(t) else t for t in inputs]
 
 
-def _segments(L: int) -> list[range]:
-    return [range(start, min(start + SEGMENT_TOKENS, L)) for start in range(0, L, SEGMENT_TOKENS)]
+def _segments(L: int) -> list[slice]:
+    return [slice(start, min(start + SEGMENT_TOKENS, L)) for start in range(0, L, SEGMENT_TOKENS)]
 
 
 def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
-    images = max(1, BLOCK_ELEMENTS // max(1, 4 * G * N * D))  # 4 tokens to a block share the cost of starting on it
-    return [slice(b, min(b + images, B)) for b in range(0, B, images)]
+    images = max(1, SLICE_ELEMENTS // max(1, G * N * D))
+    return [slice(start, min(start + images, B)) for start in range(0, B, images)]
 
 
-def _tokens_per_block(S_GBND: Tensor) -> int:
-    return min(SEGMENT_TOKENS, max(1, BLOCK_ELEMENTS // max(1, S_GBND.numel())))
+def _segment_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
+    """Memory for `count` tensors GTBND of a segment and a slice, allocated once: its pages cost more than the sums."""
+    G, L, B, N = q_GLBN.shape
+    images = max((batch.stop - batch.start for batch in _batch_slices(G, B, N, D)), default=0)
+    return q_GLBN.new_empty(count, G, min(SEGMENT_TOKENS, L), images, N, D)
 
 
-def _blocks(segment: range, tokens: int) -> list[slice]:
-    return [slice(t, min(t + tokens, segment.stop)) for t in segment[::tokens]]
+def _fit(buffers: Tensor, segment: slice, batch: slice) -> tuple[Tensor, ...]:
+    return buffers[:, :, : segment.stop - segment.start, : batch.stop - batch.start].unbind(0)
 
 
 def _outer(n_GTBN: Tensor, d_GTBD: Tensor, out: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ SCANS = pytest.mark.parametrize(
         pytest.param(selective_scan, naive.selective, selective_inputs, id="selective"),
     ],
 )
-# around the segments (32 tokens) and blocks of the reference, and none of them a multiple of anything
-SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 4), (1, 33, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)])
+# around the reference's segments of 16 tokens, and not multiples of anything
+SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)])
 
 
 def relative_error(actual, expected):
@@ -97,11 +97,11 @@ def test_reverse_scan_equals_flipped_forward_scan(scan, definition, make_inputs)
 
 
 @SCANS
-def test_batch_slices_and_token_blocks_do_not_change_the_result(scan, definition, make_inputs, monkeypatch):
+def test_batch_slices_do_not_change_the_result(scan, definition, make_inputs, monkeypatch):
     inputs = make_inputs(5, 70, 6, 4)
     expected = outputs_and_gradients(scan, inputs)
-    for elements in (1, 24, 50, 24 * 5 * 3):  # down to one image and one token at a time
-        monkeypatch.setattr(reference, "BLOCK_ELEMENTS", elements)
+    for elements in (1, 24 * 2, 24 * 3):  # one, two and three images of five
+        monkeypatch.setattr(reference, "SLICE_ELEMENTS", elements)
         for actual, truth in zip(outputs_and_gradients(scan, inputs), expected):
             assert relative_error(actual, truth) < 1e-13
 
@@ -170,13 +170,13 @@ def test_nan_and_infinity_propagate(scan, definition, make_inputs, poison):
 
 
 @SCANS
-def test_memory_kept_for_backward_is_a_state_every_32_tokens(scan, definition, make_inputs):
+def test_memory_kept_for_backward_is_a_state_every_16_tokens(scan, definition, make_inputs):
     B, L, D, N = 2, 128, 8, 16
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         scan(*make_inputs(B, L, D, N))
     states = [t for t in saved if t.dim() == 5]
-    assert [t.shape for t in states] == [(1, L // 32, B, N, D)]
+    assert [t.shape for t in states] == [(1, L // 16, B, N, D)]
 
 
 @SCANS
