@@ -1,0 +1,37 @@
+# make demo    sets everything up, trains a small ViL on real images and validates it
+# make test    sets everything up and runs the tests
+# make lint    checks style
+# make timm-tests    runs timm's own tests of its models on ours
+
+PYTHON ?= python3
+BIN := .venv/bin
+# one thread trains while the other core loads images: these tensors are too small to share between two
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint timm-tests
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+data/digits: .venv/installed
+	rm -rf $@.tmp
+	$(BIN)/python -m vil.training.digits $@.tmp
+	mv $@.tmp $@
+
+demo: .venv/installed data/digits
+	rm -rf output/digits
+	$(BIN)/python train_imagenet.py -c configs/digits.yaml
+	$(BIN)/python validate.py --checkpoint output/digits/last.pt --workers 1
+	@echo "training curve: $(CURDIR)/output/digits/curve.png"
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+timm-tests: .venv/installed
+	$(BIN)/python tests/timm_suite.py
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .

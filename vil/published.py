@@ -1,0 +1,18 @@
+"""Published accuracy on ImageNet-1k's validation images at 224 pixels, in percent, as (top-1, top-5).
+
+ViL: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", 2024. ViM: Zhu et al., "Vision Mamba:
+Efficient Visual Representation Learning with Bidirectional State Space Model", 2024, and its released checkpoints.
+"""
+
+IMAGENET_CLASSES = 1000
+
+PUBLISHED = {
+    "tiny": {"ViL-tiny": (76.4, None), "ViM-tiny": (76.1, 93.0)},
+    "small": {"ViL-small": (80.7, None), "ViM-small": (80.5, 95.1)},
+    "base": {"ViM-base": (81.9, 95.8)},
+}
+
+
+def published_for(model: str) -> dict[str, tuple[float, float | None]]:
+    """The published numbers for models of the size of, say, "vil_tiny"; none for a name that ends in no size."""
+    return PUBLISHED.get(model.split(".")[0].rsplit("_", 1)[-1], {})

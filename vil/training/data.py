@@ -1,0 +1,312 @@
+"""Images for training and evaluation: timm's datasets, transforms and prefetching loader, in a reproducible order.
+
+Which images make up a global batch, and how each is augmented, depends on the seed, the epoch and the image's position
+in the epoch alone: not on the number of processes, loader workers or accumulation steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import Mixup, create_dataset, create_transform
+from timm.data.dataset import IterableImageDataset
+from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .config import Config, ConfigError
+
+_logger = logging.getLogger(__name__)
+
+UNREADABLE = -1  # target of an image that evaluation could not read and must not count
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
+# Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
+# the draws do not depend on their number as long as each holds a multiple of it.
+MIXUP_GROUP = 8
+
+
+def derive_seed(*key: int) -> int:
+    """A 32-bit seed of its own for every key, such as (seed, epoch, position)."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
+    """timm's dataset for one split.
+
+    Raises:
+        ConfigError: The split is not there, or it does not have `num_classes` classes; the message says what is there.
+    """
+    if "/" in dataset:  # hfds/, wds/, ...: there a split need not be a folder
+        images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
+    else:
+        images = create_dataset(dataset, root=str(_find_split(data_dir, split)), search_split=False, **kwargs)
+    classes = len(class_names(images))
+    if classes and num_classes and classes != num_classes:
+        raise ConfigError(f"the split {split!r} of {data_dir} has {classes} classes but num_classes is {num_classes}")
+    return images
+
+
+def open_splits(config: Config):
+    """The training split, the validation split and the number of classes.
+
+    Raises:
+        ConfigError: A split or the number of classes is missing, or the two splits do not agree on the classes.
+    """
+    location = config.data_dir, config.dataset
+    train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
+    val = open_split(*location, config.val_split)
+    num_classes = len(class_names(train)) or config.num_classes
+    if not num_classes:
+        raise ConfigError(f"the dataset {config.dataset} does not say how many classes it has: give num_classes")
+    if class_names(train) != class_names(val):
+        if unknown := sorted(set(class_names(val)) - set(class_names(train))):
+            raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {unknown[:5]}")
+        val = open_split(*location, config.val_split, class_map=class_names(train))
+    return train, val, num_classes
+
+
+def class_names(images) -> dict[str, int]:
+    """The number of each class by name; empty where a dataset does not know."""
+    return dict(getattr(images.reader, "class_to_idx", None) or {})
+
+
+def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
+    """A process's micro-batch, and how many of them it accumulates to its share of the global batch.
+
+    Raises:
+        ConfigError: The processes cannot share the global batch equally, or mixup cannot pair the images.
+    """
+    share, rest = divmod(config.global_batch_size, world_size)
+    if rest:
+        raise ConfigError(f"global_batch_size {config.global_batch_size} is not a multiple of {world_size} processes")
+    accumulation = math.ceil(share / (config.batch_size or share))
+    while share % accumulation:
+        accumulation += 1
+    micro_batch = share // accumulation
+    if config.mixing and micro_batch % 2:
+        raise ConfigError(
+            f"mixup pairs images, but a process's {share} of global_batch_size {config.global_batch_size} come in "
+            f"micro-batches of {micro_batch}: choose an even size"
+        )
+    return micro_batch, accumulation
+
+
+def _find_split(data_dir: str | None, split: str) -> Path:
+    if not data_dir:
+        raise ConfigError("data_dir is not given: the folder that holds the splits")
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise ConfigError(f"data_dir {data_dir} is not a folder")
+    names = next((names for names in SPLIT_NAMES.values() if split in names), (split,))
+    for name in (split, *names):
+        for path in (root / name, root / f"{name}.tar"):
+            if path.is_dir() or path.is_file():
+                return path
+    found = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+    raise ConfigError(
+        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}"
+    )
+
+
+class ImageReader(Dataset):
+    """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed) of what is random in the transform.
+
+    A file that cannot be read is named in a warning and counted in `skipped`. Training takes the next image instead;
+    evaluation gets a blank one with the target `UNREADABLE`.
+    """
+
+    def __init__(self, dataset, transform, is_training: bool):
+        self.dataset, self.transform, self.is_training = dataset, transform, is_training
+        self._skipped = multiprocessing.Value("q", 0)  # shared with the loader's workers
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def skipped(self) -> int:
+        return self._skipped.value
+
+    def __getitem__(self, key: tuple[int, int]):
+        index, seed = key
+        seed_everything(seed)
+        image, target = self._read(index)
+        return self.transform(image), target
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
+        for offset in range(len(self) if self.is_training else 1):
+            i = (index + offset) % len(self)
+            try:
+                file, target = self.dataset.reader[i]
+                return Image.open(file).convert("RGB"), target
+            except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL's ways to say it is broken
+                _logger.warning("skipped an unreadable image: %s (%s)", self.dataset.reader.filename(i), error)
+                with self._skipped.get_lock():
+                    self._skipped.value += 1
+        if self.is_training:
+            raise OSError("no image of the training split can be read")
+        return Image.new("RGB", (256, 256)), UNREADABLE
+
+
+class TrainingBatches:
+    """Batch sampler: the (index, seed) pairs of this process's micro-batches of one epoch.
+
+    A global batch is a slice of the epoch's permutation, `repeats` times over (repeated augmentation, Hoffer et al.,
+    2020, as in DeiT), and each process takes its consecutive share of it. An incomplete last one is left out.
+    """
+
+    def __init__(self, num_images: int, config: Config, micro_batch: int, rank: int, world_size: int):
+        self.num_images, self.micro_batch, self.rank, self.world_size = num_images, micro_batch, rank, world_size
+        self.seed, self.global_batch = config.seed, config.global_batch_size
+        self.repeats = max(1, config.aug_repeats)
+        self.epoch = 0
+        if num_images < self.global_batch:
+            raise ConfigError(
+                f"the training split has {num_images} images, less than one global batch of {self.global_batch}: "
+                "lower global_batch_size"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def steps(self) -> int:
+        return self.num_images // self.global_batch
+
+    def __len__(self) -> int:
+        return self.steps * (self.global_batch // self.world_size // self.micro_batch)
+
+    def first_positions(self) -> Iterator[int]:
+        """The position in the epoch of each micro-batch's first image."""
+        share = self.global_batch // self.world_size
+        for step in range(self.steps):
+            start = step * self.global_batch + self.rank * share
+            yield from range(start, start + share, self.micro_batch)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_images)
+        unique = math.ceil(self.global_batch / self.repeats)
+        for first in self.first_positions():
+            batch = []
+            for position in range(first, first + self.micro_batch):
+                step, place = divmod(position, self.global_batch)
+                batch.append((int(order[step * unique + place % unique]), derive_seed(self.seed, self.epoch, position)))
+            yield batch
+
+
+class EvaluationBatches:
+    """Batch sampler: every image exactly once over all processes, in order."""
+
+    def __init__(self, num_images: int, batch_size: int, rank: int, world_size: int):
+        self.indices, self.batch_size = range(rank, num_images, world_size), batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.indices) / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for start in range(0, len(self.indices), self.batch_size):
+            yield [(i, 0) for i in self.indices[start : start + self.batch_size]]
+
+
+def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
+    """Augmented images (B, 3, H, W), normalised on `device`, and targets (B,), in micro-batches."""
+    transform = create_transform(
+        data_config["input_size"],
+        is_training=True,
+        use_prefetcher=True,  # uint8 out of the workers; the rest happens on the device
+        scale=config.scale,
+        ratio=config.ratio,
+        hflip=config.hflip,
+        color_jitter=config.color_jitter,
+        auto_augment=config.aa,
+        interpolation=config.train_interpolation,
+        mean=data_config["mean"],
+        std=data_config["std"],
+    )
+    return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch)
+
+
+def evaluation_loader(
+    dataset, data_config: dict, device: torch.device, workers: int, batch_size: int, rank: int, world_size: int
+):
+    """Resized and cropped images (B, 3, H, W), normalised on `device`, and targets (B,): this process's share."""
+    transform = create_transform(
+        data_config["input_size"],
+        use_prefetcher=True,
+        crop_pct=data_config["crop_pct"],
+        crop_mode=data_config["crop_mode"],
+        interpolation=data_config["interpolation"],
+        mean=data_config["mean"],
+        std=data_config["std"],
+    )
+    batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
+    return _create_loader(dataset, transform, data_config, device, workers, batches, batch_size)
+
+
+def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size):
+    is_training = isinstance(batches, TrainingBatches)
+    if isinstance(dataset, IterableImageDataset):  # it streams, in an order of its own
+        dataset.transform = transform
+        dataset.set_loader_cfg(num_workers=workers)
+        order = dict(batch_size=batch_size, drop_last=is_training)
+    else:
+        dataset = ImageReader(dataset, transform, is_training)
+        order = dict(batch_sampler=batches)
+    loader = DataLoader(
+        dataset,
+        num_workers=workers,
+        collate_fn=fast_collate,
+        pin_memory=device.type == "cuda",
+        persistent_workers=workers > 0,
+        **order,
+    )
+    return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+
+
+def unreadable_images(loader) -> int:
+    """How often a loader's images could not be read so far."""
+    return getattr(loader.dataset, "skipped", 0)
+
+
+class BatchAugmentation:
+    """What is done to a batch on the device: random erasing, then mixup or cutmix with label smoothing (timm's)."""
+
+    def __init__(self, config: Config, num_classes: int, device: torch.device):
+        self.seed = config.seed
+        self.erase = RandomErasing(config.reprob, mode=config.remode, device=device) if config.reprob > 0 else None
+        self.mix = None
+        if config.mixing:
+            self.mix = Mixup(
+                mixup_alpha=config.mixup,
+                cutmix_alpha=config.cutmix,
+                prob=config.mixup_prob,
+                switch_prob=config.mixup_switch_prob,
+                label_smoothing=config.smoothing,
+                num_classes=num_classes,
+            )
+
+    def __call__(self, images: Tensor, targets: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+        """Changes `images` in place. `position` is the first image's in the epoch. Targets become soft if mixed."""
+        mixed = []
+        for start in range(0, len(images), MIXUP_GROUP):
+            group = images[start : start + MIXUP_GROUP]
+            seed_everything(derive_seed(self.seed, epoch, position + start, 1))
+            if self.erase:
+                self.erase(group)
+            if self.mix:
+                mixed.append(self.mix(group, targets[start : start + MIXUP_GROUP])[1])
+        return images, torch.cat(mixed) if mixed else targets
