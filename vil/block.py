@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from .kernels import longhorn_scan, selective_scan
 
 
+@register_notrace_function
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm, computed in the fp32 of the residual stream and returned in the dtype of the weight."""
 
@@ -138,7 +143,7 @@ class MambaMixer(BidirectionalMixer):
     direction = MambaDirection
 
     def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
-        A_2DN = -torch.stack([direction.A_log for direction in self.directions]).float().exp()
+        A_2DN = -at_least_fp32(torch.stack([direction.A_log for direction in self.directions])).exp()
         return bidirectional_selective_scan(
             v_2BLD, step_logits_2BLD, A_2DN, k_2BLN, q_2BLN, self.skip(), self.step_bias()
         )

@@ -37,7 +37,7 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from .block import BidirectionalMixer, Block, LonghornMixer, MambaMixer, RMSNorm
+from .block import BidirectionalMixer, Block, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
 
 
 @register_notrace_module  # its checks branch on the size of the image
@@ -82,54 +82,56 @@ class PatchEmbed(nn.Module):
         Raises:
             ValueError: The patches do not cover the image, and nothing pads it.
         """
-        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
-            old, self.proj = self.proj, None
-            self.stride = to_2tuple(patch_size) if self.stride == self.patch_size else self.stride
-            self.patch_size = to_2tuple(patch_size)
-            self.proj = nn.Conv2d(
-                old.in_channels, old.out_channels, self.patch_size, self.stride, **get_device_dtype(old)
-            ).requires_grad_(old.weight.requires_grad)
+        img_size = to_2tuple(img_size or self.img_size)
+        patch_size = to_2tuple(patch_size or self.patch_size)
+        stride = patch_size if self.stride == self.patch_size else self.stride
+        grid_size = patch_grid(img_size, patch_size, stride, pad=self.dynamic_img_size)
+        covered = tuple((g - 1) * s + p for g, s, p in zip(grid_size, stride, patch_size))
+        if covered != img_size and not self.dynamic_img_size:
+            raise ValueError(
+                f"img_size {img_size} is not covered by patches of {patch_size} at stride {stride}: "
+                f"use {covered}, or dynamic_img_size=True, which pads"
+            )
+        if patch_size != self.patch_size:
+            old = self.proj
+            self.proj = nn.Conv2d(old.in_channels, old.out_channels, patch_size, stride, **get_device_dtype(old))
             with torch.no_grad():
-                self.proj.weight.copy_(resample_patch_embed(old.weight, list(self.patch_size)))
+                self.proj.weight.copy_(resample_patch_embed(old.weight, list(patch_size)))
                 self.proj.bias.copy_(old.bias)
-        self.img_size = to_2tuple(img_size or self.img_size)
-        self.grid_size = self.dynamic_feat_size(self.img_size)
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
-        if not self.dynamic_img_size:
-            covered = tuple((g - 1) * s + p for g, s, p in zip(self.grid_size, self.stride, self.patch_size))
-            if covered != self.img_size:
-                raise ValueError(
-                    f"img_size {self.img_size} is not covered by patches of {self.patch_size} at stride {self.stride}: "
-                    f"use {covered}, or dynamic_img_size=True, which pads"
-                )
+            self.proj.requires_grad_(old.weight.requires_grad)
+        self.img_size, self.patch_size, self.stride, self.grid_size = img_size, patch_size, stride, grid_size
+        self.num_patches = grid_size[0] * grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         return max(self.stride) if as_scalar else self.stride
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """The grid (h, w) of patches of an image (H, W)."""
-        h = patches_along(img_size[0], self.patch_size[0], self.stride[0], self.dynamic_img_size)
-        w = patches_along(img_size[1], self.patch_size[1], self.stride[1], self.dynamic_img_size)
-        return h, w
+        return patch_grid(img_size, self.patch_size, self.stride, pad=self.dynamic_img_size)
 
     def forward(self, x_B3HW: Tensor) -> Tensor:
-        H, W = x_B3HW.shape[2], x_B3HW.shape[3]
+        height, width = x_B3HW.shape[2], x_B3HW.shape[3]
         if self.dynamic_img_size:
-            h, w = self.dynamic_feat_size((H, W))
-            bottom = (h - 1) * self.stride[0] + self.patch_size[0] - H
-            right = (w - 1) * self.stride[1] + self.patch_size[1] - W
+            h, w = self.dynamic_feat_size((height, width))
+            bottom = (h - 1) * self.stride[0] + self.patch_size[0] - height
+            right = (w - 1) * self.stride[1] + self.patch_size[1] - width
             x_B3HW = F.pad(x_B3HW, (0, right, 0, bottom))
-        elif H != self.img_size[0] or W != self.img_size[1]:
+        elif height != self.img_size[0] or width != self.img_size[1]:
+            size = (height, width)
             raise ValueError(
-                f"the image is {(H, W)} but the model was built for {self.img_size}: create it with img_size={(H, W)} "
+                f"the image is {size} but the model was built for {self.img_size}: create it with img_size={size} "
                 f"or dynamic_img_size=True, or call its set_input_size()"
             )
         return self.proj(x_B3HW).permute(0, 2, 3, 1)
 
 
-def patches_along(length: int, patch: int, stride: int, pad: bool) -> int:
-    """Patches along a side of the image, the last of them reaching over its end if `pad`."""
-    return max(1, (length - patch + (stride - 1 if pad else 0)) // stride + 1)
+def patch_grid(
+    img_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int], pad: bool
+) -> tuple[int, int]:
+    """The patches (h, w) that fit into an image, or that cover it if it may be padded."""
+    h = (img_size[0] - patch_size[0] + (stride[0] - 1 if pad else 0)) // stride[0] + 1
+    w = (img_size[1] - patch_size[1] + (stride[1] - 1 if pad else 0)) // stride[1] + 1
+    return max(1, h), max(1, w)
 
 
 @register_notrace_function
@@ -152,12 +154,6 @@ def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
     middle = (x_BLC.shape[1] - 1) // 2
     return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), x_BLC[:, middle : middle + 1]
-
-
-@register_notrace_function
-def to_residual_stream(x_BLC: Tensor) -> Tensor:
-    """In fp32 at least, whatever the model's dtype."""
-    return x_BLC if x_BLC.dtype == torch.float64 else x_BLC.float()
 
 
 class VisionLonghorn(nn.Module):
@@ -280,8 +276,9 @@ class VisionLonghorn(nn.Module):
         """Rebuilds the model for another image or patch size; position embeddings and patch weights are resampled."""
         old_size = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size, patch_size)
-        pos_embed = resample_pos_embed(self.pos_embed.detach(), self.patch_embed.grid_size, old_size)
-        self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
+        if self.patch_embed.grid_size != old_size:
+            pos_embed = resample_pos_embed(self.pos_embed.detach(), self.patch_embed.grid_size, old_size)
+            self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
 
@@ -359,7 +356,7 @@ class VisionLonghorn(nn.Module):
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
-        return to_residual_stream(x_BLC) + pos_embed_1LC
+        return at_least_fp32(x_BLC) + pos_embed_1LC
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to normed tokens (B, L, C)."""
@@ -382,18 +379,23 @@ class VisionLonghorn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        # Every way of loading ends here (load_state_dict, timm's checkpoint_path and pretrained, a wrapper's too).
-        own = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
-        own = checkpoint_filter_fn(own, self)
-        state_dict.update({prefix + key: value for key, value in own.items()})
-        classes = own["head.bias"].shape[0] if "head.bias" in own else self.num_classes
-        if self.num_classes not in (0, classes):
-            errors.append(
-                f"the checkpoint has {classes} classes but the model {self.num_classes}: create the model with "
-                f"num_classes={classes}, or give it a new head by pretrained=True, pretrained_cfg_overlay=dict(file=...)"
-            )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
+        """As PyTorch's, also for ViM's published names and for other grids and sizes of patches.
+
+        Raises:
+            RuntimeError: The checkpoint is of another architecture, or has another number of classes.
+        """
+        state_dict = fit_checkpoint(state_dict, self)
+        if strict:
+            check_architecture(state_dict, self)
+            classes = len(state_dict.get("head.bias", ()))
+            if classes not in (0, self.num_classes):
+                raise RuntimeError(
+                    f"the checkpoint has {classes} classes but the model {self.num_classes}: create the model with "
+                    f"num_classes={classes}, or let timm replace the head by create_model(..., pretrained=True, "
+                    f"num_classes={self.num_classes}, pretrained_cfg_overlay=dict(file=..., num_classes={classes}))"
+                )
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 def _known_pool(global_pool: str) -> str:
@@ -418,22 +420,68 @@ _VIM_NAMES = [
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
+    """What timm puts a pretrained checkpoint through before it adapts the head and loads the rest without looking."""
+    state_dict = fit_checkpoint(state_dict, model)
+    check_architecture(state_dict, model)
+    return state_dict
+
+
+def fit_checkpoint(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
     """Fits a checkpoint to a model: ViM's published names, other patch sizes, other grids of patches.
 
-    A resampled grid is taken to be square, as that of every published checkpoint is.
+    Raises:
+        RuntimeError: A grid to be resampled is not square, as that of every published checkpoint is.
     """
     state_dict = state_dict.get("model", state_dict)
     fitted = {}
     for name, value in state_dict.items():
         for pattern, replacement in _VIM_NAMES:
             name = re.sub(pattern, replacement, name)
-        if name == "patch_embed.proj.weight" and value.shape[-2:] != model.patch_embed.patch_size:
-            value = resample_patch_embed(value, list(model.patch_embed.patch_size))
-        if name == "pos_embed" and value.shape[1] != model.pos_embed.shape[1]:
-            side = math.isqrt(value.shape[1] - 1)
-            value = resample_pos_embed(value, model.patch_embed.grid_size, (side, side))
         fitted[name] = value
+    patches = fitted.get("patch_embed.proj.weight")
+    if patches is not None and patches.ndim == 4 and patches.shape[-2:] != model.patch_embed.patch_size:
+        fitted["patch_embed.proj.weight"] = resample_patch_embed(patches, list(model.patch_embed.patch_size))
+    pos_embed = fitted.get("pos_embed")
+    if pos_embed is not None and pos_embed.shape[1] != model.pos_embed.shape[1]:
+        side = math.isqrt(pos_embed.shape[1] - 1)
+        if side**2 + 1 != pos_embed.shape[1]:
+            raise RuntimeError(
+                f"pos_embed of the checkpoint has length {pos_embed.shape[1]}, which is no square grid of patches and "
+                "a class token: load it at its own img_size, then call the model's set_input_size()"
+            )
+        fitted["pos_embed"] = resample_pos_embed(pos_embed, model.patch_embed.grid_size, (side, side))
     return fitted
+
+
+def check_architecture(state_dict: dict[str, Tensor], model: VisionLonghorn) -> None:
+    """Compares a fitted checkpoint with a model, apart from what timm adapts: head and channels of the image.
+
+    Raises:
+        RuntimeError: It is of another architecture; the message says of which, and names keys that differ.
+    """
+    own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
+    other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}
+    common = own.keys() & other.keys() - {"patch_embed.proj.weight"}
+    differences = {
+        "missing": own.keys() - other.keys(),
+        "unexpected": other.keys() - own.keys(),
+        "of another shape": [name for name in common if own[name].shape != other[name].shape],
+    }
+    if any(differences.values()):
+        listed = [
+            f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names
+        ]
+        raise RuntimeError(
+            f"the checkpoint is of {_architecture(other)}, the model {_architecture(own)}; keys: {', '.join(listed)}"
+        )
+
+
+def _architecture(state_dict: dict[str, Tensor]) -> str:
+    projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
+    if not projections:
+        return "neither a ViL nor a ViM"
+    kind = "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
+    return f"a {kind} of embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
 
 
 def _cfg(**kwargs) -> dict[str, Any]:

@@ -1,0 +1,297 @@
+"""Published ViM checkpoints in every container they come in, their adaptation, and what is refused."""
+
+import argparse
+from collections import OrderedDict
+
+import naive_model
+import pytest
+import safetensors.torch
+import timm
+import torch
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.models.vision_transformer import VisionTransformer
+
+import vil  # noqa: F401  registers the models
+
+SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # a grid of 3 x 3, odd as that of no square 224 image
+
+
+def published(**kwargs):
+    return naive_model.published_vim(**{"embed_dim": 32, "depth": 2, "grid": (3, 3), "num_classes": 7, **kwargs})
+
+
+def optimizer_state(weights):
+    parameters = [torch.nn.Parameter(w.clone()) for w in weights.values()]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def training_script_checkpoint(weights):
+    """What ViM's main.py saves: the EMA's weights are those that timm's loader takes."""
+    return {
+        "model": OrderedDict((name, w + 1) for name, w in weights.items()),
+        "optimizer": optimizer_state(weights),
+        "lr_scheduler": {"base_values": [1e-3], "t_in_epochs": True},
+        "epoch": 299,
+        "model_ema": OrderedDict(weights),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "args": argparse.Namespace(model="vim_tiny", lr=1e-3, drop_path=0.0, dist_backend="nccl"),
+    }
+
+
+FORMATS = {
+    "published": ("checkpoint.pth", lambda path, w: torch.save({"model": w}, path)),
+    "state_dict": ("checkpoint.pth", lambda path, w: torch.save(w, path)),
+    "safetensors": ("model.safetensors", lambda path, w: safetensors.torch.save_file(w, path)),
+    "ddp": ("checkpoint.pth", lambda path, w: torch.save({"model": {"module." + k: v for k, v in w.items()}}, path)),
+    "training_script": ("checkpoint.pth", lambda path, w: torch.save(training_script_checkpoint(w), path)),
+}
+LOADERS = {
+    "checkpoint_path": lambda path, **kw: timm.create_model("vim_tiny", checkpoint_path=path, **kw),
+    "overlay": lambda path, **kw: timm.create_model(
+        "vim_tiny", pretrained=True, pretrained_cfg_overlay=dict(file=path, num_classes=kw["num_classes"]), **kw
+    ),
+    "load_checkpoint": lambda path, **kw: load_into(timm.create_model("vim_tiny", **kw), path),
+}
+
+
+def load_into(model, path):
+    timm.models.load_checkpoint(model, path)
+    return model
+
+
+def save(tmp_path, checkpoint):
+    path = str(tmp_path / "checkpoint.pth")
+    torch.save(checkpoint, path)
+    return path
+
+
+def pretrained(path, name="vim_tiny", **kwargs):
+    """timm's path for pretrained weights, which adapts the head and the input convolution."""
+    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=path), **kwargs)
+
+
+def logits(model, size=(48, 48), channels=3):
+    images = torch.randn(2, channels, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        return images, model.double().eval()(images)
+
+
+def doubles(weights):
+    return {name: w.double() for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("container", FORMATS)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_published_checkpoint_gives_the_outputs_of_the_published_architecture(container, loader, tmp_path):
+    weights = published()
+    name, write = FORMATS[container]
+    write(tmp_path / name, weights)
+    images, actual = logits(LOADERS[loader](str(tmp_path / name), **SMALL))
+    expected = naive_model.model(images, doubles(weights), naive_model.PUBLISHED)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+def test_a_full_size_vim_tiny(tmp_path):
+    weights = naive_model.published_vim(embed_dim=192, depth=24)
+    model = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, {"model": weights}))
+    assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in model.parameters()) == 7_148_008
+    images, actual = logits(model, (224, 224))
+    expected = naive_model.model(images, doubles(weights), naive_model.PUBLISHED)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_what_torch_load_returns_can_be_given_to_load_state_dict():
+    weights = published()
+    model = timm.create_model("vim_tiny", **SMALL)
+    model.load_state_dict({"model": weights, "epoch": 299})
+    assert torch.equal(model.blocks[1].mixer.in_proj.weight, weights["layers.1.mixer.in_proj.weight"])
+
+
+def test_another_number_of_classes_gets_a_new_head(tmp_path):
+    weights = published(num_classes=1000)
+    model = pretrained(save(tmp_path, {"model": weights}), **{**SMALL, "num_classes": 4})
+    assert model.head.weight.shape == (4, 32)
+    assert model.head.bias.abs().max() == 0
+    assert torch.equal(model.norm.weight, weights["norm_f.weight"])
+    headless = pretrained(save(tmp_path, {"model": weights}), **{**SMALL, "num_classes": 0})
+    images, features = logits(headless)
+    head = dict(weight=weights["head.weight"].double(), bias=weights["head.bias"].double())
+    expected = naive_model.model(images, doubles(weights), naive_model.PUBLISHED)
+    torch.testing.assert_close(torch.nn.functional.linear(features, **head), expected, rtol=0, atol=1e-10)
+
+
+def test_features_only_loads_without_the_head(tmp_path):
+    weights = published(num_classes=1000)
+    features = pretrained(
+        save(tmp_path, weights), embed_dim=32, depth=2, img_size=48, features_only=True, out_indices=(0, 1)
+    )
+    full = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, weights), **{**SMALL, "num_classes": 1000})
+    images = torch.randn(1, 3, 48, 48)
+    for actual, expected in zip(features(images), full.forward_intermediates(images, intermediates_only=True)):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("grid", "target"),
+    [
+        ((14, 14), dict(img_size=256)),
+        ((3, 3), dict(img_size=80)),
+        ((5, 5), dict(img_size=(48, 96))),
+        ((14, 14), dict(img_size=224, stride=8)),
+        ((27, 27), dict(img_size=224)),
+    ],
+)
+def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, target, tmp_path):
+    weights = published(grid=grid)
+    model = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, {"model": weights}), **{**SMALL, **target})
+    old, new = weights["pos_embed"], model.pos_embed.detach()
+    patches = grid[0] * grid[1]
+    rows = list(range(patches + 1))
+    class_row = rows.pop(patches // 2)
+    count = model.patch_embed.num_patches
+    assert torch.equal(new[:, count // 2], old[:, class_row])
+    expected = resample_abs_pos_embed(old[:, rows], list(model.patch_embed.grid_size), list(grid), num_prefix_tokens=0)
+    assert torch.equal(torch.cat([new[:, : count // 2], new[:, count // 2 + 1 :]], 1), expected)
+
+
+def test_a_horizontal_ramp_of_position_embeddings_stays_one():
+    weights = published(grid=(14, 14))
+    ramp = torch.linspace(-1, 1, 14).repeat(14)
+    rows = torch.cat([ramp[:98], torch.tensor([9.0]), ramp[98:]])
+    model = timm.create_model("vim_tiny", **{**SMALL, "img_size": (80, 96)})
+    model.load_state_dict({**weights, "pos_embed": rows.view(1, 197, 1).expand(1, 197, 32)})
+    rows = model.pos_embed[0, :, 0]
+    assert rows[15] == 9
+    columns = torch.cat([rows[:15], rows[16:]]).view(5, 6)
+    assert (columns.diff(dim=1) > 0.1).all()
+    torch.testing.assert_close(columns, columns[:1].expand_as(columns))
+
+
+def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):
+    path = save(tmp_path, {"model": published(grid=(3, 4))})
+    assert timm.create_model("vim_tiny", checkpoint_path=path, **{**SMALL, "img_size": (48, 64)})
+    with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 13"):
+        timm.create_model("vim_tiny", checkpoint_path=path, **SMALL)
+    with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 13"):
+        pretrained(path, **SMALL)
+
+
+def test_one_channel_sums_the_input_convolution(tmp_path):
+    weights = published(num_classes=1000)
+    model = pretrained(save(tmp_path, {"model": weights}), in_chans=1, **SMALL)
+    summed = weights["patch_embed.proj.weight"].sum(1, keepdim=True)
+    torch.testing.assert_close(model.patch_embed.proj.weight.detach(), summed)
+
+
+def test_another_patch_size_resamples_the_input_convolution(tmp_path):
+    weights = published()
+    model = timm.create_model(
+        "vim_tiny", checkpoint_path=save(tmp_path, weights), patch_size=8, **{**SMALL, "img_size": 24}
+    )
+    expected = resample_patch_embed(weights["patch_embed.proj.weight"], [8, 8])
+    assert torch.equal(model.patch_embed.proj.weight, expected)
+
+
+def test_our_own_weights_round_trip_through_both_loaders(tmp_path):
+    model = timm.create_model("vil_tiny", **SMALL)
+    path = save(tmp_path, {"state_dict": model.state_dict()})
+    for other in (
+        timm.create_model("vil_tiny", checkpoint_path=path, **SMALL),
+        pretrained(path, "vil_tiny", **{**SMALL, "num_classes": 1}),
+    ):
+        assert torch.equal(other.blocks[1].mixer.out_proj.weight, model.blocks[1].mixer.out_proj.weight)
+
+
+class Stranger:
+    """What a checkpoint must not be able to run."""
+
+    ran = False
+
+    def __reduce__(self):
+        return Stranger.run, ()
+
+    @staticmethod
+    def run():
+        Stranger.ran = True
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_class_but_namespace_is_unpickled(loader, tmp_path):
+    path = save(tmp_path, {"model": published(), "args": argparse.Namespace(hook=Stranger())})
+    with pytest.raises(RuntimeError, match="weights_only=True blocked"):
+        LOADERS[loader](path, **SMALL)
+    assert not Stranger.ran
+
+
+def vit_weights(**kwargs):
+    return VisionTransformer(img_size=48, embed_dim=32, depth=2, num_heads=2, num_classes=7, **kwargs).state_dict()
+
+
+def vil_weights():
+    return timm.create_model("vil_tiny", **SMALL).state_dict()
+
+
+OTHERS = {
+    "vit": (vit_weights, "neither a ViL nor a ViM, the model a ViM of embed_dim 32 and depth 2"),
+    "vil": (vil_weights, "a ViL of embed_dim 32 and depth 2, the model a ViM of embed_dim 32"),
+    "wider": (lambda: published(embed_dim=48), "a ViM of embed_dim 48 and depth 2, the model a ViM of embed_dim 32"),
+    "deeper": (
+        lambda: published(depth=3),
+        "a ViM of embed_dim 32 and depth 3, the model a ViM of embed_dim 32 and depth 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("num_classes", [7, 4])
+@pytest.mark.parametrize("loader", [*LOADERS, "adapted"])
+def test_a_checkpoint_of_another_architecture_is_refused_and_named(other, num_classes, loader, tmp_path):
+    weights, message = OTHERS[other]
+    load = {**LOADERS, "adapted": pretrained}[loader]
+    with pytest.raises(RuntimeError, match=message + r".*keys: \d+ (missing|unexpected|of another shape) \(\w+"):
+        load(save(tmp_path, {"model": weights()}), **{**SMALL, "num_classes": num_classes})
+
+
+def test_partial_weights_load_when_asked_to():
+    model = timm.create_model("vim_tiny", **SMALL)
+    weights = {name: w for name, w in published().items() if name.startswith("layers.0.")}
+    result = model.load_state_dict(weights, strict=False)
+    assert torch.equal(model.blocks[0].mixer.in_proj.weight, weights["layers.0.mixer.in_proj.weight"])
+    assert not result.unexpected_keys
+    assert all(not name.startswith("blocks.0.") for name in result.missing_keys)
+    assert len(result.missing_keys) == len(model.state_dict()) - len(weights)
+
+
+@pytest.mark.parametrize("num_classes", [10, 0])
+def test_another_number_of_classes_without_adaptation_is_an_error_with_the_remedy(num_classes, tmp_path):
+    path = save(tmp_path, {"model": published(num_classes=5)})
+    kwargs = {**SMALL, "num_classes": num_classes}
+    with pytest.raises(
+        RuntimeError, match=rf"has 5 classes but the model {num_classes}.*num_classes=5.*file="
+    ) as error:
+        timm.create_model("vim_tiny", checkpoint_path=path, **kwargs)
+    # the remedy that it names
+    assert f"num_classes={num_classes}, pretrained_cfg_overlay=dict(file=..., num_classes=5)" in str(error.value)
+    overlay = dict(file=path, num_classes=5)
+    model = timm.create_model("vim_tiny", pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)
+    assert model.num_classes == num_classes
+
+
+@pytest.mark.parametrize("container", FORMATS)
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
+def test_a_damaged_file_is_an_error(container, damage, tmp_path):
+    name, write = FORMATS[container]
+    path = tmp_path / name
+    write(path, published())
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[: len(content) // 2], "garbage": b"\x01" * 4096, "empty": b""}[damage])
+    with pytest.raises(Exception):  # noqa: B017, PT011  torch, pickle and safetensors have each their own
+        timm.create_model("vim_tiny", checkpoint_path=str(path), **SMALL)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        timm.create_model("vim_tiny", checkpoint_path=str(tmp_path / "none.pth"), **SMALL)
