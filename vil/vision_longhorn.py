@@ -317,7 +317,7 @@ class VisionLonghorn(nn.Module):
         x = self.embed(x)
         intermediates, class_tokens = [], []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
             if i in taken:
                 patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
                 if output_fmt == "NCHW":
