@@ -189,15 +189,15 @@ class Trainer:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def check_finite(self, losses: list[Tensor], epoch: int) -> float:
-        """Looks at the losses since the last look, the only time that the host waits for the device; returns the last."""
+        """Looks at the losses since the last look, the one time that the host waits for the device. Returns the last."""
         recent = torch.stack(losses[-self.config.log_interval :]).tolist()
         for step, loss in enumerate(recent, start=len(losses) - len(recent) + 1):
             if not math.isfinite(loss):
                 last = self.folder / "last.pt"
                 raise DivergenceError(
-                    f"the loss is {loss} at step {step} of epoch {epoch + 1}, at learning rate {self.rate:.3g}; the last "
-                    f"checkpoint is {last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or --no-amp may help; "
-                    "--resume auto goes on from the checkpoint"
+                    f"the loss is {loss} at step {step} of epoch {epoch + 1}, at learning rate {self.rate:.3g}; the "
+                    f"last checkpoint is {last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or --no-amp "
+                    "may help; --resume auto goes on from the checkpoint"
                 )
         return recent[-1]
 
@@ -208,8 +208,9 @@ class Trainer:
             "epoch": len(self.history),
             "config": self.saved_config,
             "history": self.history,
+            "scheduler": self.scheduler.state_dict(),
+            **{name: part.state_dict() for name, part in self.parts().items()},
         }
-        state.update({name: part.state_dict() for name, part in self.parts().items()})
         checkpoint.save_checkpoint(state, self.folder / "last.pt")
         metric = "eval_top1_ema" if self.ema else "eval_top1"
         if self.history[-1][metric] >= max(row[metric] for row in self.history):
@@ -217,20 +218,20 @@ class Trainer:
         write_summary(self.history, self.folder)
 
     def restore(self, path: Path) -> None:
+        """Goes on from a checkpoint: with what it learned, but with the options of this run where they differ."""
         saved = checkpoint.read_checkpoint(path)
         checkpoint.check_same_run(saved["config"], self.saved_config, path)
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         for name, part in self.parts().items():
             part.load_state_dict(saved[name])
+        for group, chosen in zip(self.optimizer.param_groups, options):
+            group.update(chosen)
         self.history = saved["history"]
+        self.scheduler.step(len(self.history))
 
     def parts(self) -> dict:
-        """What a checkpoint holds, under timm's names."""
-        parts = {
-            "state_dict": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "amp_scaler": self.scaler,
-        }
+        """What a run learns and a checkpoint holds, under timm's names."""
+        parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
 
 

@@ -82,7 +82,8 @@ def open_splits(config: Config):
 
 def class_names(images) -> dict[str, int]:
     """The number of each class by name; empty where a dataset does not know."""
-    return dict(getattr(images.reader, "class_to_idx", None) or {})
+    reader = images.reader  # timm's reader of tar files has a name of its own for them
+    return dict(getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {})
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:

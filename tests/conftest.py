@@ -1,0 +1,33 @@
+"""A small folder of real image files that every test of training and validation uses."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from processes import run, train_command
+
+CLASSES = ("ant", "bee", "cat", "dog")
+TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory):
+    """{train,val}/{ant,bee,cat,dog}/*.png, noise of another colour in each class."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
+        for target, name in enumerate(CLASSES):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 160, (24 + i, 30, 3), dtype=np.uint8)
+                pixels[..., target % 3] += np.uint8(60 + 30 * (target // 3))
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory, image_folder):
+    """The folder of a run of two epochs in one process."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(train_command(folder, image_folder))
+    return folder

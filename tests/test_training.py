@@ -1,0 +1,332 @@
+"""Training as a user runs it: configs, data, real processes (also killed ones), checkpoints, and bad input."""
+
+import csv
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+
+import pytest
+import torch
+import yaml
+from conftest import TRAIN_IMAGES, VAL_IMAGES
+from processes import ROOT, SMALL, run, train_command
+
+from vil.training import checkpoint, data
+from vil.training.config import Config, ConfigError, load_config, make_config
+
+
+def small_config(image_folder, **options) -> Config:
+    return make_config(
+        {"data_dir": str(image_folder), **SMALL, "workers": 0, "experiment": "run", **options}, "the test"
+    )
+
+
+def summary(folder):
+    with open(folder / "run" / "summary.csv") as file:
+        return [{k: float(v) for k, v in row.items() if k != "images_per_second"} for row in csv.DictReader(file)]
+
+
+# configs
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_loads_and_is_named_after_its_run(path):
+    config = load_config("", ["-c", str(path)])
+    assert config.experiment == path.stem
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "lr", "weight_decay", "drop_path"),
+    [("tiny", 1024, 1e-3, 0.1, 0.0), ("small", 512, 1e-3, 0.05, 0.05)],
+)
+@pytest.mark.parametrize("family", ["vil", "vim"])
+def test_recipes_are_those_published_with_vim(family, name, batch, lr, weight_decay, drop_path):
+    config = load_config("", ["-c", str(ROOT / f"configs/{family}_{name}.yaml")])
+    assert (config.model, config.epochs) == (f"{family}_{name}", 300)
+    assert (config.global_batch_size, config.lr, config.weight_decay) == (batch, lr, weight_decay)
+    assert (config.drop_path, config.clip_grad, config.aug_repeats) == (drop_path, None, 3)
+    plus = load_config("", ["-c", str(ROOT / f"configs/{family}_{name}_plus.yaml")])
+    assert (plus.epochs, plus.global_batch_size, plus.lr, plus.min_lr) == (30, 1024, 1e-5, 1e-5)
+    assert (plus.model_kwargs, plus.weight_decay, plus.drop_path) == ({"stride": 8}, 1e-8, 0.0)
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 7\nmodel_ema: true\nopt_betas: [0.8, 0.9]\n")
+    words = "--epochs 3 --no-model-ema --model-kwargs depth=2 embed_dim=64 --aa none --scale 0.5 1"
+    config = load_config("", ["-c", str(tmp_path / "c.yaml"), *words.split()])
+    assert (config.lr, config.epochs, config.model_ema, config.opt_betas) == (5e-4, 3, False, (0.8, 0.9))
+    assert (config.model_kwargs, config.aa, config.scale) == ({"depth": 2, "embed_dim": 64}, None, (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("weight_deacy: 0.1", "unknown option 'weight_deacy' in .*c.yaml; did you mean 'weight_decay'"),
+        ("epochs: many", "option 'epochs' in .*c.yaml must be int, not 'many'"),
+        ("model_ema: 3", "option 'model_ema' in .*c.yaml must be bool"),
+        ("epochs: null", "option 'epochs' in .*c.yaml must be int"),
+        ("amp_dtype: float8", "amp_dtype 'float8' is neither"),
+        ("- lr", "is not a list of 'option: value' lines"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_wrong_config_file_is_refused(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config("", ["-c", str(tmp_path / "c.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--weight-deacy 1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
+        ("--lr fast", "option 'lr' in the command line must be float, not 'fast'"),
+        ("--model-kwargs depth", "'depth' is not of the form KEY=VALUE"),
+        ("-c nowhere.yaml", "cannot read the config nowhere.yaml"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("", words.split())
+
+
+# data
+
+
+def global_batches(config, num_images, world_size):
+    """The (index, seed) pairs of each global batch of an epoch, over all processes and in order."""
+    micro_batch, _ = data.split_global_batch(config, world_size)
+    ranks = [data.TrainingBatches(num_images, config, micro_batch, rank, world_size) for rank in range(world_size)]
+    for batches in ranks:
+        batches.set_epoch(3)
+    share = config.global_batch_size // world_size
+    pairs = [[pair for batch in batches for pair in batch] for batches in ranks]
+    steps = range(ranks[0].steps)
+    return [[pair for rank in pairs for pair in rank[step * share : (step + 1) * share]] for step in steps]
+
+
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_global_batches_do_not_depend_on_processes_or_accumulation(image_folder, repeats):
+    config = small_config(image_folder, aug_repeats=repeats)
+    expected = global_batches(config, 100, world_size=1)
+    assert len(expected) == 100 // 16
+    for world_size, batch_size in [(2, None), (4, None), (1, 4), (2, 5)]:
+        split = small_config(image_folder, aug_repeats=repeats, batch_size=batch_size)
+        assert global_batches(split, 100, world_size) == expected
+
+
+def test_an_epoch_sees_each_image_once_or_as_often_as_augmentation_repeats_it(image_folder):
+    once = [i for batch in global_batches(small_config(image_folder, aug_repeats=0), 100, 1) for i, _ in batch]
+    assert len(set(once)) == len(once) == 96
+    for batch in global_batches(small_config(image_folder, aug_repeats=3, global_batch_size=12), 100, 1):
+        indices = [i for i, _ in batch]
+        assert sorted(indices.count(i) for i in set(indices)) == [3, 3, 3, 3]
+        assert len({seed for _, seed in batch}) == 12  # each copy is augmented differently
+
+
+def test_epochs_and_seeds_shuffle_differently(image_folder):
+    def order(seed, epoch):
+        batches = data.TrainingBatches(100, small_config(image_folder, seed=seed), 16, 0, 1)
+        batches.set_epoch(epoch)
+        return list(batches)
+
+    assert order(0, 0) == order(0, 0)
+    assert order(0, 0) != order(0, 1) != order(1, 1)
+
+
+def test_evaluation_counts_every_image_once(image_folder):
+    for world_size in (1, 2, 3, 5):
+        indices = []
+        for rank in range(world_size):
+            batches = data.EvaluationBatches(28, 4, rank, world_size)
+            assert len(batches) == len(list(batches))
+            indices += [i for batch in batches for i, _ in batch]
+        assert sorted(indices) == list(range(28))
+
+
+def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_folder):
+    config = small_config(image_folder)
+    augment = data.BatchAugmentation(config, 4, torch.device("cpu"))
+    images, targets = torch.rand(32, 3, 16, 16), torch.arange(32) % 4
+    whole = augment(images.clone(), targets, epoch=1, position=64)
+    parts = [augment(images[i : i + 8].clone(), targets[i : i + 8], epoch=1, position=64 + i) for i in range(0, 32, 8)]
+    assert not torch.equal(whole[0], images)
+    for tensor, pieces in zip(whole, zip(*parts)):
+        assert torch.equal(tensor, torch.cat(pieces))
+
+
+def test_an_unreadable_image_is_named_counted_and_replaced(image_folder, tmp_path, caplog):
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    broken = [root / "train" / "bee" / "3.png", root / "val" / "cat" / "2.png"]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:100])
+    config = small_config(root, aa=None)
+    train, val, _ = data.open_splits(config)
+
+    reader = data.ImageReader(train, lambda image: image.size, is_training=True)
+    targets = [reader[i, 0][1] for i in range(len(reader))]
+    assert (len(targets), reader.skipped) == (4 * TRAIN_IMAGES, 1)
+    assert set(targets) == {0, 1, 2, 3}
+    assert os.path.join("bee", "3.png") in caplog.text
+
+    reader = data.ImageReader(val, lambda image: image.size, is_training=False)
+    targets = [reader[i, 0][1] for i in range(len(reader))]
+    assert (targets.count(data.UNREADABLE), reader.skipped) == (1, 1)
+    assert os.path.join("cat", "2.png") in caplog.text
+
+
+def test_tar_files_of_the_splits(image_folder, tmp_path):
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            tar.add(image_folder / split, ".")
+    train, val, num_classes = data.open_splits(small_config(tmp_path))
+    assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 4 * VAL_IMAGES, 4)
+
+
+def test_a_validation_split_without_some_class_keeps_the_numbers_of_training(image_folder, tmp_path):
+    shutil.copytree(image_folder, tmp_path / "images")
+    shutil.rmtree(tmp_path / "images" / "val" / "bee")
+    _, val, num_classes = data.open_splits(small_config(tmp_path / "images"))
+    assert num_classes == 4
+    assert {val.reader[i][1] for i in range(len(val))} == {0, 2, 3}
+
+
+def test_data_that_does_not_fit_is_refused(image_folder, tmp_path):
+    with pytest.raises(ConfigError, match="data_dir .*nowhere is not a folder"):
+        data.open_splits(small_config(tmp_path / "nowhere"))
+    (tmp_path / "train").mkdir()
+    shutil.copytree(image_folder / "train", tmp_path / "images" / "train")
+    with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*val.*\); it has train"):
+        data.open_splits(small_config(tmp_path / "images"))
+    shutil.copytree(image_folder / "val", tmp_path / "images" / "val")
+    (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
+    with pytest.raises(ConfigError, match=r"classes that training has not: \['wasp'\]"):
+        data.open_splits(small_config(tmp_path / "images"))
+    with pytest.raises(ConfigError, match="has 4 classes but num_classes is 1000"):
+        data.open_splits(small_config(image_folder, num_classes=1000))
+    with pytest.raises(ConfigError, match="has 68 images, less than one global batch of 1024"):
+        data.TrainingBatches(68, small_config(image_folder, global_batch_size=1024), 1024, 0, 1)
+
+
+def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
+    assert data.split_global_batch(small_config(image_folder, global_batch_size=96, batch_size=20), 2) == (16, 3)
+    with pytest.raises(ConfigError, match="global_batch_size 16 is not a multiple of 3 processes"):
+        data.split_global_batch(small_config(image_folder), 3)
+    with pytest.raises(ConfigError, match="mixup pairs images"):
+        data.split_global_batch(small_config(image_folder, global_batch_size=18), 2)
+
+
+# runs
+
+
+def test_a_run_learns_and_writes_its_files(uninterrupted):
+    folder = uninterrupted / "run"
+    rows = summary(uninterrupted)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert all(0 < row["train_loss"] < 10 and 0 <= row["eval_top1"] <= 100 for row in rows)
+    assert {"eval_top1_ema", "eval_loss_ema", "lr", "unreadable_images"} < set(rows[0])
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["num_classes"] == 4
+    for name in ("last.pt", "best.pt"):
+        saved = checkpoint.read_checkpoint(folder / name)
+        assert {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"} < set(saved)
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, {}), (1, {"batch_size": 8}), (1, {"workers": 3})])
+def test_two_processes_or_accumulation_or_workers_train_the_same(
+    uninterrupted, image_folder, tmp_path, processes, options
+):
+    run(train_command(tmp_path, image_folder, processes, **options))
+    for row, expected in zip(summary(tmp_path), summary(uninterrupted), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+    weights, truth = (checkpoint.read_weights(f / "run" / "last.pt", use_ema=False) for f in (tmp_path, uninterrupted))
+    for name in truth:
+        torch.testing.assert_close(weights[name], truth[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_killed_run_resumes_to_the_same_end(uninterrupted, image_folder, tmp_path):
+    command = train_command(tmp_path, image_folder)
+    process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), stderr=subprocess.DEVNULL)
+    last = tmp_path / "run" / "last.pt"
+    while not last.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint.read_checkpoint(last)["epoch"] == 1
+
+    refused = run(command, check=False)
+    assert refused.returncode == 1
+    assert "holds a run: --resume auto goes on with it" in refused.stderr
+    run([*command, "--resume", "auto"])
+    assert summary(tmp_path) == summary(uninterrupted)
+    resumed, truth = (checkpoint.read_checkpoint(f / "run" / "last.pt") for f in (tmp_path, uninterrupted))
+    for part in ("state_dict", "state_dict_ema"):
+        assert all(torch.equal(resumed[part][name], truth[part][name]) for name in truth[part])
+
+
+def test_resuming_another_model_is_refused(uninterrupted, image_folder):
+    command = train_command(uninterrupted, image_folder)
+    result = run([*command, "--resume", "auto", "--model", "vim_tiny"], check=False)
+    assert "is of a run with model 'vil_tiny', this one has 'vim_tiny'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_by_name(uninterrupted, image_folder, tmp_path):
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    command = train_command(tmp_path, image_folder, lr=1e30, min_lr=1e30)
+    result = run([*command, "--resume", "auto", "--epochs", "4"], check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "the loss is nan at step" in result.stderr or "the loss is inf at step" in result.stderr
+    assert "of epoch 3, at learning rate 1e+30" in result.stderr
+    assert str(tmp_path / "run" / "last.pt") in result.stderr
+    assert checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 2
+
+
+def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(uninterrupted, image_folder):
+    from train_imagenet import create_model
+
+    path = str(uninterrupted / "run" / "last.pt")
+    source = checkpoint.read_weights(path)
+    config = small_config(image_folder, pretrained_path=path, img_size=32)
+    model = create_model(config, 4)
+    assert torch.equal(model.head.weight, source["head.weight"])
+    assert model.pos_embed.shape[1] == 17
+    model = create_model(config, 3)
+    assert model.head.weight.shape[0] == 3
+    assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
+
+
+# checkpoints
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
+    path = tmp_path / "last.pt"
+    checkpoint.save_checkpoint({"config": {}, "epoch": 1}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match=r"could not write .*last.pt \(\d+ MiB free\).*is intact"):
+            checkpoint.save_checkpoint({"config": {}, "epoch": 2, "weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint.read_checkpoint(path)["epoch"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_cut_off_checkpoint_is_refused_wherever_it_is_cut(uninterrupted, tmp_path):
+    whole = (uninterrupted / "run" / "last.pt").read_bytes()
+    rng = random.Random(0)
+    for size in [0, 1, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(10))]:
+        (tmp_path / "cut.pt").write_bytes(whole[:size])
+        for read in (checkpoint.read_checkpoint, checkpoint.read_weights, checkpoint.saved_config):
+            with pytest.raises(checkpoint.CheckpointError, match="cut.pt cannot be read as a checkpoint"):
+                read(tmp_path / "cut.pt")
