@@ -38,7 +38,7 @@ class TokenConv1d(nn.Conv1d):
     def forward(self, u_BLD: Tensor) -> Tensor:
         # A 2d convolution of height 1 sees these tokens as channels-last: no transpose, 3 to 6 times faster on CPUs.
         u_BD1L = u_BLD.transpose(1, 2).unsqueeze(2)
-        weight = self.weight.unsqueeze(2).flip(-1) if self.reverse else self.weight.unsqueeze(2)
+        weight = self.weight.unsqueeze(1).flip(-1) if self.reverse else self.weight.unsqueeze(1)
         lookback = self.kernel_size[0] - 1
         v_BD1L = F.conv2d(u_BD1L, weight, self.bias, padding=(0, lookback), groups=self.groups)
         return v_BD1L.squeeze(2).transpose(1, 2).narrow(1, lookback if self.reverse else 0, u_BLD.shape[1])
