@@ -20,7 +20,7 @@ from torch import Tensor
 # Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
 SEGMENT_TOKENS = 16
 # The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a token
-# of one on the calling thread: for so little work faster than on two, and far faster where others keep those busy.
+# of one on the calling thread. For so little work that is faster than two threads, and far faster on busy cores.
 SLICE_ELEMENTS = 2**15
 
 
