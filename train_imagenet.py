@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Trainer:
-    """One process of a run: `run` trains epoch by epoch, `step` is what happens to one global batch."""
+    """One process of a run: `run` goes through the epochs, `train_one_epoch` through the global batches of one."""
 
     def __init__(self, config: Config, device: torch.device, rank: int, world_size: int):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
@@ -137,31 +137,35 @@ class Trainer:
         self.batches.set_epoch(epoch)
         if hasattr(self.train_loader.dataset, "set_epoch"):  # a dataset that streams shuffles by itself
             self.train_loader.dataset.set_epoch(epoch)
-        losses, micro_batches = [], []
-        for (images, targets), position in zip(self.train_loader, self.batches.first_positions()):
-            micro_batches.append(self.augment(images, targets, epoch, position))
-            if len(micro_batches) < self.accumulation:
-                continue
-            # what the model draws (stochastic depth) is fixed by the seed and the place in the run as well
+        losses, loss = [], torch.zeros((), device=self.device)
+        micro_batches = zip(self.train_loader, self.batches.first_positions())
+        for i, ((images, targets), position) in enumerate(micro_batches, start=1):
+            images, targets = self.augment(images, targets, epoch, position)
+            # what the model draws (stochastic depth) follows from the seed and the place in the run as well
             data.seed_everything(data.derive_seed(self.config.seed, epoch, position, 2))
-            losses.append(self.step(micro_batches))
-            micro_batches = []
+            complete = i % self.accumulation == 0
+            loss = loss + self.backward(images, targets, synchronize=complete)
+            if not complete:
+                continue
+            self.update()
+            losses.append(loss)
+            loss = torch.zeros_like(loss)
             if len(losses) % self.config.log_interval == 0:
                 bar.set_postfix(loss=f"{self.check_finite(losses, epoch):.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
         self.check_finite(losses, epoch)
         return sum_over_processes(torch.stack(losses).mean()) / self.world_size
 
-    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """One step of the optimizer; returns this process's loss."""
-        total = torch.zeros((), device=self.device)
-        for i, (images, targets) in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            with self.wrapped.no_sync() if self.wrapped is not self.model and not last else nullcontext():
-                with self.precision:
-                    loss = self.loss_fn(self.wrapped(images), targets) / len(micro_batches)
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
+    def backward(self, images: Tensor, targets: Tensor, synchronize: bool) -> Tensor:
+        """Adds a micro-batch's gradient to this process's, or to all processes'; returns its share of the loss."""
+        with self.wrapped.no_sync() if self.world_size > 1 and not synchronize else nullcontext():
+            with self.precision:
+                loss = self.loss_fn(self.wrapped(images), targets) / self.accumulation
+            self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """One step of the optimizer."""
         if self.config.clip_grad is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
@@ -170,34 +174,30 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.ema:
             self.ema.update(self.model)
-        return total
 
     def evaluate(self) -> dict[str, float]:
+        models = {"": self.model} | ({"_ema": self.ema.module} if self.ema else {})
+        results = evaluate(list(models.values()), self.val_loader, self.device, self.precision)
         row = {}
-        for suffix, model in (("", self.model), ("_ema", self.ema and self.ema.module)):
-            if model is not None:
-                result = evaluate(model, self.val_loader, self.device, self.precision)
-                row[f"eval_loss{suffix}"] = result.loss
-                row[f"eval_top1{suffix}"] = result.top1
-                row[f"eval_top5{suffix}"] = result.top5
+        for suffix, result in zip(models, results):
+            row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
         skipped = torch.tensor(float(data.unreadable_images(self.train_loader)), device=self.device)
-        row["unreadable_images"] = result.unreadable + sum_over_processes(skipped)
-        return row
+        return row | {"unreadable_images": results[0].unreadable + sum_over_processes(skipped)}
 
     @property
     def rate(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def check_finite(self, losses: list[Tensor], epoch: int) -> float:
-        """Looks at the losses since the last look, the one time that the host waits for the device. Returns the last."""
+        """Looks at the losses since the last look; only here does the host wait for the device. Returns the last."""
         recent = torch.stack(losses[-self.config.log_interval :]).tolist()
         for step, loss in enumerate(recent, start=len(losses) - len(recent) + 1):
             if not math.isfinite(loss):
                 last = self.folder / "last.pt"
                 raise DivergenceError(
                     f"the loss is {loss} at step {step} of epoch {epoch + 1}, at learning rate {self.rate:.3g}; the "
-                    f"last checkpoint is {last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or --no-amp "
-                    "may help; --resume auto goes on from the checkpoint"
+                    f"last checkpoint is {last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or "
+                    "--no-amp may help; --resume auto goes on from the checkpoint"
                 )
         return recent[-1]
 

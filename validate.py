@@ -106,7 +106,7 @@ def validate(model, settings, options, device: torch.device, rank: int, world_si
     images = data.open_split(settings["data_dir"], settings["dataset"], settings["split"], model.num_classes)
     loader = data.evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
     loader = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
-    return evaluate(model, loader, device, autocast(device, options.amp, "bfloat16"))
+    return evaluate([model], loader, device, autocast(device, options.amp, "bfloat16"))[0]
 
 
 def validation_line(name: str, num_classes: int, result: Evaluation) -> str:

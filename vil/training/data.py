@@ -199,13 +199,15 @@ class TrainingBatches:
             yield from range(start, start + share, self.micro_batch)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_images)
+        random_numbers = np.random.default_rng((self.seed, self.epoch))
+        order = random_numbers.permutation(self.num_images)
+        seeds = random_numbers.integers(2**32, size=self.steps * self.global_batch)
         unique = math.ceil(self.global_batch / self.repeats)
         for first in self.first_positions():
             batch = []
             for position in range(first, first + self.micro_batch):
                 step, place = divmod(position, self.global_batch)
-                batch.append((int(order[step * unique + place % unique]), derive_seed(self.seed, self.epoch, position)))
+                batch.append((int(order[step * unique + place % unique]), int(seeds[position])))
             yield batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from scipy.stats import binomtest
-from torch import nn
+from torch import Tensor, nn
 
 from .data import UNREADABLE
 
@@ -53,25 +54,43 @@ def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContext
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, loader, device: torch.device, precision: AbstractContextManager) -> Evaluation:
-    """Evaluates `model` on the images of `loader`; every process of a run gets the result over all of them."""
-    was_training = model.training
-    model.eval()
-    sums = torch.zeros(5, dtype=torch.float64, device=device)  # images, top-1, top-5, loss, unreadable
+def evaluate(
+    models: Sequence[nn.Module], loader, device: torch.device, precision: AbstractContextManager
+) -> list[Evaluation]:
+    """Evaluates models on the same images in one pass; every process of a run gets the results over all of them."""
+    was_training = [model.training for model in models]
+    sums = torch.zeros(len(models), 5, dtype=torch.float64, device=device)
     start = time.perf_counter()
+    for model in models:
+        model.eval()
     for images, targets in loader:
-        with precision:
-            logits = model(images)
-        logits, readable = logits.float(), targets != UNREADABLE
-        logits, targets = logits[readable], targets[readable]
-        correct = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-        loss = F.cross_entropy(logits, targets, reduction="sum")
-        sums += torch.stack([readable.sum(), correct[:, 0].sum(), correct.sum(), loss, (~readable).sum()])
+        readable = targets != UNREADABLE
+        for model, model_sums in zip(models, sums):
+            with precision:
+                logits = model(images)
+            model_sums += _batch_sums(logits[readable].float(), targets[readable], (~readable).sum())
     if dist.is_initialized():
         dist.all_reduce(sums)
-    images, top1, top5, loss, unreadable = sums.tolist()
+    rows = sums.tolist()
     seconds = time.perf_counter() - start
-    model.train(was_training)
-    return Evaluation(
-        int(images), int(top1), int(top5), loss / max(1, images), int(unreadable), (images + unreadable) / seconds
-    )
+    for model, training in zip(models, was_training):
+        model.train(training)
+    return [
+        Evaluation(
+            images=int(images),
+            top1_correct=int(top1),
+            top5_correct=int(top5),
+            loss=loss / max(1, images),
+            unreadable=int(unreadable),
+            images_per_second=(images + unreadable) / seconds,
+        )
+        for images, top1, top5, loss, unreadable in rows
+    ]
+
+
+def _batch_sums(logits: Tensor, targets: Tensor, unreadable: Tensor) -> Tensor:
+    """(images, top-1, top-5, loss, unreadable) of a batch."""
+    correct = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    images = torch.full_like(unreadable, len(targets))
+    return torch.stack([images, correct[:, 0].sum(), correct.sum(), loss, unreadable])
