@@ -203,6 +203,17 @@ def test_set_input_size_equals_loading_into_a_model_created_at_that_size(change)
     assert [i["reduction"] for i in model.feature_info] == [i["reduction"] for i in created.feature_info]
 
 
+@pytest.mark.skipif(not hasattr(timm.data, "resolve_input_data_config"), reason="timm 1.0.29 does not ask the model")
+def test_the_data_config_follows_the_size_of_the_model():
+    model = small(img_size=(48, 80))
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 48, 80)
+    model.set_input_size(64)
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 64, 64)
+    with pytest.raises(ValueError, match="the model requires"):
+        timm.data.resolve_input_data_config(model, dict(img_size=80))
+    assert timm.data.resolve_input_data_config(small(dynamic_img_size=True), dict(img_size=80))["input_size"][1] == 80
+
+
 def test_a_refused_size_leaves_the_model_as_it_was():
     model = small().eval()
     x = random_images(1, 3, 48, 48)
@@ -493,6 +504,7 @@ def test_exports(name):
 
 @KINDS
 @pytest.mark.parametrize("kwargs", [dict(), dict(dynamic_img_size=True), dict(global_pool="avg")], ids=str)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_scripts(name, kwargs):
     model = small(name, **kwargs)
     x = random_images(2, 3, 40 if kwargs.get("dynamic_img_size") else 48, 48)

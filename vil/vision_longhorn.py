@@ -39,6 +39,13 @@ from torch import Tensor, nn
 
 from .block import BidirectionalMixer, Block, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
 
+try:
+    from timm.models._input import update_model_input_size
+except ImportError:  # timm 1.0.29 keeps no record of the size of the images, as newer ones do for their data config
+
+    def update_model_input_size(model, img_size, **model_args):
+        pass
+
 
 @register_notrace_module  # its checks branch on the size of the image
 class PatchEmbed(nn.Module):
@@ -281,6 +288,7 @@ class VisionLonghorn(nn.Module):
             self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
+        update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
 
     @torch.jit.ignore
     def forward_intermediates(
