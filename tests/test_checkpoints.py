@@ -227,7 +227,7 @@ def test_no_class_but_namespace_is_unpickled(loader, tmp_path):
 
 
 def vit_weights(**kwargs):
-    return VisionTransformer(img_size=48, embed_dim=32, depth=2, num_heads=2, num_classes=7, **kwargs).state_dict()
+    return VisionTransformer(embed_dim=32, depth=2, num_heads=2, num_classes=7, **kwargs).state_dict()
 
 
 def vil_weights():
@@ -235,7 +235,8 @@ def vil_weights():
 
 
 OTHERS = {
-    "vit": (vit_weights, "neither a ViL nor a ViM, the model a ViM of embed_dim 32 and depth 2"),
+    "vit": (lambda: vit_weights(img_size=48), "neither a ViL nor a ViM, the model a ViM of embed_dim 32 and depth 2"),
+    "vit_registers": (lambda: vit_weights(img_size=64, reg_tokens=4), "neither a ViL nor a ViM"),
     "vil": (vil_weights, "a ViL of embed_dim 32 and depth 2, the model a ViM of embed_dim 32"),
     "wider": (lambda: published(embed_dim=48), "a ViM of embed_dim 48 and depth 2, the model a ViM of embed_dim 32"),
     "deeper": (

@@ -393,7 +393,7 @@ class VisionLonghorn(nn.Module):
         Raises:
             RuntimeError: The checkpoint is of another architecture, or has another number of classes.
         """
-        state_dict = fit_checkpoint(state_dict, self)
+        state_dict = rename_published(state_dict)
         if strict:
             check_architecture(state_dict, self)
             classes = len(state_dict.get("head.bias", ()))
@@ -403,7 +403,7 @@ class VisionLonghorn(nn.Module):
                     f"num_classes={classes}, or let timm replace the head by create_model(..., pretrained=True, "
                     f"num_classes={self.num_classes}, pretrained_cfg_overlay=dict(file=..., num_classes={classes}))"
                 )
-        return super().load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(resample(state_dict, self), strict, assign)
 
 
 def _known_pool(global_pool: str) -> str:
@@ -429,47 +429,30 @@ _VIM_NAMES = [
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
     """What timm puts a pretrained checkpoint through before it adapts the head and loads the rest without looking."""
-    state_dict = fit_checkpoint(state_dict, model)
+    state_dict = rename_published(state_dict)
     check_architecture(state_dict, model)
-    return state_dict
+    return resample(state_dict, model)
 
 
-def fit_checkpoint(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Fits a checkpoint to a model: ViM's published names, other patch sizes, other grids of patches.
-
-    Raises:
-        RuntimeError: A grid to be resampled is not square, as that of every published checkpoint is.
-    """
-    state_dict = state_dict.get("model", state_dict)
-    fitted = {}
-    for name, value in state_dict.items():
+def rename_published(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint under our names, which it may have already, in place of ViM's published ones."""
+    renamed = {}
+    for name, value in state_dict.get("model", state_dict).items():
         for pattern, replacement in _VIM_NAMES:
             name = re.sub(pattern, replacement, name)
-        fitted[name] = value
-    patches = fitted.get("patch_embed.proj.weight")
-    if patches is not None and patches.ndim == 4 and patches.shape[-2:] != model.patch_embed.patch_size:
-        fitted["patch_embed.proj.weight"] = resample_patch_embed(patches, list(model.patch_embed.patch_size))
-    pos_embed = fitted.get("pos_embed")
-    if pos_embed is not None and pos_embed.shape[1] != model.pos_embed.shape[1]:
-        side = math.isqrt(pos_embed.shape[1] - 1)
-        if side**2 + 1 != pos_embed.shape[1]:
-            raise RuntimeError(
-                f"pos_embed of the checkpoint has length {pos_embed.shape[1]}, which is no square grid of patches and "
-                "a class token: load it at its own img_size, then call the model's set_input_size()"
-            )
-        fitted["pos_embed"] = resample_pos_embed(pos_embed, model.patch_embed.grid_size, (side, side))
-    return fitted
+        renamed[name] = value
+    return renamed
 
 
 def check_architecture(state_dict: dict[str, Tensor], model: VisionLonghorn) -> None:
-    """Compares a fitted checkpoint with a model, apart from what timm adapts: head and channels of the image.
+    """Compares a checkpoint with a model, apart from what can be adapted: the head, and what the image is like.
 
     Raises:
         RuntimeError: It is of another architecture; the message says of which, and names keys that differ.
     """
     own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
     other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}
-    common = own.keys() & other.keys() - {"patch_embed.proj.weight"}
+    common = own.keys() & other.keys() - {"patch_embed.proj.weight", "pos_embed"}
     differences = {
         "missing": own.keys() - other.keys(),
         "unexpected": other.keys() - own.keys(),
@@ -490,6 +473,28 @@ def _architecture(state_dict: dict[str, Tensor]) -> str:
         return "neither a ViL nor a ViM"
     kind = "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
     return f"a {kind} of embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
+
+
+def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
+    """Fits patch and position embeddings of a checkpoint to a model's size and grid of patches.
+
+    Raises:
+        RuntimeError: A grid to be resampled is not square, as that of every published checkpoint is.
+    """
+    state_dict = dict(state_dict)
+    patches = state_dict.get("patch_embed.proj.weight")
+    if patches is not None and patches.shape[-2:] != model.patch_embed.patch_size:
+        state_dict["patch_embed.proj.weight"] = resample_patch_embed(patches, list(model.patch_embed.patch_size))
+    pos_embed = state_dict.get("pos_embed")
+    if pos_embed is not None and pos_embed.shape[1] != model.pos_embed.shape[1]:
+        side = math.isqrt(pos_embed.shape[1] - 1)
+        if side**2 + 1 != pos_embed.shape[1]:
+            raise RuntimeError(
+                f"pos_embed of the checkpoint has length {pos_embed.shape[1]}, which is no square grid of patches and "
+                "a class token: load it at its own img_size, then call the model's set_input_size()"
+            )
+        state_dict["pos_embed"] = resample_pos_embed(pos_embed, model.patch_embed.grid_size, (side, side))
+    return state_dict
 
 
 def _cfg(**kwargs) -> dict[str, Any]:
