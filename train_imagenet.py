@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import timm
 import torch
 import torch.distributed as dist
 import yaml
@@ -36,6 +35,7 @@ import vil  # noqa: F401  registers the models
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
 from vil.training.evaluation import autocast, default_device, evaluate
+from vil.training.models import create_model
 from vil.training.summary import write_atomically, write_summary
 
 
@@ -68,7 +68,17 @@ class Trainer:
         train_set, val_set, num_classes = data.open_splits(config)
 
         data.seed_everything(config.seed)
-        self.model = create_model(config, num_classes).to(device)
+        size = {"img_size": config.img_size} if config.img_size else {}
+        self.model = create_model(
+            config.model,
+            config.pretrained_path,
+            num_classes=num_classes,
+            drop_path_rate=config.drop_path,
+            **size,
+            **config.model_kwargs,
+        ).to(device)
+        if config.grad_checkpointing:
+            self.model.set_grad_checkpointing()
         data_config = resolve_data_config(
             {"img_size": config.img_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation},
             model=self.model,
@@ -239,21 +249,6 @@ def sum_over_processes(value: Tensor) -> float:
     if dist.is_initialized():
         dist.all_reduce(value)
     return value.item()
-
-
-def create_model(config: Config, num_classes: int) -> nn.Module:
-    arguments = dict(num_classes=num_classes, drop_path_rate=config.drop_path, **config.model_kwargs)
-    if config.img_size:
-        arguments["img_size"] = config.img_size
-    if config.pretrained_path:
-        weights = checkpoint.read_weights(config.pretrained_path)
-        head = weights.get("head.bias")
-        overlay = dict(state_dict=weights, num_classes=-1 if head is None else len(head))
-        arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
-    model = timm.create_model(config.model, **arguments)
-    if config.grad_checkpointing:
-        model.set_grad_checkpointing()
-    return model
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import timm
 import torch
 import torch.distributed as dist
 from timm.data import resolve_data_config
@@ -30,6 +29,7 @@ from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
 from vil.training.config import ConfigError, parse_key_values
 from vil.training.evaluation import Evaluation, autocast, default_device, evaluate
+from vil.training.models import create_model
 from vil.training.summary import write_atomically
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     try:
         device = init_distributed_device(process := SimpleNamespace(device=options.device))
         settings = resolve_settings(options)
-        model = create_model(settings, options).to(device).eval()
+        model = load_model(settings, options).to(device).eval()
         result = validate(model, settings, options, device, process.rank, process.world_size)
         if process.rank == 0:
             print(validation_line(settings["model"], model.num_classes, result))
@@ -87,17 +87,14 @@ def resolve_settings(options: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def create_model(settings: dict[str, Any], options: argparse.Namespace) -> torch.nn.Module:
+def load_model(settings: dict[str, Any], options: argparse.Namespace) -> torch.nn.Module:
     arguments = {name: settings[name] for name in ("num_classes", "img_size") if settings[name]}
-    arguments |= settings["model_kwargs"]
+    model = create_model(
+        settings["model"], pretrained=options.checkpoint is None, **arguments, **settings["model_kwargs"]
+    )
     if options.checkpoint:
-        model = timm.create_model(settings["model"], **arguments)
         checkpoint.load_weights(model, options.checkpoint, options.use_ema)
-        return model
-    try:
-        return timm.create_model(settings["model"], pretrained=True, **arguments)
-    except RuntimeError as error:
-        raise ConfigError(f"--checkpoint is not given, and timm cannot load {settings['model']}: {error}") from error
+    return model
 
 
 def validate(model, settings, options, device: torch.device, rank: int, world_size: int) -> Evaluation:

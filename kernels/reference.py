@@ -19,8 +19,8 @@ from torch import Tensor
 
 # Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
 SEGMENT_TOKENS = 16
-# The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a token
-# of one on the calling thread. For so little work that is faster than two threads, and far faster on busy cores.
+# The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a
+# token of one on the calling thread. For so little work that beats two threads, by far if the cores are busy.
 SLICE_ELEMENTS = 2**15
 
 

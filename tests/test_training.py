@@ -18,6 +18,7 @@ from processes import ROOT, SMALL, run, train_command
 
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config, make_config
+from vil.training.models import create_model
 
 
 def small_config(image_folder, **options) -> Config:
@@ -291,18 +292,28 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_name(uninterrupted, image_fo
     assert checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 2
 
 
-def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(uninterrupted, image_folder):
-    from train_imagenet import create_model
-
+def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(uninterrupted):
     path = str(uninterrupted / "run" / "last.pt")
     source = checkpoint.read_weights(path)
-    config = small_config(image_folder, pretrained_path=path, img_size=32)
-    model = create_model(config, 4)
+    model = create_model("vil_tiny", path, num_classes=4, img_size=32, **SMALL["model_kwargs"])
     assert torch.equal(model.head.weight, source["head.weight"])
     assert model.pos_embed.shape[1] == 17
-    model = create_model(config, 3)
+    model = create_model("vil_tiny", path, num_classes=3, img_size=16, **SMALL["model_kwargs"])
     assert model.head.weight.shape[0] == 3
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("vil_huge", {}, "cannot create the model vil_huge: Unknown model"),
+        ("vil_tiny", {"heads": 3}, "cannot create the model vil_tiny: .*heads"),
+        ("vil_tiny", {"img_size": 100}, r"img_size \(100, 100\) is not covered .* use \(96, 96\), or dynamic_img_size"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        create_model(name, **arguments)
 
 
 # checkpoints

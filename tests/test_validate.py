@@ -87,7 +87,7 @@ def test_the_line_sets_the_result_beside_the_published_numbers():
     ("words", "message"),
     [
         ([], "--model is not given"),
-        (["--model", "vil_tiny"], "--checkpoint is not given, and timm cannot load vil_tiny"),
+        (["--model", "vil_tiny"], "No pretrained weights exist for vil_tiny"),
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         (["--checkpoint", "LAST", "--num-classes", "10"], "has 4 classes but the model 10"),
         (["--checkpoint", "LAST", "--model", "vim_tiny"], "does not fit the model"),
