@@ -38,9 +38,7 @@ def main() -> None:
                 start = time.perf_counter()
                 model(image)
                 times[name].append(1e3 * (time.perf_counter() - start))
-    print(
-        f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, timm {timm.__version__}"
-    )
+    print(f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, timm {timm.__version__}")
     medians = {name: statistics.median(t[2:]) for name, t in times.items()}  # the first two rounds warm up
     for name, median in medians.items():
         print(f"{name:28} {median:8.1f} ms   {median / medians[options.models[-1]]:.2f} x {options.models[-1]}")
