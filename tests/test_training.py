@@ -1,6 +1,8 @@
 """Training as a user runs it: configs, data, real processes (also killed ones), checkpoints, and bad input."""
 
 import csv
+import io
+import json
 import os
 import random
 import resource
@@ -13,7 +15,7 @@ import time
 import pytest
 import torch
 import yaml
-from conftest import TRAIN_IMAGES, VAL_IMAGES
+from conftest import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from processes import ROOT, SMALL, run, train_command
 
 from vil.training import checkpoint, data
@@ -188,6 +190,34 @@ def test_tar_files_of_the_splits(image_folder, tmp_path):
             tar.add(image_folder / split, ".")
     train, val, num_classes = data.open_splits(small_config(tmp_path))
     assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 4 * VAL_IMAGES, 4)
+
+
+def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
+    info = {"splits": {}}
+    for split, shards in (("train", 4), ("validation", 3)):
+        paths = sorted((image_folder / {"train": "train", "validation": "val"}[split]).glob("*/*.png"))
+        names = [f"{split}-{shard}.tar" for shard in range(shards)]
+        for shard, name in enumerate(names):
+            with tarfile.open(tmp_path / name, "w") as tar:
+                for path in paths[shard::shards]:
+                    tar.add(path, f"{path.parent.name}{path.stem}.png")
+                    label = tarfile.TarInfo(f"{path.parent.name}{path.stem}.cls")
+                    label.size = 1
+                    tar.addfile(label, io.BytesIO(str(CLASSES.index(path.parent.name)).encode()))
+        lengths = [len(paths[shard::shards]) for shard in range(shards)]
+        info["splits"][split] = dict(name=split, num_samples=len(paths), filenames=names, shard_lengths=lengths)
+    (tmp_path / "_info.json").write_text(json.dumps(info))
+
+    config = small_config(tmp_path, dataset="wds/x", num_classes=4)
+    train, val, num_classes = data.open_splits(config)
+    data_config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
+    data_config |= dict(crop_pct=1.0, crop_mode="center", interpolation="bicubic")
+    batches = data.TrainingBatches(len(train), config, 16, 0, 1)
+    loader = data.training_loader(train, config, data_config, torch.device("cpu"), batches)
+    assert len(list(zip(loader, batches.first_positions()))) == batches.steps == 4 * TRAIN_IMAGES // 16
+    loader = data.evaluation_loader(val, data_config, torch.device("cpu"), 0, 5, 0, 1)
+    targets = torch.cat([targets for _, targets in loader])
+    assert targets.bincount().tolist() == [VAL_IMAGES] * num_classes
 
 
 def test_a_validation_split_without_some_class_keeps_the_numbers_of_training(image_folder, tmp_path):
