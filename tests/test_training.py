@@ -19,14 +19,12 @@ from conftest import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from processes import ROOT, SMALL, run, train_command
 
 from vil.training import checkpoint, data
-from vil.training.config import Config, ConfigError, load_config, make_config
+from vil.training.config import Config, ConfigError, load_config
 from vil.training.models import create_model
 
 
 def small_config(image_folder, **options) -> Config:
-    return make_config(
-        {"data_dir": str(image_folder), **SMALL, "workers": 0, "experiment": "run", **options}, "the test"
-    )
+    return Config(**SMALL | dict(data_dir=str(image_folder), workers=0, experiment="run") | options)
 
 
 def summary(folder):

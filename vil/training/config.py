@@ -110,7 +110,7 @@ def load_config(description: str, arguments: Sequence[str] | None = None) -> Con
     Raises:
         ConfigError: An option or value is wrong; the message names the option, and the nearest that exists.
     """
-    # one option for each field; a value is checked like the file's, by `make_config`
+    # one option for each field; the values are checked like those of the file, by `_checked`
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
@@ -126,20 +126,11 @@ def load_config(description: str, arguments: Sequence[str] | None = None) -> Con
         raise ConfigError(_unknown_option(word.split("=")[0].lstrip("-").replace("-", "_"), "on the command line"))
     values = vars(options)
     path = values.pop("config")
-    from_file = _read_yaml(path) if path else {}
-    config = make_config(
-        {**from_file, **{k: v for k, v in values.items() if v is not None}}, path or "the command line"
-    )
+    from_file = _checked(_read_yaml(path), path) if path else {}
+    given = _checked({name: value for name, value in values.items() if value is not None}, "the command line")
+    config = Config(**{**from_file, **given})
     config.experiment = config.experiment or (Path(path).stem if path else config.model)
     return config
-
-
-def make_config(values: dict[str, Any], source: str) -> Config:
-    """Checks names and types, and converts values to the types."""
-    for name in values:
-        if name not in FIELDS:
-            raise ConfigError(_unknown_option(name, f"in {source}"))
-    return Config(**{name: _convert(name, value, source) for name, value in values.items()})
 
 
 def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
@@ -166,6 +157,14 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return values
 
 
+def _checked(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The values of known options, converted to their types."""
+    for name in values:
+        if name not in FIELDS:
+            raise ConfigError(_unknown_option(name, f"in {source}"))
+    return {name: _convert(name, value, source) for name, value in values.items()}
+
+
 def _unknown_option(name: str, where: str) -> str:
     nearest = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.5)
     return f"unknown option {name!r} {where}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
@@ -181,13 +180,11 @@ def _kind(name: str) -> tuple[type, bool]:
 
 def _convert(name: str, value: Any, source: str) -> Any:
     kind, optional = _kind(name)
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-        if optional:
-            return None
-        value = None
+    if optional and (value is None or value in ("none", "null")):
+        return None
+    if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
+        return parse_key_values(value)
     try:
-        if kind is dict and isinstance(value, list):  # KEY=VALUE words
-            return parse_key_values(value)
         if kind is tuple and isinstance(value, (list, tuple)):
             return tuple(float(v) for v in value)
         if kind is float and not isinstance(value, bool):
@@ -196,8 +193,6 @@ def _convert(name: str, value: Any, source: str) -> Any:
             return int(value)
         if isinstance(value, kind):
             return value
-    except ConfigError:
-        raise
     except (TypeError, ValueError):
         pass
     raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {value!r}")
