@@ -67,6 +67,7 @@ class Trainer:
         micro_batch, self.accumulation = data.split_global_batch(config, world_size)
         train_set, val_set, num_classes = data.open_splits(config)
 
+        data.share_cores(device, config.workers)
         data.seed_everything(config.seed)
         size = {"img_size": config.img_size} if config.img_size else {}
         self.model = create_model(

@@ -98,6 +98,7 @@ def load_model(settings: dict[str, Any], options: argparse.Namespace) -> torch.n
 
 
 def validate(model, settings, options, device: torch.device, rank: int, world_size: int) -> Evaluation:
+    data.share_cores(device, options.workers)
     choices = {name: settings[name] for name in ("img_size", "crop_pct", "interpolation")}
     data_config = resolve_data_config(choices, model=model)
     images = data.open_split(settings["data_dir"], settings["dataset"], settings["split"], model.num_classes)

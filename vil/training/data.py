@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,12 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def share_cores(device: torch.device, workers: int) -> None:
+    """Leaves the loader's workers a core each where a CPU also trains: PyTorch's threads wait long for a busy core."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - workers))
 
 
 def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
