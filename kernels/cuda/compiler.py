@@ -1,0 +1,113 @@
+"""CUDA C++ to kernels: NVRTC through NVIDIA's `cuda.core` at first use, and a cache of the binaries on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+OLDEST = (8, 0)
+HEADERS = {"forward": ["lanes.cuh"], "summary": ["lanes.cuh"], "backward": []}
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled on this machine, or None if they can."""
+    try:
+        import cuda.core  # noqa: F401
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as e:  # a missing package, or a library that does not load, in whatever way it fails
+        return f"NVRTC or cuda.core is missing ({type(e).__name__}: {e}); `pip install cuda-core` brings both"
+    return None
+
+
+@functools.cache
+def source(name: str) -> str:
+    return "\n".join((SOURCES / file).read_text() for file in ("common.cuh", *HEADERS[name], f"{name}.cu"))
+
+
+def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:
+    """The machine code of `name`.cu for `arch` (sm_90, say), compiled now."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in macros])
+    return bytes(Program(source(name), "c++", options).compile("cubin").code)
+
+
+def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:
+    """The same from the disk cache, which it fills. `VIL_CACHE_DIR` says where; the user's cache otherwise."""
+    from cuda.bindings import nvrtc
+
+    key = repr((source(name), arch, macros, nvrtc.nvrtcVersion()[1:]))
+    directory = Path(
+        os.environ.get("VIL_CACHE_DIR")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vision-longhorn"
+    )
+    path = directory / f"{name}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    cubin = compile_cubin(name, arch, macros)
+    try:
+        # a process that reads sees the whole file or none: written under a name of its own, then renamed
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home costs a compilation a process, no more
+    return cubin
+
+
+class CurrentStream:
+    """PyTorch's current stream, as `cuda.core` takes it."""
+
+    def __init__(self, device: torch.device):
+        self.handle = torch.cuda.current_stream(device).cuda_stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@functools.cache
+def _kernel(name: str, entry: str, device_index: int, macros: tuple[tuple[str, object], ...], shared_bytes: int):
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    major, minor = torch.cuda.get_device_capability(device_index)
+    kernel = ObjectCode.from_cubin(cached_cubin(name, f"sm_{major}{minor}", macros)).get_kernel(entry)
+    if shared_bytes > 48 * 1024:  # more than every kernel may take without asking
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{entry} needs {shared_bytes} bytes of shared memory a block: {error.name}")
+    return kernel
+
+
+@functools.cache
+def _config(grid: int, block: int, shared_bytes: int):
+    from cuda.core import LaunchConfig
+
+    return LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+
+
+def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments: list, shared_bytes: int = 0) -> None:
+    """Runs a kernel of `name`.cu on the device of the first tensor argument and on PyTorch's stream there.
+
+    Arguments are tensors (or None), passed as pointers, and ints, passed in 64 bits.
+    """
+    import cuda.core
+
+    device = next(t for t in arguments if isinstance(t, torch.Tensor)).device
+    with torch.cuda.device(device):
+        kernel = _kernel(name, entry, device.index, tuple(sorted(macros.items())), shared_bytes)
+        values = [0 if a is None else int(a) if isinstance(a, (int, bool)) else a.data_ptr() for a in arguments]
+        cuda.core.launch(CurrentStream(device), _config(grid, block, shared_bytes), kernel, *values)

@@ -1,0 +1,64 @@
+// y_t = S_t . q_t + skip x_t for the tokens of a segment, from the state before it. Keeps a state every CHUNK tokens.
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
+             const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
+             T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks,
+             i64 keep, i64 key_vectors) {
+    extern __shared__ __align__(16) char shared[];
+    static_assert(sizeof(Warp) == WARP_BYTES);
+    Warp &warp = reinterpret_cast<Warp *>(shared)[threadIdx.x / 32];
+
+    i64 chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
+    Place at(B, D, segments);
+    bool backwards = reverse >> at.g & 1;
+    Sequence<const T> xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+    Sequence<T> ys({y, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    i64 begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
+    float *kept = states + state_offset(at.g, at.b, begin / CHUNK, at.n, at.d, B, chunks, D);
+
+    States A, S = {};
+    load_rates(A, rates, at, D);
+    // of the lanes that share a channel the first adds the skip connection and stores the sum
+    bool first = at.valid && at.n == 0;
+    Floats<C> skip = skips && first ? load<C>(skips + at.g * D + at.d) : Floats<C>{};
+    if (begin > 0 && at.valid) load_states(S, kept, D);
+
+    T *y_t = ys.at(begin) + at.d;
+    auto at_chunk = [&] {
+        kept += N * D;
+        if (keep && at.valid) store_states(kept, S, D);
+    };
+    auto step = [&](bool exists, Floats<C> x, Floats<C> gate, const float *k_t, const float *q_t) {
+        // a sum of several chains, as a lane with few channels would else wait for each addition
+        constexpr int CHAINS = C < 4 ? 4 / C : 1;
+        float y[CHAINS][C] = {};
+#pragma unroll
+        for (int c = 0; c < C; c++) y[0][c] = skip.at[c] * x.at[c];
+#pragma unroll
+        for (int n = 0; n < NL; n += 4) {
+            Floats<4> k = load<4>(k_t + n), q = load<4>(q_t + n);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int c = 0; c < C; c++) {
+                    R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                    y[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], y[i % CHAINS][c]);
+                }
+        }
+        Floats<C> sum;
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            sum.at[c] = y[0][c];
+#pragma unroll
+            for (int i = 1; i < CHAINS; i++) sum.at[c] += y[i][c];
+#pragma unroll
+            for (int distance = 1; distance < LANES; distance *= 2)
+                sum.at[c] += __shfl_xor_sync(WARP, sum.at[c], distance);
+        }
+        if (first && exists) store(y_t, from_floats<T>(sum));
+        y_t += ys.stride;
+    };
+    run(warp, xs, logits, ks, qs, biases, begin, end, key_vectors, at, D, at_chunk, step);
+}

@@ -1,0 +1,148 @@
+// The layout of the kernels that run straight through a sequence: a lane owns C channels and their states, in registers
+// from the first token to the last, and a warp shares nothing with others, so that none ever waits for another.
+// Further macros:
+//   STAGES    tiles on their way from memory at once
+//   VECTOR    channels copied by one instruction, as the alignment of the tensors allows
+
+// The warp's channels of a tile as they are in memory: x, or dy where gradients are scanned
+struct Channels {
+    alignas(16) T value[TILE][WARP_CHANNELS];
+    alignas(16) T logit[TILE][WARP_CHANNELS];
+};
+
+struct Warp {
+    Keys<TILE> keys;
+    alignas(16) float gate[TILE][WARP_CHANNELS];
+    Channels stage[STAGES];
+};
+
+// One warp's place in the grid: a segment of a sequence; and the channels and states of this lane
+struct Place {
+    i64 g, b, segment, warp_d, d;
+    int lane, c, n;
+    bool valid;
+    __device__ __forceinline__ Place(i64 B, i64 D, i64 segments) {
+        lane = threadIdx.x % 32;
+        i64 blocks = (D + WARPS * WARP_CHANNELS - 1) / (WARPS * WARP_CHANNELS);
+        warp_d = (blockIdx.x % blocks * WARPS + threadIdx.x / 32) * WARP_CHANNELS;
+        c = lane / LANES * C;
+        d = warp_d + c;
+        segment = blockIdx.x / blocks % segments;
+        b = blockIdx.x / blocks / segments % B;
+        g = blockIdx.x / blocks / segments / B;
+        n = lane % LANES * NL;
+        valid = d < D;
+    }
+};
+
+// Copies a warp's channels in blocks of VECTOR; the lane's share of each tile differs from the tile before by a constant
+struct ChannelCopies {
+    static constexpr int ROW = WARP_CHANNELS / VECTOR, ITEMS = (TILE * ROW + 31) / 32, TOKENS_APART = 32 / ROW;
+    static_assert(32 % ROW == 0);
+    const T *value, *logit;
+    int value_stride, logit_stride, token, c;
+    bool valid;
+
+    __device__ __forceinline__ ChannelCopies(const Sequence<const T> &values, const Sequence<const T> &logits,
+                                             i64 begin, const Place &at, i64 D)
+        : value_stride(values.stride), logit_stride(logits.stride), token(at.lane / ROW), c(at.lane % ROW * VECTOR) {
+        valid = at.warp_d + c < D;
+        value = values.at(begin, token) + at.warp_d + c;
+        logit = logits.at(begin, token) + at.warp_d + c;
+    }
+    // starts the copy of the next tile, of which `tokens` exist
+    __device__ __forceinline__ void start(Channels &tile, i64 tokens) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int t = token + i * TOKENS_APART;
+            bool exists = valid && t < tokens;
+            if (TILE % TOKENS_APART == 0 || t < TILE) {
+                copy_async<VECTOR>(&tile.value[t][c], value + i64(i * TOKENS_APART) * value_stride, exists);
+                copy_async<VECTOR>(&tile.logit[t][c], logit + i64(i * TOKENS_APART) * logit_stride, exists);
+            }
+        }
+        commit_copies();
+        value += i64(TILE) * value_stride;
+        logit += i64(TILE) * logit_stride;
+    }
+};
+
+// The gates of a tile, each computed by one lane, whichever lanes will read it
+DEVICE void stage_gates(Warp &warp, const Channels &tile, const float *biases, const Place &at, i64 D) {
+    static_assert(GROUPS <= 32 && TILE * GROUPS % 32 == 0);
+    int c = at.lane % GROUPS * C;
+    Floats<C> bias = biases && at.warp_d + c < D ? load<C>(biases + at.g * D + at.warp_d + c) : Floats<C>{};
+#pragma unroll
+    for (int i = 0; i < TILE * GROUPS / 32; i++) {
+        int token = at.lane / GROUPS + i * (32 / GROUPS);
+        Floats<C> logit = to_floats(load<C>(&tile.logit[token][c])), gate;
+#pragma unroll
+        for (int j = 0; j < C; j++) gate.at[j] = R::gate(logit.at[j] + bias.at[j], warp.keys.kk[token]);
+        store(&warp.gate[token][c], gate);
+    }
+}
+
+typedef float States[NL][C];
+
+DEVICE void load_rates(States &A, const float *rates, const Place &at, i64 D) {
+#pragma unroll
+    for (int n = 0; n < NL; n++)
+#pragma unroll
+        for (int c = 0; c < C; c++)
+            A[n][c] = R::HAS_RATES && at.valid ? R::rate(rates[(at.g * D + at.d + c) * N + at.n + n]) : 0;
+}
+
+DEVICE void load_states(States &S, const float *kept, i64 D) {
+#pragma unroll
+    for (int n = 0; n < NL; n++) {
+        Floats<C> v = load<C>(kept + n * D);
+#pragma unroll
+        for (int c = 0; c < C; c++) S[n][c] = v.at[c];
+    }
+}
+
+DEVICE void store_states(float *kept, const States &S, i64 D) {
+#pragma unroll
+    for (int n = 0; n < NL; n++) {
+        Floats<C> v;
+#pragma unroll
+        for (int c = 0; c < C; c++) v.at[c] = S[n][c];
+        store(kept + n * D, v);
+    }
+}
+
+// Runs from token `begin` to `end`: `at_chunk(t)` at the start of each chunk but the first, then for each token
+// `step(t - t0, tokens, value, gate, keys)`, tile by tile
+template <class AtChunk, class Step>
+DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<const T> &logits,
+                const Sequence<const T> &ks, const Sequence<const T> &qs, const float *biases, i64 begin, i64 end,
+                bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Step step) {
+    KeysInFlight<TILE, 32> keys;
+    ChannelCopies channels(values, logits, begin, at, D);
+    keys.fetch(ks, qs, begin, int(min(i64(TILE), end - begin)), key_vectors, at.lane);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) channels.start(warp.stage[s], end - begin - s * TILE);
+    int stage = 0;
+#pragma unroll 1
+    for (i64 t0 = begin; t0 < end; t0 += TILE) {
+        if ((t0 - begin) % CHUNK == 0 && t0 > begin) at_chunk();
+        wait_for_copies<STAGES - 2>();
+        __syncwarp();
+        keys.put(warp.keys, at.lane);
+        channels.start(warp.stage[(stage + STAGES - 1) % STAGES], end - t0 - (STAGES - 1) * TILE);
+        __syncwarp();
+        const Channels &tile = warp.stage[stage];
+        stage_gates(warp, tile, biases, at, D);
+        i64 next = t0 + TILE < end ? t0 + TILE : t0;
+        keys.fetch(ks, qs, next, int(min(i64(TILE), end - next)), key_vectors, at.lane);
+        __syncwarp();
+        int tokens = min(i64(TILE), end - t0);
+#pragma unroll 1
+        for (int j0 = 0; j0 < TILE; j0 += 4)
+#pragma unroll
+            for (int j = j0; j < j0 + 4; j++)
+                step(j < tokens, to_floats(load<C>(&tile.value[j][at.c])), load<C>(&warp.gate[j][at.c]),
+                     &warp.keys.k[j][at.n], &warp.keys.q[j][at.n]);
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    }
+}

@@ -1,0 +1,73 @@
+// For sequences cut into segments that run in parallel. `scan_summary` runs a segment from a zero state and writes the
+// state it ends in and the product of its decays; `scan_combine` passes from segment to segment what that makes of the
+// states between them. With GRADIENTS the same for G = dL/dS, whose recurrence runs the other way.
+//   states       S_t = decay_t S_{t-1} + drive_t
+//   gradients    G_t = decay_{t+1} G_{t+1} + dy_t q_t
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
+             const float *__restrict__ rates, const float *__restrict__ biases, float *__restrict__ ends,
+             float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 key_vectors) {
+    extern __shared__ __align__(16) char shared[];
+    static_assert(sizeof(Warp) == WARP_BYTES);
+    Warp &warp = reinterpret_cast<Warp *>(shared)[threadIdx.x / 32];
+
+    i64 chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
+    Place at(B, D, segments);
+    i64 begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
+    bool backwards = (reverse >> at.g & 1) != GRADIENTS;
+    if (GRADIENTS) {  // the tokens of the segment, counted from the other end
+        i64 first = L - end;
+        end = L - begin;
+        begin = first;
+    }
+    Sequence<const T> values(TOKENS_OF(value), at.g, at.b, L, backwards);
+    Sequence<const T> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+
+    States A, S = {}, decay;
+    load_rates(A, rates, at, D);
+#pragma unroll
+    for (int n = 0; n < NL; n++)
+#pragma unroll
+        for (int c = 0; c < C; c++) decay[n][c] = 1;
+    auto step = [&](bool exists, Floats<C> value, Floats<C> gate, const float *k_t, const float *q_t) {
+        if (!exists) return;
+#pragma unroll
+        for (int n = 0; n < NL; n += 4) {
+            Floats<4> k = load<4>(k_t + n), q = load<4>(q_t + n);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int c = 0; c < C; c++) {
+                    float decay_t = R::decay(gate.at[c], k.at[i], A[n + i][c]);
+                    if (GRADIENTS)
+                        S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
+                    else
+                        R::update(S[n + i][c], value.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                    decay[n + i][c] *= decay_t;
+                }
+        }
+    };
+    run(warp, values, logits, ks, qs, biases, begin, end, key_vectors, at, D, [] {}, step);
+    if (at.valid) {
+        i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments, D);
+        store_states(ends + offset, S, D);
+        store_states(decays + offset, decay, D);
+    }
+}
+
+// before[s] = the state before segment s, or with GRADIENTS the gradient after it; one thread for each state. `before`
+// has `spacing` entries a segment, `entries` in all, and may be `ends` itself.
+extern "C" __global__ void scan_combine(const float *ends, const float *decays, float *before, i64 sequences,
+                                        i64 segments, i64 ND, i64 spacing, i64 entries) {
+    i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
+    if (sequence >= sequences) return;
+    float carried = 0;
+    for (i64 j = 0; j < segments; j++) {
+        i64 s = GRADIENTS ? segments - 1 - j : j, at = (sequence * segments + s) * ND + state;
+        float end = ends[at], decay = decays[at];
+        before[(sequence * entries + s * spacing) * ND + state] = carried;
+        carried = fmaf(decay, carried, end);
+    }
+}
