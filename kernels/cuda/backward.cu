@@ -53,7 +53,7 @@ struct Place {
 // The warp's channels of a tile on their way from memory, fetched while the tile before is worked on. The lane that
 // fetches a token's channels is the one that later stores their gradients.
 struct ChannelsInFlight {
-    static constexpr int ITEMS = TILE * GROUPS / 32;
+    static constexpr int ITEMS = TILE * GROUPS / 32, APART = 32 / GROUPS;
     static_assert(ITEMS * 32 == TILE * GROUPS);
     Pack<T, C> x[ITEMS], logit[ITEMS], dy[ITEMS];
 
@@ -61,7 +61,7 @@ struct ChannelsInFlight {
                                           const Sequence<const T> &dys, i64 t0, int tokens, const Place &at) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            int token = min((at.lane + 32 * i) / GROUPS, tokens - 1);
+            int token = min(at.lane / GROUPS + i * APART, tokens - 1);
             x[i] = load<C>(xs.at(t0, token) + at.loaded_d);
             logit[i] = load<C>(logits.at(t0, token) + at.loaded_d);
             dy[i] = load<C>(dys.at(t0, token) + at.loaded_d);
@@ -70,22 +70,29 @@ struct ChannelsInFlight {
     // what scanning the states needs, and with GRADIENTS the rest
     template <bool GRADIENTS>
     __device__ __forceinline__ void put(Warp &warp, const float *kk, int tokens, const Place &at) const {
-        Floats<C> bias = load<C>(&warp.bias[at.c]);
+        Floats<C> bias = load<C>(&warp.bias[at.c]), gate[ITEMS], slope[ITEMS];
+        int first = at.lane / GROUPS;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            int token = (at.lane + 32 * i) / GROUPS;
-            Floats<C> l = to_floats(logit[i]), gradient = to_floats(dy[i]), gate, slope;
+            Floats<C> l = to_floats(logit[i]);
+            float kk_t = kk[first + i * APART];
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                gate.at[c] = R::gate(l.at[c] + bias.at[c], kk[token]);
-                slope.at[c] = R::slope(l.at[c] + bias.at[c], gate.at[c]);
-                // behind the last token or channel: no gradient comes in, so none comes out
-                if (token >= tokens || !at.valid) gradient.at[c] = 0;
+                gate[i].at[c] = R::gate(l.at[c] + bias.at[c], kk_t);
+                slope[i].at[c] = R::slope(l.at[c] + bias.at[c], gate[i].at[c]);
             }
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int token = first + i * APART;
+            Floats<C> gradient = to_floats(dy[i]);
+#pragma unroll
+            for (int c = 0; c < C; c++)  // behind the last token or channel: no gradient comes in, so none comes out
+                if (token >= tokens || !at.valid) gradient.at[c] = 0;
             store(&warp.x[token][at.c], to_floats(x[i]));
-            store(&warp.gate[token][at.c], gate);
+            store(&warp.gate[token][at.c], gate[i]);
             if (GRADIENTS) {
-                store(&warp.slope[token][at.c], slope);
+                store(&warp.slope[token][at.c], slope[i]);
                 store(&warp.dy[token][at.c], gradient);
             }
         }
@@ -150,6 +157,46 @@ DEVICE void step_back(States &G, States &dA, const States &kept, Floats<4> &dk, 
             R::gradients(G[n][c], kept[n][c], t.x.at[c], t.gate.at[c], t.k.at[n], A[n][c], sum_x.at[c],
                          sum_gate.at[c], dk.at[n], dA[n][c]);
         }
+}
+
+// S over the first tokens of a tile, keeping nothing
+template <int TOKENS>
+DEVICE void scan(States &S, const Warp &warp, const Keys<CHUNK> &keys, int tile_start, const States &A,
+                 const Place &at) {
+#pragma unroll
+    for (int j = 0; j < TOKENS; j++) step(S, Token(keys, warp, tile_start, j, at), A);
+}
+
+// S over half a tile, keeping what the gradients need. Here and below a token is loaded before the one ahead of it stores
+// its sums, as the compiler lets no load overtake a store.
+DEVICE void rescan(States &S, States (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys, int tile_start, int first,
+                   const States &A, const Place &at) {
+    Token t(keys, warp, tile_start, first, at);
+#pragma unroll
+    for (int j = 0; j < HALF; j++) {
+        Token following(keys, warp, tile_start, first + (j < HALF - 1 ? j + 1 : j), at);
+        Floats<4> dq = {};
+        step_keeping(S, kept[j], dq, t, A);
+        store(warp.channel_sums[1][j][at.quad][at.group], dq);
+        t = following;
+    }
+}
+
+// G back through half a tile
+DEVICE void walk_back(States &G, States &dA, const States (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys,
+                      int tile_start, int first, const States &A, const Place &at) {
+    Token t(keys, warp, tile_start, first + HALF - 1, at);
+#pragma unroll
+    for (int j = HALF - 1; j >= 0; j--) {
+        Token following(keys, warp, tile_start, first + (j > 0 ? j - 1 : 0), at);
+        Floats<4> dk = {};
+        Floats<C> sum_x = {}, sum_gate = {};
+        step_back(G, dA, kept[j], dk, sum_x, sum_gate, t, A);
+        store(warp.channel_sums[0][j][at.quad][at.group], dk);
+        store(&warp.state_sums[0][j][at.quad][at.c], sum_x);
+        store(&warp.state_sums[1][j][at.quad][at.c], sum_gate);
+        t = following;
+    }
 }
 
 struct ChannelSums {
@@ -284,9 +331,9 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         i64 start = chunk * CHUNK;
         int chunk_tokens = min(i64(CHUNK), end - start), tiles = (chunk_tokens + TILE - 1) / TILE;
         __syncthreads();
-        KeysInFlight<CHUNK, 32 * WARPS> keys;
-        keys.fetch(ks, qs, start, chunk_tokens, key_vectors, threadIdx.x);
-        keys.put(block.keys, threadIdx.x);
+        KeysInFlight<CHUNK, 32 * WARPS> keys(ks, qs, start, key_vectors, threadIdx.x);
+        keys.fetch(chunk_tokens);
+        keys.put(block.keys);
         __syncthreads();
 
         // indexed at run time, so in local memory, which suits states that a lane keeps for itself and needs rarely
@@ -306,8 +353,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             next.put<false>(warp, &block.keys.kk[tile * TILE], TILE, at);
             __syncwarp();
             fetch(start + (tile + 1) * TILE);
-#pragma unroll
-            for (int j = 0; j < TILE; j++) step(S, Token(block.keys, warp, tile * TILE, j, at), A);
+            scan<TILE>(S, warp, block.keys, tile * TILE, A, at);
         }
         copy_states(before_tile[tiles - 1], S);
 #pragma unroll 1
@@ -319,27 +365,15 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             __syncwarp();
 #pragma unroll 1
             for (int half = HALF; half >= 0; half -= HALF) {
-                copy_states(S, before_tile[tile]);
-#pragma unroll
-                for (int j = 0; j < HALF; j++)
-                    if (half > 0) step(S, Token(block.keys, warp, tile * TILE, j, at), A);
+                if (half > 0)
+                    scan<HALF>(S, warp, block.keys, tile * TILE, A, at);
+                else
+                    fetch(tile > 0 ? t0 - TILE : chunk > first ? start - CHUNK : t0);
                 States kept[HALF];
-#pragma unroll
-                for (int j = 0; j < HALF; j++) {
-                    Floats<4> dq = {};
-                    step_keeping(S, kept[j], dq, Token(block.keys, warp, tile * TILE, half + j, at), A);
-                    store(warp.channel_sums[1][j][at.quad][at.group], dq);
-                }
-#pragma unroll
-                for (int j = HALF - 1; j >= 0; j--) {
-                    Floats<4> dk = {};
-                    Floats<C> sum_x = {}, sum_gate = {};
-                    step_back(G, dA, kept[j], dk, sum_x, sum_gate, Token(block.keys, warp, tile * TILE, half + j, at), A);
-                    store(warp.channel_sums[0][j][at.quad][at.group], dk);
-                    store(&warp.state_sums[0][j][at.quad][at.c], sum_x);
-                    store(&warp.state_sums[1][j][at.quad][at.c], sum_gate);
-                }
-                if (half == 0) fetch(tile > 0 ? t0 - TILE : chunk > first ? start - CHUNK : t0);
+                rescan(S, kept, warp, block.keys, tile * TILE, half, A, at);
+                // S is free until the next half: time to fetch what that starts from
+                copy_states(S, before_tile[half > 0 ? tile : max(tile - 1, 0)]);
+                walk_back(G, dA, kept, warp, block.keys, tile * TILE, half, A, at);
                 __syncwarp();
                 finish_channels(warp, half, dxs, dlogits, t0, tokens, sums, at);
                 __syncwarp();

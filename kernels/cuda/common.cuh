@@ -239,35 +239,42 @@ struct Keys {
     float kk[TOKENS];
 };
 
-// The same on its way from memory: a thread moves 4 neighbouring states of a token's key or query at a time. Behind the
-// last of `tokens` it is read again: what follows the last token reaches no result.
+// The same on its way from memory: a thread moves 4 neighbouring states of a key or query at a time, always the same 4.
+// Behind the last of `tokens` it is read again: what follows the last token reaches no result.
 template <int TOKENS, int THREADS>
 struct KeysInFlight {
-    static constexpr int ITEMS = (TOKENS * 2 * QUADS + THREADS - 1) / THREADS;
+    static constexpr int ITEMS = (TOKENS * 2 * QUADS + THREADS - 1) / THREADS, APART = THREADS / (2 * QUADS);
+    static_assert(THREADS % (2 * QUADS) == 0);
+    const T *source;
+    int stride, first, n;
+    bool is_query, vectors;
     Pack<T, 4> item[ITEMS];
 
-    __device__ __forceinline__ void fetch(const Sequence<const T> &k, const Sequence<const T> &q, i64 t0, int tokens,
-                                          bool vectors, int thread) {
-        const T *k0 = k.at(t0), *q0 = q.at(t0);
+    __device__ __forceinline__ KeysInFlight(const Sequence<const T> &k, const Sequence<const T> &q, i64 t0,
+                                            bool vectors, int thread)
+        : first(thread / (2 * QUADS)), n(thread % QUADS * 4), is_query(thread / QUADS % 2), vectors(vectors) {
+        source = (is_query ? q.at(t0) : k.at(t0)) + n;
+        stride = is_query ? q.stride : k.stride;
+    }
+    __device__ __forceinline__ void fetch(int tokens) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            int at = thread + THREADS * i, token = min(at / (2 * QUADS), tokens - 1), n = at % QUADS * 4;
-            const T *p = (at / QUADS % 2 ? q0 + i64(token) * q.stride : k0 + i64(token) * k.stride) + n;
+            const T *p = source + i64(min(first + i * APART, tokens - 1)) * stride;
             item[i] = vectors ? load<4>(p) : gather4(p);
         }
     }
-    __device__ __forceinline__ void put(Keys<TOKENS> &keys, int thread) const {
+    __device__ __forceinline__ void advance(i64 tokens) { source += tokens * stride; }
+    __device__ __forceinline__ void put(Keys<TOKENS> &keys) const {
+        float *to = is_query ? keys.q[first] : keys.k[first];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            int at = thread + THREADS * i, token = at / (2 * QUADS), n = at % QUADS * 4;
-            bool is_query = at / QUADS % 2;
             Floats<4> v = to_floats(item[i]);
             float kk = v.at[0] * v.at[0] + v.at[1] * v.at[1] + v.at[2] * v.at[2] + v.at[3] * v.at[3];
 #pragma unroll
             for (int distance = 1; distance < QUADS; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
-            if (TOKENS * 2 * QUADS % THREADS == 0 || token < TOKENS) {
-                store(is_query ? &keys.q[token][n] : &keys.k[token][n], v);
-                if (!is_query && n == 0) keys.kk[token] = kk;
+            if (TOKENS % APART == 0 || first + i * APART < TOKENS) {
+                store(to + i * APART * N + n, v);
+                if (!is_query && n == 0) keys.kk[first + i * APART] = kk;
             }
         }
     }

@@ -67,19 +67,21 @@ struct ChannelCopies {
     }
 };
 
-// The gates of a tile, each computed by one lane, whichever lanes will read it
-DEVICE void stage_gates(Warp &warp, const Channels &tile, const float *biases, const Place &at, i64 D) {
-    static_assert(GROUPS <= 32 && TILE * GROUPS % 32 == 0);
-    int c = at.lane % GROUPS * C;
-    Floats<C> bias = biases && at.warp_d + c < D ? load<C>(biases + at.g * D + at.warp_d + c) : Floats<C>{};
+// The gates of a tile, each computed by one lane, whichever lanes will read it; side by side, since each is a long chain
+DEVICE void stage_gates(Warp &warp, const Channels &tile, const Floats<C> &bias, const Place &at) {
+    constexpr int ITEMS = TILE * GROUPS / 32, APART = 32 / GROUPS;
+    static_assert(ITEMS * 32 == TILE * GROUPS);
+    int c = at.lane % GROUPS * C, first = at.lane / GROUPS;
+    Floats<C> gate[ITEMS];
 #pragma unroll
-    for (int i = 0; i < TILE * GROUPS / 32; i++) {
-        int token = at.lane / GROUPS + i * (32 / GROUPS);
-        Floats<C> logit = to_floats(load<C>(&tile.logit[token][c])), gate;
+    for (int i = 0; i < ITEMS; i++) {
+        Floats<C> logit = to_floats(load<C>(&tile.logit[first + i * APART][c]));
+        float kk = warp.keys.kk[first + i * APART];
 #pragma unroll
-        for (int j = 0; j < C; j++) gate.at[j] = R::gate(logit.at[j] + bias.at[j], warp.keys.kk[token]);
-        store(&warp.gate[token][c], gate);
+        for (int j = 0; j < C; j++) gate[i].at[j] = R::gate(logit.at[j] + bias.at[j], kk);
     }
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) store(&warp.gate[first + i * APART][c], gate[i]);
 }
 
 typedef float States[NL][C];
@@ -111,15 +113,17 @@ DEVICE void store_states(float *kept, const States &S, i64 D) {
     }
 }
 
-// Runs from token `begin` to `end`: `at_chunk(t)` at the start of each chunk but the first, then for each token
-// `step(t - t0, tokens, value, gate, keys)`, tile by tile
+// Runs from token `begin` to `end`, tile by tile: `at_chunk()` before each chunk but the first, then for each token
+// `step(exists, value, gate, k, q)`, with the lane's channels and its states of key and query
 template <class AtChunk, class Step>
 DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<const T> &logits,
                 const Sequence<const T> &ks, const Sequence<const T> &qs, const float *biases, i64 begin, i64 end,
                 bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Step step) {
-    KeysInFlight<TILE, 32> keys;
+    int gate_d = at.lane % GROUPS * C + at.warp_d;
+    Floats<C> bias = biases && gate_d < D ? load<C>(biases + at.g * D + gate_d) : Floats<C>{};
+    KeysInFlight<TILE, 32> keys(ks, qs, begin, key_vectors, at.lane);
     ChannelCopies channels(values, logits, begin, at, D);
-    keys.fetch(ks, qs, begin, int(min(i64(TILE), end - begin)), key_vectors, at.lane);
+    keys.fetch(min(i64(TILE), end - begin));
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) channels.start(warp.stage[s], end - begin - s * TILE);
     int stage = 0;
@@ -128,17 +132,20 @@ DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<cons
         if ((t0 - begin) % CHUNK == 0 && t0 > begin) at_chunk();
         wait_for_copies<STAGES - 2>();
         __syncwarp();
-        keys.put(warp.keys, at.lane);
-        channels.start(warp.stage[(stage + STAGES - 1) % STAGES], end - t0 - (STAGES - 1) * TILE);
+        keys.put(warp.keys);
+        i64 left = end - t0;
+        int tokens = min(i64(TILE), left);
+        if (left > TILE) {
+            keys.advance(TILE);
+            keys.fetch(min(i64(TILE), left - TILE));
+        }
+        channels.start(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], left - (STAGES - 1) * TILE);
         __syncwarp();
         const Channels &tile = warp.stage[stage];
-        stage_gates(warp, tile, biases, at, D);
-        i64 next = t0 + TILE < end ? t0 + TILE : t0;
-        keys.fetch(ks, qs, next, int(min(i64(TILE), end - next)), key_vectors, at.lane);
+        stage_gates(warp, tile, bias, at);
         __syncwarp();
-        int tokens = min(i64(TILE), end - t0);
 #pragma unroll 1
-        for (int j0 = 0; j0 < TILE; j0 += 4)
+        for (int j0 = 0; j0 < tokens; j0 += 4)
 #pragma unroll
             for (int j = j0; j < j0 + 4; j++)
                 step(j < tokens, to_floats(load<C>(&tile.value[j][at.c])), load<C>(&warp.gate[j][at.c]),
