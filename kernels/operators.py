@@ -5,14 +5,16 @@ Shapes are letters: B batch, L tokens, D channels, N states of a channel, G dire
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import reference
+from . import gpu, reference
 
-# A backend is a module with `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
-BACKENDS = {"reference": reference}
+# A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
+BACKENDS = {"cuda": gpu.CUDA, "triton": gpu.TRITON, "reference": reference}
 
 
 def longhorn_scan(
@@ -45,7 +47,8 @@ def longhorn_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         beta_bias_D: Added to the logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "reference" (plain PyTorch, any device), or "auto" for the fastest that takes these inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
+            "auto" for the first of these that takes the inputs.
 
     Returns:
         y_BLD in x's dtype. State and sums are in float32 (float64 if x is). Differentiable once in every tensor
@@ -58,7 +61,7 @@ def longhorn_scan(
         reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
         D=dict(skip=skip_D, beta_bias=beta_bias_D),
     )  # fmt: skip
-    y_GBLD = _backend(backend).longhorn_scan(*tensors, reverse)
+    y_GBLD = _backend(backend, x_BLD, k_BLN.shape[-1], len(reverse)).longhorn_scan(*tensors, reverse)
     return y_GBLD if stacked else y_GBLD[0]
 
 
@@ -93,7 +96,8 @@ def selective_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         dt_bias_D: Added to the time step's logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "reference" (plain PyTorch, any device), or "auto" for the fastest that takes these inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
+            "auto" for the first of these that takes the inputs.
 
     Returns:
         y_BLD in x's dtype. State and sums are in float32 (float64 if x is). Differentiable once in every tensor
@@ -106,16 +110,32 @@ def selective_scan(
         reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),
         D=dict(skip=skip_D, dt_bias=dt_bias_D),
     )  # fmt: skip
-    y_GBLD = _backend(backend).selective_scan(*tensors, reverse)
+    y_GBLD = _backend(backend, x_BLD, b_BLN.shape[-1], len(reverse)).selective_scan(*tensors, reverse)
     return y_GBLD if stacked else y_GBLD[0]
 
 
-def _backend(name: str):
-    if name == "auto":
-        return reference
-    if name not in BACKENDS:
+def _backend(name: str, x: Tensor, state_size: int, directions: int):
+    if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend {name!r} is none of {['auto', *BACKENDS]}")
-    return BACKENDS[name]
+    if name in ("cuda", "triton"):
+        backend = BACKENDS[name]
+        if reason := backend.unsupported(x, state_size, directions) or backend.unavailable(x.device):
+            raise ValueError(reason)
+        return backend
+    if name == "auto" and x.device.type not in ("cpu", "meta"):
+        for backend in (gpu.CUDA, gpu.TRITON):
+            if backend.unsupported(x, state_size, directions):
+                continue
+            if reason := backend.unavailable(x.device):
+                _warn_once(reason)
+                continue
+            return backend
+    return reference
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}. A slower backend takes over.", stacklevel=4)
 
 
 def _stack(reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]):

@@ -406,3 +406,17 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         }
     }
 }
+
+// dk and dq of every token from the blocks' parts, in the order of the blocks; a thread adds 4 states
+extern "C" __global__ void sum_keys(const float *parts, T *dk, T *dq, i64 blocks, i64 tokens) {
+    i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x;
+    if (i >= tokens * 2 * QUADS) return;
+    Floats<4> sum = {};
+    for (i64 b = 0; b < blocks; b++) {
+        Floats<4> part = load<4>(parts + (b * tokens * 2 * QUADS + i) * 4);
+#pragma unroll
+        for (int n = 0; n < 4; n++) sum.at[n] += part.at[n];
+    }
+    i64 token = i / (2 * QUADS), n = i % QUADS * 4;
+    store((i / QUADS % 2 ? dq : dk) + token * N + n, from_floats<T>(sum));
+}

@@ -1,33 +1,151 @@
-"""Launches the CUDA kernels: which variant, how many blocks, which memory."""
+"""Launches the CUDA kernels: their macros, blocks and memory."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from .compiler import launch
+from .variants import CHUNK, SUMMARY, Backward, Lanes, choose
 
-CHUNK = 64  # tokens between kept states, as in common.cuh
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
+STATE_SIZES = (4, 8, 16, 32, 64)
+
+
+def forward(
+    recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
+    skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
+    plan: tuple[Lanes, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y_GBLD, and the states that backward needs if `keep`: the one before every `CHUNK` tokens.
+
+    `plan`, a variant and the chunks of a segment, overrides the cost model's.
+    """
+    x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
+    (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
+    variant, segment_chunks = plan or choose("forward", recurrence, G * B, D, L, N, _multiprocessors(x.device))
+    segments = -(-chunks // segment_chunks)
+    y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
+    states = torch.empty((G, B, chunks, N, D) if keep or segments > 1 else 0, device=x.device, dtype=torch.float32)
+    if segments > 1:
+        tensors = x, logits, k, q, rates_GDN, bias_GD
+        _summarize(recurrence, tensors, reverse, segment_chunks, states, spacing=segment_chunks, gradients=False)
+    macros, blocks, shared = _lanes(variant, recurrence, x, logits, N)
+    launch("forward", "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, [
+        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, y, states,
+        B, L, D, _mask(reverse), segment_chunks, keep, _vector(4, k, q) == 4,
+    ], shared)  # fmt: skip
+    return y, states if keep else states.new_empty(0)
+
+
+def backward(
+    recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
+    rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
+    reverse: list[bool], plan: tuple[Backward, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
+    dy, x, logits, k, q = _rows(dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
+    (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
+    variant, segment_chunks = plan or choose("backward", recurrence, G * B, D, L, N, _multiprocessors(x.device))
+    segments = -(-chunks // segment_chunks)
+    later = None
+    if segments > 1:
+        later = torch.empty(G, B, segments, N, D, device=x.device, dtype=torch.float32)
+        tensors = dy, logits, k, q, rates_GDN, bias_GD
+        _summarize(recurrence, tensors, reverse, segment_chunks, later, spacing=1, gradients=True)
+    macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
+    new = functools.partial(torch.empty, device=x.device)
+    dx, dlogits = new(x.shape, dtype=x.dtype), new(x.shape, dtype=x.dtype)
+    dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
+    dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
+    dchannels = new(B * segments, G, 2, D, dtype=torch.float32)
+    drates = new((B * segments, G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
+    launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * variant.warps, [
+        *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
+        dx, dlogits, dkeys, dchannels, drates, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+    ], shared)  # fmt: skip
+    tokens = G * B * L
+    launch("backward", "sum_keys", macros, -(-tokens * N // 2 // 128), 128, [dkeys, dk, dq, blocks, tokens])
+    return dx, dlogits, dk, dq, drates.sum(0) if rates_GDN is not None else drates, dchannels.sum(0)
+
+
+def _summarize(recurrence, tensors, reverse, segment_chunks, before, *, spacing: int, gradients: bool) -> None:
+    """Writes the state before each segment into every `spacing`-th entry of `before` (G, B, entries, N, D).
+
+    With `gradients`, the gradient of the state after each segment instead.
+    """
+    value, logits, k, q, rates, bias = tensors
+    (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
+    variant = SUMMARY[recurrence]
+    ends, decays = torch.empty(2, G, B, segments, N, D, device=value.device, dtype=torch.float32)
+    macros, blocks, shared = _lanes(variant, recurrence, value, logits, N)
+    macros["GRADIENTS"] = str(gradients).lower()
+    launch("summary", "scan_summary", macros, G * B * segments * blocks, 32 * variant.warps, [
+        *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, ends, decays,
+        B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+    ], shared)  # fmt: skip
+    states = G * B * N * D
+    arguments = [ends, decays, before, G * B, segments, N * D, spacing, before.shape[2]]
+    launch("summary", "scan_combine", macros, -(-states // 128), 128, arguments)
+
+
+def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
+    """Macros of the kernels in lanes.cuh, the blocks that cover the channels and the bytes of shared memory of each."""
+    states = min(variant.states, N)
+    groups = 32 * states // N
+    # a warp's row of channels is copied by at most 32 lanes
+    vector = _vector(16 // x.element_size(), x, logits)
+    channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
+    vector = min(vector, groups * channels)
+    tile = max(variant.tile, 32 // groups)
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=variant.warps,
+        MIN_BLOCKS=variant.min_blocks, STAGES=variant.stages, VECTOR=vector,
+    )  # fmt: skip
+    row = tile * groups * channels
+    stage = 2 * _align(row * x.element_size())
+    macros["WARP_BYTES"] = _align(4 * tile * (2 * N + 1)) + _align(4 * row) + variant.stages * stage
+    return macros, -(-x.shape[-1] // (variant.warps * groups * channels)), variant.warps * macros["WARP_BYTES"]
+
+
+def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
+    """The same for backward.cu."""
+    groups = 128 // N
+    channels = _vector(variant.channels, dy, x, logits)
+    row, tile = groups * channels, variant.tile
+    warp = (
+        2 * _align(4 * row) + 4 * 4 * tile * row  # skip and bias; x, gate, slope and dy
+        + 4 * tile * (N * (groups + 1) + N // 4 * row)  # sums over channels and over states
+        + 4 * 4 * tile * N + _align(2 * tile)  # dk and dq of two tiles; norm
+    )  # fmt: skip
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=variant.warps,
+        MIN_BLOCKS=variant.min_blocks, BLOCK_BYTES=4 * CHUNK * (2 * N + 1) + variant.warps * _align(warp),
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // (variant.warps * row)), macros["BLOCK_BYTES"]
+
+
+def _common(recurrence: str, x: Tensor, N: int) -> dict:
+    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N)
 
 
 def _align(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def _vector(limit: int, *tensors: Tensor) -> int:
-    """Neighbouring elements, at most `limit`, that one instruction can move in every row of every tensor."""
-    while limit > 1 and any(
-        t.data_ptr() % (limit * t.element_size()) or any(s % limit for s in (*t.stride()[:3], t.shape[-1]))
-        for t in tensors
-    ):
+def _vector_of(limit: int, *sizes: int) -> int:
+    """The largest power of 2, at most `limit`, that divides all sizes."""
+    while any(size % limit for size in sizes):
         limit //= 2
     return limit
 
 
-def _tokens(t: Tensor) -> list:
-    return [t, *t.stride()[:3]]
+def _vector(limit: int, *tensors: Tensor) -> int:
+    """Neighbouring elements, at most `limit`, that one instruction can move in every row of every tensor."""
+    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:3], t.shape[-1]) for t in tensors)
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
@@ -35,97 +153,14 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 and abs(t.stride(-2)) < 2**31 else t.contiguous() for t in tensors]
 
 
-def _mask(reverse) -> int:
+def _view(t: Tensor) -> list:
+    return [t, *t.stride()[:3]]
+
+
+def _mask(reverse: list[bool]) -> int:
     return sum(1 << g for g, r in enumerate(reverse) if r)
 
 
-def _lanes(recurrence, x, k, variant, *more) -> tuple[dict, int, int]:
-    """Macros of the kernels in lanes.cuh, channels of a block and its shared memory."""
-    lane_states, lane_channels, tile, warps, min_blocks, stages = variant
-    N = k.shape[-1]
-    lane_states = min(lane_states, N)
-    lane_channels = _vector(lane_channels, *more)
-    warp_channels = 32 * lane_states // N * lane_channels
-    vector = _vector(min(16 // x.element_size(), warp_channels), x, *more[1:])
-    macros = dict(
-        INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, LANE_STATES=lane_states,
-        LANE_CHANNELS=lane_channels, TILE=tile, WARPS=warps, MIN_BLOCKS=min_blocks, STAGES=stages, VECTOR=vector,
-    )  # fmt: skip
-    macros["WARP_BYTES"] = (
-        _align((2 * tile * N + tile) * 4) + _align(tile * warp_channels * 4)
-        + stages * 2 * _align(tile * warp_channels * x.element_size())
-    )  # fmt: skip
-    return macros, warps * warp_channels, macros["WARP_BYTES"] * warps
-
-
-def summarize(recurrence, value, logits, k, q, rates, bias, reverse, segment_chunks, gradients, before, spacing, entries, variant):
-    G, B, L, D = value.shape
-    N = k.shape[-1]
-    segments = -(-(-(-L // CHUNK)) // segment_chunks)
-    ends = torch.empty(G, B, segments, N, D, device=value.device, dtype=torch.float32)
-    decays = torch.empty_like(ends)
-    before = ends if before is None else before
-    macros, channels, shared = _lanes(recurrence, value, k, variant, value, logits)
-    macros["GRADIENTS"] = str(gradients).lower()
-    launch("summary", "scan_summary", macros, G * B * segments * -(-D // channels), 32 * macros["WARPS"], [
-        *_tokens(value), *_tokens(logits), *_tokens(k), *_tokens(q), rates, bias, ends, decays,
-        B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
-    ], shared)  # fmt: skip
-    launch("summary", "scan_combine", macros, -(-G * B * N * D // 128), 128,
-           [ends, decays, before, G * B, segments, N * D, spacing, entries], 0)  # fmt: skip
-    return before
-
-
-def forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, variant=None, segment_chunks=None, summary_variant=(8, 1, 16, 2, 8, 3)):
-    x, logits, k, q = _rows(x, logits, k, q)
-    G, B, L, D = x.shape
-    N = k.shape[-1]
-    y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
-    chunks = -(-L // CHUNK)
-    segment_chunks = segment_chunks or chunks
-    segments = -(-chunks // segment_chunks)
-    states = torch.empty((G, B, chunks, N, D) if keep or segments > 1 else 0, device=x.device, dtype=torch.float32)
-    if segments > 1:
-        summarize(recurrence, x, logits, k, q, rates, bias, reverse, segment_chunks, False, states, segment_chunks, chunks, summary_variant)
-    macros, channels, shared = _lanes(recurrence, x, k, variant, y, x, logits)
-    launch("forward", "scan_forward", macros, G * B * segments * -(-D // channels), 32 * macros["WARPS"], [
-        *_tokens(x), *_tokens(logits), *_tokens(k), *_tokens(q), rates, skip, bias, y, states,
-        B, L, D, _mask(reverse), segment_chunks, keep, _vector(4, k, q) == 4,
-    ], shared)  # fmt: skip
-    return y, states
-
-
-def backward(recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse, variant=None, segment_chunks=None, summary_variant=(8, 1, 16, 2, 8, 3)):
-    dy, x, logits, k, q = _rows(dy, x, logits, k, q)
-    G, B, L, D = x.shape
-    N = k.shape[-1]
-    lane_channels, tile, warps, min_blocks = variant
-    lane_channels = _vector(lane_channels, dy, x, logits)
-    groups = 128 // N
-    wc = groups * lane_channels
-    warp_bytes = (
-        2 * _align(wc * 4) + 4 * tile * wc * 4 + tile * N // 4 * (groups + 1) * 16 + tile * N // 4 * wc * 4
-        + 4 * tile * N * 4 + _align(tile * 2)
-    )  # fmt: skip
-    block_bytes = _align((2 * CHUNK * N + CHUNK) * 4) + warps * _align(warp_bytes)
-    blocks = -(-D // (warps * wc))
-    chunks = -(-L // CHUNK)
-    segment_chunks = segment_chunks or chunks
-    segments = -(-chunks // segment_chunks)
-    later = None
-    if segments > 1:
-        later = summarize(recurrence, dy, logits, k, q, rates, bias, reverse, segment_chunks, True, None, 1, segments, summary_variant)
-    dx = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
-    dlogits = torch.empty_like(dx)
-    dkeys = torch.empty(blocks, G, B, L, 2, N, device=x.device, dtype=torch.float32)
-    dchannels = torch.empty(B * segments, G, 2, D, device=x.device, dtype=torch.float32)
-    drates = torch.empty((B * segments, G, D, N) if rates is not None else 0, device=x.device, dtype=torch.float32)
-    macros = dict(
-        INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, LANE_STATES=4, LANE_CHANNELS=lane_channels,
-        TILE=tile, WARPS=warps, MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes
-    )  # fmt: skip
-    launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * warps, [
-        *_tokens(dy), *_tokens(x), *_tokens(logits), *_tokens(k), *_tokens(q), rates, skip, bias, states, later,
-        dx, dlogits, dkeys, dchannels, drates, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
-    ], block_bytes)  # fmt: skip
-    return dx, dlogits, dkeys, dchannels, drates
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

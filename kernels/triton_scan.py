@@ -1,0 +1,249 @@
+"""The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
+
+One program scans BLOCK_D channels of one sequence, its states an (N, BLOCK_D) tensor in registers. The recurrences and
+the names are those of `cuda/common.cuh`, which says where the gradients come from.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64  # tokens between the states that forward keeps
+STATE_SIZES = (4, 8, 16, 32, 64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BLOCK_D = 32
+PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
+
+
+def unsupported(x: Tensor, directions: int) -> str | None:
+    """Why this backend does not take inputs like x whatever the machine, or None."""
+    if x.device.type == "meta" or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+        return f"the triton backend needs tensors on a GPU; x is on {x.device}"
+    if x.dtype not in DTYPES:
+        return f"the triton backend takes float16, bfloat16 and float32; x is {x.dtype}"
+    return None if directions < 64 else f"the triton backend takes up to 63 directions, not {directions}"
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this machine cannot run it, or None."""
+    return None
+
+
+@triton.jit
+def _gate(logit, kk, LONGHORN: tl.constexpr):
+    """eps = 1 / (1 + exp(-logit) + k.k), or dt = softplus(logit)."""
+    if LONGHORN:
+        gate = 1 / (1 + kk + tl.exp(-logit))
+    else:
+        # log(1 + z) = 2 atanh(z / (2 + z)), whose series does not lose a small z
+        z = tl.exp(-tl.abs(logit))
+        s = z / (2 + z)
+        s2 = s * s
+        series = 2 * s * (1 + s2 * (1 / 3 + s2 * (1 / 5 + s2 * (1 / 7 + s2 * (1 / 9 + s2 * (1 / 11 + s2 / 13))))))
+        gate = tl.maximum(logit, 0) + series
+    return gate
+
+
+@triton.jit
+def _step(S_ND, x_D, gate_D, k_N, A_ND, LONGHORN: tl.constexpr):
+    """S_t from S_{t-1}."""
+    if LONGHORN:
+        S_ND += gate_D[None, :] * k_N[:, None] * (x_D[None, :] - k_N[:, None] * S_ND)
+    else:
+        S_ND = tl.exp(A_ND * gate_D[None, :]) * S_ND + (gate_D * x_D)[None, :] * k_N[:, None]
+    return S_ND
+
+
+@triton.jit
+def _place(program, B, L, D, reverse, BLOCK_D: tl.constexpr):
+    """Sequence and channels of a program, and where its tokens start and which way they go."""
+    blocks = tl.cdiv(D, BLOCK_D)
+    sequence = (program // blocks).to(tl.int64)
+    backwards = (reverse >> (sequence // B)) & 1
+    d = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = sequence * L + tl.where(backwards == 1, L - 1, 0)
+    return sequence, d, first, tl.where(backwards == 1, -1, 1)
+
+
+@triton.jit
+def _channel(p, sequence, B, D, d, HAVE: tl.constexpr):
+    """A parameter of each channel, 0 if there is none."""
+    v_D = tl.zeros_like(d).to(tl.float32)
+    if HAVE:
+        v_D = tl.load(p + (sequence // B) * D + d, mask=d < D, other=0)
+    return v_D
+
+
+@triton.jit
+def _rates(rates, sequence, B, D, d, n, LONGHORN: tl.constexpr):
+    A_ND = (n[:, None] * d[None, :]).to(tl.float32) * 0
+    if not LONGHORN:
+        A_ND = tl.load(rates + ((sequence // B) * D + d[None, :]) * n.shape[0] + n[:, None], mask=d[None, :] < D, other=0)
+    return A_ND
+
+
+@triton.jit
+def _token(x, logits, k, row, D, d, n, bias_D):
+    x_D = tl.load(x + row * D + d, mask=d < D, other=0).to(tl.float32)
+    logit_D = tl.load(logits + row * D + d, mask=d < D, other=0).to(tl.float32) + bias_D
+    k_N = tl.load(k + row * n.shape[0] + n).to(tl.float32)
+    return x_D, logit_D, k_N
+
+
+@triton.jit
+def _forward_kernel(
+    x, logits, k, q, rates, skips, biases, y, states, B, L, D, reverse,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, KEEP: tl.constexpr,
+    SKIP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    sequence, d, row, stride = _place(tl.program_id(0), B, L, D, reverse, BLOCK_D)
+    n = tl.arange(0, N)
+    A_ND = _rates(rates, sequence, B, D, d, n, LONGHORN)
+    skip_D = _channel(skips, sequence, B, D, d, SKIP)
+    bias_D = _channel(biases, sequence, B, D, d, BIAS)
+    S_ND = tl.zeros((N, BLOCK_D), tl.float32)
+    x_D, logit_D, k_N = _token(x, logits, k, row, D, d, n, bias_D)
+    q_N = tl.load(q + row * N + n).to(tl.float32)
+    for t in range(L):
+        # the next token is on its way while this one is worked on
+        next_row = row + tl.where(t + 1 < L, stride, 0)
+        next_x_D, next_logit_D, next_k_N = _token(x, logits, k, next_row, D, d, n, bias_D)
+        next_q_N = tl.load(q + next_row * N + n).to(tl.float32)
+        if KEEP:
+            if t % CHUNK == 0:
+                kept = states + ((sequence * tl.cdiv(L, CHUNK) + t // CHUNK) * N + n[:, None]) * D + d[None, :]
+                tl.store(kept, S_ND, mask=d[None, :] < D)
+        gate_D = _gate(logit_D, tl.sum(k_N * k_N), LONGHORN)
+        S_ND = _step(S_ND, x_D, gate_D, k_N, A_ND, LONGHORN)
+        y_D = tl.sum(S_ND * q_N[:, None], axis=0) + skip_D * x_D
+        tl.store(y + row * D + d, y_D, mask=d < D)
+        x_D, logit_D, k_N, q_N, row = next_x_D, next_logit_D, next_k_N, next_q_N, next_row
+
+
+@triton.jit
+def _backward_kernel(
+    dy, x, logits, k, q, rates, skips, biases, states, scratch, dx, dlogits, dkeys, dchannels, drates, G, B, L, D,
+    reverse, N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, SKIP: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    blocks, chunks = tl.cdiv(D, BLOCK_D), tl.cdiv(L, CHUNK)
+    n = tl.arange(0, N)
+    own = scratch + tl.program_id(0).to(tl.int64) * CHUNK * N * BLOCK_D
+    own_ND = own + n[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    for program in range(tl.program_id(0), G * B * blocks, tl.num_programs(0)):
+        sequence, d, first, stride = _place(program, B, L, D, reverse, BLOCK_D)
+        A_ND = _rates(rates, sequence, B, D, d, n, LONGHORN)
+        skip_D = _channel(skips, sequence, B, D, d, SKIP)
+        bias_D = _channel(biases, sequence, B, D, d, BIAS)
+        G_ND, dA_ND = tl.zeros((N, BLOCK_D), tl.float32), tl.zeros((N, BLOCK_D), tl.float32)
+        dskip_D, dbias_D = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+        for i in range(chunks):
+            start = (chunks - 1 - i) * CHUNK
+            tokens = tl.minimum(CHUNK, L - start)
+            # the chunk once more, keeping the state before each token
+            kept = states + ((sequence * chunks + start // CHUNK) * N + n[:, None]) * D + d[None, :]
+            S_ND = tl.load(kept, mask=d[None, :] < D, other=0)
+            tl.debug_barrier()
+            for j in range(tokens):
+                tl.store(own_ND + j * N * BLOCK_D, S_ND)
+                x_D, logit_D, k_N = _token(x, logits, k, first + stride * (start + j), D, d, n, bias_D)
+                S_ND = _step(S_ND, x_D, _gate(logit_D, tl.sum(k_N * k_N), LONGHORN), k_N, A_ND, LONGHORN)
+            tl.debug_barrier()
+            for back in range(tokens):
+                j = tokens - 1 - back
+                row = first + stride * (start + j)
+                S_ND = tl.load(own_ND + j * N * BLOCK_D)
+                x_D, logit_D, k_N = _token(x, logits, k, row, D, d, n, bias_D)
+                q_N = tl.load(q + row * N + n).to(tl.float32)
+                dy_D = tl.load(dy + row * D + d, mask=d < D, other=0).to(tl.float32)
+                gate_D = _gate(logit_D, tl.sum(k_N * k_N), LONGHORN)
+                dq_N = tl.sum(_step(S_ND, x_D, gate_D, k_N, A_ND, LONGHORN) * dy_D[None, :], axis=1)
+                G_ND += q_N[:, None] * dy_D[None, :]
+                if LONGHORN:
+                    residual_ND = x_D[None, :] - k_N[:, None] * S_ND
+                    eps_G_ND = gate_D[None, :] * G_ND
+                    dx_D = tl.sum(k_N[:, None] * eps_G_ND, axis=0)
+                    eps_deps_D = tl.sum(k_N[:, None] * eps_G_ND * residual_ND, axis=0)
+                    # eps * exp(-logit), whose limit is 1 where exp overflows
+                    dlogit_D = eps_deps_D * gate_D * tl.minimum(tl.exp(-logit_D), 3e38)
+                    dk_N = tl.sum(eps_G_ND * (2 * residual_ND - x_D[None, :]), axis=1)
+                    dk_N -= 2 * k_N * tl.sum(gate_D * eps_deps_D)
+                    G_ND -= (k_N * k_N)[:, None] * eps_G_ND
+                else:
+                    dinput_D = tl.sum(k_N[:, None] * G_ND, axis=0)
+                    dk_N = tl.sum((gate_D * x_D)[None, :] * G_ND, axis=1)
+                    G_ND *= tl.exp(A_ND * gate_D[None, :])
+                    dexponent_ND = G_ND * S_ND
+                    dA_ND += gate_D[None, :] * dexponent_ND
+                    dx_D = gate_D * dinput_D
+                    dlogit_D = (x_D * dinput_D + tl.sum(A_ND * dexponent_ND, axis=0)) / (1 + tl.exp(-logit_D))
+                tl.store(dx + row * D + d, dx_D + skip_D * dy_D, mask=d < D)
+                tl.store(dlogits + row * D + d, dlogit_D, mask=d < D)
+                part = dkeys + ((program % blocks) * G * B * L + row) * 2 * N
+                tl.store(part + n, dk_N)
+                tl.store(part + N + n, dq_N)
+                dskip_D += dy_D * x_D
+                dbias_D += dlogit_D
+        tl.store(dchannels + sequence * 2 * D + d, dskip_D, mask=d < D)
+        tl.store(dchannels + (sequence * 2 + 1) * D + d, dbias_D, mask=d < D)
+        if not LONGHORN:
+            tl.store(drates + (sequence * D + d[None, :]) * N + n[:, None], dA_ND, mask=d[None, :] < D)
+
+
+def forward(
+    recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
+    skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y_GBLD, and the state before every `CHUNK` tokens if `keep`."""
+    x, logits, k, q = (t.contiguous() for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
+    (G, B, L, D), N = x.shape, k.shape[-1]
+    y = torch.empty_like(x)
+    states = x.new_empty((G, B, triton.cdiv(L, CHUNK), N, D) if keep else 0, dtype=torch.float32)
+    with _on(x.device):
+        _forward_kernel[(G * B * triton.cdiv(D, BLOCK_D),)](
+            x, logits, k, q, rates_GDN, skip_GD, bias_GD, y, states, B, L, D, _mask(reverse), N, BLOCK_D, CHUNK,
+            recurrence == "longhorn", keep, skip_GD is not None, bias_GD is not None, num_warps=1,
+        )  # fmt: skip
+    return y, states
+
+
+def backward(
+    recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
+    rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
+    reverse: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
+    dy, x, logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
+    (G, B, L, D), N = x.shape, k.shape[-1]
+    blocks = triton.cdiv(D, BLOCK_D)
+    programs = min(PROGRAMS, G * B * blocks)
+    dx, dlogits = torch.empty_like(x), torch.empty_like(x)
+    scratch, dkeys, dchannels, drates = (
+        x.new_empty(shape, dtype=torch.float32)
+        for shape in (
+            (programs, CHUNK, N, BLOCK_D), (blocks, G, B, L, 2, N), (G, B, 2, D),
+            0 if rates_GDN is None else (G, B, D, N),
+        )
+    )  # fmt: skip
+    with _on(x.device):
+        _backward_kernel[(programs,)](
+            dy, x, logits, k, q, rates_GDN, skip_GD, bias_GD, states_GBSND, scratch, dx, dlogits, dkeys, dchannels,
+            drates, G, B, L, D, _mask(reverse), N, BLOCK_D, CHUNK, recurrence == "longhorn", skip_GD is not None,
+            bias_GD is not None, num_warps=1,
+        )  # fmt: skip
+    dk, dq = (t.to(x.dtype) for t in dkeys.sum(0).unbind(-2))
+    return dx, dlogits, dk, dq, drates if rates_GDN is None else drates.sum(1), dchannels.sum(1)
+
+
+def _mask(reverse: list[bool]) -> int:
+    return sum(1 << g for g, r in enumerate(reverse) if r)
+
+
+def _on(device: torch.device):
+    """Launches go to the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
