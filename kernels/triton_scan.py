@@ -83,7 +83,9 @@ def _channel(p, sequence, B, D, d, HAVE: tl.constexpr):
 def _rates(rates, sequence, B, D, d, n, LONGHORN: tl.constexpr):
     A_ND = (n[:, None] * d[None, :]).to(tl.float32) * 0
     if not LONGHORN:
-        A_ND = tl.load(rates + ((sequence // B) * D + d[None, :]) * n.shape[0] + n[:, None], mask=d[None, :] < D, other=0)
+        A_ND = tl.load(
+            rates + ((sequence // B) * D + d[None, :]) * n.shape[0] + n[:, None], mask=d[None, :] < D, other=0
+        )
     return A_ND
 
 
@@ -114,7 +116,7 @@ def _forward_kernel(
         next_row = row + tl.where(t + 1 < L, stride, 0)
         next_x_D, next_logit_D, next_k_N = _token(x, logits, k, next_row, D, d, n, bias_D)
         next_q_N = tl.load(q + next_row * N + n).to(tl.float32)
-        if KEEP:
+        if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
             if t % CHUNK == 0:
                 kept = states + ((sequence * tl.cdiv(L, CHUNK) + t // CHUNK) * N + n[:, None]) * D + d[None, :]
                 tl.store(kept, S_ND, mask=d[None, :] < D)
@@ -236,7 +238,7 @@ def backward(
             drates, G, B, L, D, _mask(reverse), N, BLOCK_D, CHUNK, recurrence == "longhorn", skip_GD is not None,
             bias_GD is not None, num_warps=1,
         )  # fmt: skip
-    dk, dq = (t.to(x.dtype) for t in dkeys.sum(0).unbind(-2))
+    dk, dq = (t.sum(0).to(x.dtype) for t in dkeys.unbind(-2))
     return dx, dlogits, dk, dq, drates if rates_GDN is None else drates.sum(1), dchannels.sum(1)
 
 

@@ -304,7 +304,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     Sequence<float> dkeys_out({dkeys + all_keys, B * L * 2 * N, L * 2 * N, 2 * N}, at.g, at.b, L, backwards);
     i64 first = at.segment * segment_chunks, last = min(chunks, first + segment_chunks) - 1;
     i64 end = min(L, (last + 1) * CHUNK);
-    const float *kept_states = states + state_offset(at.g, at.b, 0, 4 * at.quad, at.d, B, chunks, D);
+    const float *kept_states = states + state_offset(at.g, at.b, 0, 4 * at.quad, at.loaded_d, B, chunks, D);
 
     States A, dA = {}, S, G = {};
 #pragma unroll
@@ -338,14 +338,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
 
         // indexed at run time, so in local memory, which suits states that a lane keeps for itself and needs rarely
         States before_tile[TILES];
-        if (chunk > 0 && at.valid) {
-            load_states(S, kept_states + chunk * N * D, D);
-        } else {
-#pragma unroll
-            for (int n = 0; n < NL; n++)
-#pragma unroll
-                for (int c = 0; c < C; c++) S[n][c] = 0;
-        }
+        load_states(S, kept_states + chunk * N * D, D);
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile++) {
             copy_states(before_tile[tile], S);

@@ -33,12 +33,14 @@ def source(name: str) -> str:
     return "\n".join((SOURCES / file).read_text() for file in ("common.cuh", *HEADERS[name], f"{name}.cu"))
 
 
-def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:
-    """The machine code of `name`.cu for `arch` (sm_90, say), compiled now."""
+def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], log=None) -> bytes:
+    """The machine code of `name`.cu for `arch` (sm_90, say), compiled now; `log` gets registers and spills."""
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in macros])
-    return bytes(Program(source(name), "c++", options).compile("cubin").code)
+    options = ProgramOptions(
+        arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in macros], ptxas_options=["-v"] if log else None
+    )
+    return bytes(Program(source(name), "c++", options).compile("cubin", logs=log).code)
 
 
 def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:

@@ -27,8 +27,8 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
 
     T *y_t = ys.at(begin) + at.d;
     auto at_chunk = [&] {
-        kept += N * D;
         if (keep && at.valid) store_states(kept, S, D);
+        kept += N * D;
     };
     auto step = [&](bool exists, Floats<C> x, Floats<C> gate, const float *k_t, const float *q_t) {
         // a sum of several chains, as a lane with few channels would else wait for each addition

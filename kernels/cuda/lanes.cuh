@@ -113,7 +113,7 @@ DEVICE void store_states(float *kept, const States &S, i64 D) {
     }
 }
 
-// Runs from token `begin` to `end`, tile by tile: `at_chunk()` before each chunk but the first, then for each token
+// Runs from token `begin` to `end`, tile by tile: `at_chunk()` before each chunk, then for each token
 // `step(exists, value, gate, k, q)`, with the lane's channels and its states of key and query
 template <class AtChunk, class Step>
 DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<const T> &logits,
@@ -129,7 +129,7 @@ DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<cons
     int stage = 0;
 #pragma unroll 1
     for (i64 t0 = begin; t0 < end; t0 += TILE) {
-        if ((t0 - begin) % CHUNK == 0 && t0 > begin) at_chunk();
+        if ((t0 - begin) % CHUNK == 0) at_chunk();
         wait_for_copies<STAGES - 2>();
         __syncwarp();
         keys.put(warp.keys);

@@ -1,0 +1,398 @@
+"""The CUDA backend: without a GPU that every kernel compiles without spills, with one that it is right on anything."""
+
+import io
+import multiprocessing
+import os
+import re
+
+import naive
+import pytest
+import torch
+from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
+from vil.kernels import gpu, longhorn_scan, selective_scan
+from vil.kernels.cuda import compiler, scan, variants
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+def kernels(recurrence, dtype, N, D=768):
+    """(file, macros, shared memory of a block) of every variant that the cost model may choose for these inputs."""
+    x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
+    for variant in variants.FORWARD[recurrence]:
+        macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
+        yield "forward", macros, shared
+    macros, _, shared = scan._lanes(variants.SUMMARY[recurrence], recurrence, x, x, N)
+    for gradients in ("true", "false"):
+        yield "summary", dict(macros, GRADIENTS=gradients), shared
+    for variant in (variants.BACKWARD if N < 64 else variants.BACKWARD_64)[recurrence]:
+        macros, _, shared = scan._backward(variant, recurrence, x, x, x, N)
+        yield "backward", macros, shared
+
+
+@NVRTC
+@pytest.mark.parametrize(
+    ("arch", "dtype", "N"),
+    [(arch, dtype, 16) for arch in ARCHS for dtype in (torch.bfloat16, torch.float32)]
+    + [("sm_90", torch.float16, 16), ("sm_80", torch.bfloat16, 4), ("sm_90", torch.float32, 8)]
+    + [(arch, torch.bfloat16, N) for arch in ("sm_80", "sm_120") for N in (32, 64)],
+)
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+def test_every_variant_compiles_without_spills_and_fits_a_multiprocessor(recurrence, arch, dtype, N):
+    for file, macros, shared in kernels(recurrence, dtype, N):
+        log = io.StringIO()
+        assert compiler.compile_cubin(file, arch, tuple(sorted(macros.items())), log)
+        spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+        assert set(spills) == {"0"}, (file, macros, spills)
+        assert shared <= 99 * 1024  # what a block may have on the smallest of these GPUs
+
+
+def _compile(directory):
+    os.environ["VIL_CACHE_DIR"] = str(directory)
+    file, macros, _ = next(kernels("longhorn", torch.bfloat16, 16))
+    return compiler.cached_cubin(file, "sm_90", tuple(sorted(macros.items())))
+
+
+@NVRTC
+def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        cubins = pool.map(_compile, [tmp_path] * 8)
+    assert len(set(cubins)) == 1
+    assert [f.read_bytes() for f in tmp_path.iterdir()] == cubins[:1]
+
+
+@NVRTC
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "file"))
+    file, macros, _ = next(kernels("longhorn", torch.bfloat16, 16))
+    assert compiler.cached_cubin(file, "sm_90", tuple(sorted(macros.items())))
+
+
+H200 = 132
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(kind):
+    def segment_chunks(B, D, L):
+        return variants.choose(kind, "longhorn", 2 * B, D, L, 16, H200)[1]
+
+    assert segment_chunks(128, 768, 197) == segment_chunks(128, 384, 197) == 4
+    assert segment_chunks(64, 768, 6085) == 96
+    assert segment_chunks(1, 768, 6085) < 8
+
+
+def test_the_cost_model_gives_a_lane_more_where_there_is_more():
+    def lane(B, D, L):
+        variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, H200)
+        return variant.states * variant.channels
+
+    assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(8, 768, 6085) > lane(1, 768, 197)
+
+
+def test_memory_kept_for_backward_is_a_byte_for_each_element():
+    x, k = (torch.empty(1, 2, 640, n, device="meta") for n in (96, 16))
+    _, states = gpu._fake_scan("cuda", "longhorn", x, x, k, k, None, None, None, [False], True)
+    assert states.numel() * states.element_size() == x.numel()
+
+
+def test_tensors_on_the_cpu_are_refused():
+    x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)
+    with pytest.raises(ValueError, match="NVIDIA GPU; x is on cpu"):
+        longhorn_scan(x, x, k, k, backend="cuda")
+
+
+# With a GPU
+
+
+def on_gpu(inputs):
+    return [t.detach().cuda().requires_grad_() for t in inputs]
+
+
+def assert_right(scan, definition, inputs, dtype, tolerance=None, **kwargs):
+    expected = outputs_and_gradients(definition, exact(inputs), dtype, **kwargs)
+    actual = outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), on_gpu(inputs), dtype, **kwargs)
+    for i, (a, truth) in enumerate(zip(actual, expected)):
+        assert a.dtype == dtype
+        error = relative_error(a.cpu(), truth)
+        assert error < (tolerance or TOLERANCE[dtype]) or truth.norm() == 0 == a.norm(), (i, error)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Every new tensor on the GPU is NaN until it is written."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        t = empty(*args, **kwargs)
+        return t.fill_(float("nan")) if t.is_cuda and t.is_floating_point() else t
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("N", [4, 8, 16, 32, 64, 1, 11])
+def test_random_shapes_equal_the_definition(scan, definition, make_inputs, dtype, N, poison):
+    g = torch.Generator().manual_seed(N)
+    for seed in range(4):
+        B, L, D = (int(torch.randint(1, high, (), generator=g)) for high in (5, 200, 150))
+        D = D if seed % 2 else 8 * D  # odd ones, and those that vectors can move
+        assert_right(scan, definition, make_inputs(B, L, D, N, dtype, seed), dtype, reverse=bool(seed // 2))
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 16), (1, 10_000, 3, 16), (300, 3, 40, 16), (1, 64, 768, 16), (2, 65, 64, 16)]
+)
+def test_extreme_shapes(scan, definition, make_inputs, shape, poison):
+    assert_right(scan, definition, make_inputs(*shape, torch.float32), torch.float32)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_chunks", [1, 2, 3])
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+def test_every_variant_and_segments_in_parallel_equal_the_definition(recurrence, segment_chunks, poison):
+    make, definition = {
+        "longhorn": (longhorn_inputs, naive.longhorn),
+        "selective": (selective_inputs, naive.selective),
+    }[recurrence]
+    one, two = make(2, 200, 72, 16, torch.float32, 0), make(2, 200, 72, 16, torch.float32, 1)
+    stacked = [torch.stack(pair).detach().cuda() for pair in zip(one, two)]
+    x, logits, *rest = stacked
+    A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
+    reverse = [False, True]
+    dy = torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    y, states = scan.forward(recurrence, x, logits, k, q, A, skip, bias, reverse, True)
+    truth = [
+        outputs_and_gradients_for(definition, exact(t), dy[g].cpu().double(), reverse=r)
+        for g, (t, r) in enumerate(zip((one, two), reverse))
+    ]
+    for variant in variants.FORWARD[recurrence]:
+        y, kept = scan.forward(recurrence, x, logits, k, q, A, skip, bias, reverse, True, (variant, segment_chunks))
+        assert max(relative_error(y[g].cpu(), truth[g][0]) for g in range(2)) < 1e-6
+        torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
+    for variant in variants.BACKWARD[recurrence]:
+        plan = variant, segment_chunks
+        dx, dlogits, dk, dq, dA, dchannels = scan.backward(
+            recurrence, dy, x, logits, k, q, A, skip, bias, states, reverse, plan
+        )
+        dA = [dA] if A is not None else []
+        for g in range(2):
+            actual = [dx[g], dlogits[g], *(t[g] for t in dA), dk[g], dq[g], *dchannels[g]]
+            assert max(relative_error(a.cpu(), t) for a, t in zip(actual, truth[g][1:])) < 1e-5
+
+
+def outputs_and_gradients_for(f, inputs, dy, **kwargs):
+    y = f(*inputs, **kwargs)
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+@pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16)])
+def test_two_runs_are_equal_bit_for_bit(scan, definition, make_inputs, shape):
+    inputs = on_gpu(make_inputs(*shape, torch.bfloat16))
+    dy = torch.randn(shape[:3], device="cuda", dtype=torch.bfloat16)
+    runs = [outputs_and_gradients_for(scan, inputs, dy, reverse=True) for _ in range(2)]
+    for a, b in zip(*runs):
+        assert torch.equal(a, b)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("logit", [-1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_extreme_logits(logit, dtype):
+    inputs = longhorn_inputs(2, 80, 24, 16, dtype)
+    signs = torch.randint(-1, 2, inputs[1].shape, generator=torch.Generator().manual_seed(0))
+    inputs[1] = torch.where(signs == 0, inputs[1], signs * logit).detach().requires_grad_()
+    assert_right(longhorn_scan, naive.longhorn, inputs, dtype)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, 100.0])
+def test_zero_and_large_keys(scale):
+    inputs = longhorn_inputs(2, 150, 24, 16, torch.float32)
+    k = inputs[2].detach()
+    inputs[2] = (scale * k / k.norm(dim=-1, keepdim=True)).requires_grad_()
+    assert_right(longhorn_scan, naive.longhorn, inputs, torch.float32)
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_propagate(scan, definition, make_inputs, value):
+    inputs = [t.detach().clone().cuda() for t in make_inputs(2, 80, 64, 16, torch.float32)]
+    inputs[0][0, 70, 1] = value
+    y = scan(*inputs)
+    assert not torch.isfinite(y[0, 70:, 1]).any()
+    y[0, 70:, 1] = 0
+    assert torch.isfinite(y).all()
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+def test_strided_and_offset_views(scan, definition, make_inputs):
+    inputs = on_gpu(make_inputs(2, 90, 48, 16, torch.bfloat16))
+    dy = torch.randn(2, 90, 48, device="cuda", dtype=torch.bfloat16)
+    expected = outputs_and_gradients_for(scan, inputs, dy)
+    for pad, order in ((1, None), (8, None), (3, "reversed")):
+        views = []
+        for t in inputs:
+            dims = list(range(t.dim()))[:: -1 if order else 1]
+            padded = t.new_full([t.shape[i] + 2 * pad for i in dims], float("nan"))
+            view = padded[tuple(slice(pad, pad + t.shape[i]) for i in dims)].permute(*dims)
+            views.append(view.copy_(t.detach()).detach().requires_grad_())
+        for a, truth in zip(outputs_and_gradients_for(scan, views, dy), expected):
+            assert relative_error(a, truth.double()) < 1e-3
+    expanded = outputs_and_gradients_for(scan, inputs, torch.ones((), device="cuda", dtype=dy.dtype).expand_as(dy))
+    for a, truth in zip(expanded, outputs_and_gradients_for(scan, inputs, torch.ones_like(dy))):
+        assert torch.equal(a, truth)
+
+
+@GPU
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    B, L, D, N = 3, 91, 2**23 - 24, 4  # 2.29e9 elements; states and their offsets are larger still
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(B, L, D, generator=g, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(B, L, D, generator=g, device="cuda", dtype=torch.bfloat16)
+    k, q = torch.randn(2, B, L, N, generator=g, device="cuda", dtype=torch.bfloat16)
+    assert x.numel() > 2**31
+    y = longhorn_scan(x, logits, k, q, reverse=True)
+    for columns in (slice(0, 64), slice(D // 2, D // 2 + 64), slice(D - 64, D)):
+        part = (t[..., columns].double() for t in (x, logits))
+        assert relative_error(y[..., columns], naive.longhorn(*part, k.double(), q.double(), reverse=True)) < 4e-3
+
+
+@GPU
+@pytest.mark.gpu
+def test_gradients_of_more_than_two_to_the_31_elements():
+    B, L, D, N = 700, 4096, 768, 4
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(B, L, D, generator=g, device="cuda", dtype=torch.bfloat16)
+    logits = torch.zeros(1, 1, 1, device="cuda", dtype=torch.bfloat16).expand(B, L, D).contiguous()
+    k, q = torch.randn(2, B, L, N, generator=g, device="cuda", dtype=torch.bfloat16)
+    inputs = [t.requires_grad_() for t in (x, logits, k, q)]
+    y = longhorn_scan(*inputs)
+    grads = torch.autograd.grad(y, inputs, x.detach())
+    last = [t.detach()[-1:].double().requires_grad_() for t in inputs]
+    expected = outputs_and_gradients_for(naive.longhorn, last, last[0].detach())
+    for a, truth in zip((y, *grads), expected):
+        assert relative_error(a[-1:], truth) < 4e-3
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+def test_operator_registrations(scan, definition, make_inputs):
+    stacked = [t.detach()[None] for t in make_inputs(2, 70, 8, 4, torch.float32)]
+    if len(stacked) == 7:
+        x, logits, A, b, c, skip, bias = on_gpu(stacked)
+        arguments = ("cuda", "selective", x, logits, b, c, A, skip, bias, [True], True)
+    else:
+        x, logits, k, q, skip, bias = on_gpu(stacked)
+        arguments = ("cuda", "longhorn", x, logits, k, q, None, skip, bias, [True], True)
+    torch.library.opcheck(gpu.scan, arguments, atol=1e-5, rtol=1e-4)
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+def test_compiles_without_graph_breaks(scan, definition, make_inputs):
+    inputs = on_gpu(make_inputs(2, 70, 16, 16, torch.float32))
+    dy = torch.randn(2, 70, 16, device="cuda")
+    compiled = torch.compile(scan, fullgraph=True)
+    for a, truth in zip(outputs_and_gradients_for(compiled, inputs, dy), outputs_and_gradients_for(scan, inputs, dy)):
+        torch.testing.assert_close(a, truth)
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+def test_cuda_graph_capture_and_another_stream(scan, definition, make_inputs):
+    inputs = on_gpu(make_inputs(1, 300, 64, 16, torch.float32))
+    dy = torch.randn(1, 300, 64, device="cuda")
+    expected = outputs_and_gradients_for(scan, inputs, dy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outputs_and_gradients_for(scan, inputs, dy)
+    for t in captured:
+        t.detach().fill_(float("nan"))
+    graph.replay()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        elsewhere = outputs_and_gradients_for(scan, inputs, dy)
+    stream.synchronize()
+    for a, b, truth in zip(captured, elsewhere, expected):
+        assert torch.equal(a, truth)
+        assert torch.equal(b, truth)
+
+
+@GPU
+@pytest.mark.gpu
+def test_mixed_dtypes_autocast_and_checkpointing():
+    inputs = on_gpu(longhorn_inputs(2, 70, 16, 16, torch.float32))
+    x, logits, k, q, skip, bias = inputs
+    y = longhorn_scan(x.bfloat16(), logits, k.half(), q, skip.bfloat16(), bias)
+    assert y.dtype == torch.bfloat16
+    exactly = [t.detach().cpu().double() for t in (x.bfloat16(), logits, k.half(), q, skip.bfloat16(), bias)]
+    assert relative_error(y.cpu(), naive.longhorn(*exactly)) < 4e-3
+    dy = torch.randn_like(x)
+    expected = outputs_and_gradients_for(longhorn_scan, inputs, dy)
+
+    def checkpointed(*t):
+        return torch.utils.checkpoint.checkpoint(longhorn_scan, *t, use_reentrant=False)
+
+    with torch.autocast("cuda", torch.bfloat16):
+        actual = outputs_and_gradients_for(checkpointed, inputs, dy)
+    for a, truth in zip(actual, expected):
+        assert torch.equal(a, truth)
+
+
+@GPU
+@pytest.mark.gpu
+@SCANS
+def test_empty_batch_and_empty_sequence_and_no_parameters(scan, definition, make_inputs):
+    for B, L in ((0, 5), (2, 0)):
+        inputs = on_gpu(make_inputs(B, L, 8, 4, torch.float32))
+        grads = torch.autograd.grad(scan(*inputs).sum(), inputs)
+        assert all(torch.isfinite(t).all() for t in grads)
+    assert_right(scan, definition, make_inputs(2, 9, 6, 4, torch.float32)[:-2], torch.float32)
+
+
+@GPU
+@pytest.mark.gpu
+def test_float64_goes_to_the_reference_and_is_refused_by_name():
+    inputs = [t.detach().cuda() for t in longhorn_inputs(1, 5, 4, 4)]
+    assert longhorn_scan(*inputs).dtype == torch.float64
+    with pytest.raises(ValueError, match="float64"):
+        longhorn_scan(*inputs, backend="cuda")
+
+
+@GPU
+@pytest.mark.gpu
+def test_without_nvrtc_triton_takes_over_with_one_warning(monkeypatch):
+    from vil.kernels import operators
+
+    operators._warn_once.cache_clear()
+    monkeypatch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
+    inputs = [t.detach().cuda() for t in selective_inputs(1, 5, 4, 4, torch.float32)]
+    with pytest.warns(UserWarning, match="NVRTC is missing"):
+        y = selective_scan(*inputs)
+    assert torch.equal(y, selective_scan(*inputs, backend="triton"))
+    with pytest.raises(ValueError, match="NVRTC is missing"):
+        selective_scan(*inputs, backend="cuda")
