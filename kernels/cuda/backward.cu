@@ -8,6 +8,7 @@
 
 constexpr int TILES = CHUNK / TILE;
 constexpr int HALF = TILE / 2;
+constexpr int KEY_TOKENS = 256 * WARPS / N < CHUNK ? 256 * WARPS / N : CHUNK;  // whose keys and queries are on their way at once
 static_assert(NL == 4);
 
 struct Warp {
@@ -331,9 +332,13 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         i64 start = chunk * CHUNK;
         int chunk_tokens = min(i64(CHUNK), end - start), tiles = (chunk_tokens + TILE - 1) / TILE;
         __syncthreads();
-        KeysInFlight<CHUNK, 32 * WARPS> keys(ks, qs, start, key_vectors, threadIdx.x);
-        keys.fetch(chunk_tokens);
-        keys.put(block.keys);
+        KeysInFlight<KEY_TOKENS, 32 * WARPS> keys(ks, qs, start, key_vectors, threadIdx.x);
+#pragma unroll 1
+        for (int t = 0; t < chunk_tokens; t += KEY_TOKENS) {
+            keys.fetch(chunk_tokens - t);
+            keys.put(block.keys, t);
+            keys.advance(KEY_TOKENS);
+        }
         __syncthreads();
 
         // indexed at run time, so in local memory, which suits states that a lane keeps for itself and needs rarely

@@ -264,8 +264,10 @@ struct KeysInFlight {
         }
     }
     __device__ __forceinline__ void advance(i64 tokens) { source += tokens * stride; }
-    __device__ __forceinline__ void put(Keys<TOKENS> &keys) const {
-        float *to = is_query ? keys.q[first] : keys.k[first];
+    // `keys` may have room for more tokens: these go from `start` on
+    template <int ROOM>
+    __device__ __forceinline__ void put(Keys<ROOM> &keys, int start = 0) const {
+        float *to = is_query ? keys.q[start + first] : keys.k[start + first];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             Floats<4> v = to_floats(item[i]);
@@ -274,7 +276,7 @@ struct KeysInFlight {
             for (int distance = 1; distance < QUADS; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
             if (TOKENS % APART == 0 || first + i * APART < TOKENS) {
                 store(to + i * APART * N + n, v);
-                if (!is_query && n == 0) keys.kk[first + i * APART] = kk;
+                if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;
             }
         }
     }

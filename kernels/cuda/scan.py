@@ -13,6 +13,7 @@ from .variants import CHUNK, SUMMARY, Backward, Lanes, choose
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 STATE_SIZES = (4, 8, 16, 32, 64)
+BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this is for
 
 
 def forward(
@@ -63,7 +64,7 @@ def backward(
     dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
     dchannels = new(B * segments, G, 2, D, dtype=torch.float32)
     drates = new((B * segments, G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
-    launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * variant.warps, [
+    launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
         *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
         dx, dlogits, dkeys, dchannels, drates, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
@@ -100,10 +101,12 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     vector = _vector(16 // x.element_size(), x, logits)
     channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
     vector = min(vector, groups * channels)
-    tile = max(variant.tile, 32 // groups)
+    tile = max(min(variant.tile, 1024 // N), 32 // groups)
+    # wider inputs and longer keys take more registers, which fewer blocks leave
+    min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=variant.warps,
-        MIN_BLOCKS=variant.min_blocks, STAGES=variant.stages, VECTOR=vector,
+        MIN_BLOCKS=min_blocks, STAGES=variant.stages, VECTOR=vector,
     )  # fmt: skip
     row = tile * groups * channels
     stage = 2 * _align(row * x.element_size())
@@ -114,18 +117,22 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
     """The same for backward.cu."""
     groups = 128 // N
-    channels = _vector(variant.channels, dy, x, logits)
-    row, tile = groups * channels, variant.tile
-    warp = (
+    channels = _vector(min(variant.channels, max(1, N // 4)), dy, x, logits)
+    row, tile, warps = groups * channels, variant.tile, variant.warps
+    warp_bytes = (
         2 * _align(4 * row) + 4 * 4 * tile * row  # skip and bias; x, gate, slope and dy
         + 4 * tile * (N * (groups + 1) + N // 4 * row)  # sums over channels and over states
         + 4 * 4 * tile * N + _align(2 * tile)  # dk and dq of two tiles; norm
     )  # fmt: skip
+    min_blocks = variant.min_blocks if x.element_size() == 2 and N >= 16 else 2
+    keys_bytes = 4 * CHUNK * (2 * N + 1)
+    while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
+        warps //= 2
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=variant.warps,
-        MIN_BLOCKS=variant.min_blocks, BLOCK_BYTES=4 * CHUNK * (2 * N + 1) + variant.warps * _align(warp),
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=min_blocks * variant.warps // warps, BLOCK_BYTES=keys_bytes + warps * warp_bytes,
     )  # fmt: skip
-    return macros, -(-x.shape[-1] // (variant.warps * row)), macros["BLOCK_BYTES"]
+    return macros, -(-x.shape[-1] // (warps * row)), macros["BLOCK_BYTES"]
 
 
 def _common(recurrence: str, x: Tensor, N: int) -> dict:

@@ -51,7 +51,7 @@ FORWARD = {
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 240, 200), "selective": Lanes(8, 2, 16, 8, 320, 280)}
 BACKWARD = {
     "longhorn": [Backward(4, 8, 800, 620), Backward(2, 8, 550, 430)],
-    "selective": [Backward(4, 8, 1200, 870), Backward(2, 8, 800, 600)],
+    "selective": [Backward(2, 8, 800, 460, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}

@@ -1,0 +1,155 @@
+"""Times the scan, both directions of a block in one call, against the published kernels and this GPU's floors.
+
+    python benchmarks/scan.py                        # every published shape and GPU backend
+    python benchmarks/scan.py --shapes 4,768,1025 --backends cuda --dtype float16
+
+Forward and backward are captured in a CUDA graph and its replays timed with events; the median is printed in
+microseconds. `forward` is what training runs: it keeps the states for backward. `backward` ends with the gradients of
+every input. `published` is the time of the papers' own kernels on an H200, two calls, one for each direction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+
+import torch
+import triton
+
+from vil.kernels import gpu
+
+# (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
+PUBLISHED = {
+    "longhorn": {
+        (128, 384, 197): (974, 2018),
+        (128, 768, 197): (1902, 3949),
+        (1, 768, 197): (46, 132),
+        (8, 768, 6085): (2847, 7938),
+    },
+    "selective": {
+        (128, 384, 197): (772, 2465),
+        (128, 768, 197): (1516, 4820),
+        (1, 768, 197): (44, 131),
+        (8, 768, 6085): (2174, 8281),
+    },
+}
+# fp32 instructions of a state element: update and output; recomputation and gradients
+INSTRUCTIONS = {"longhorn": (4, 17), "selective": (5, 19)}
+STATE_SIZE = 16
+LANES = 128  # fp32 lanes of a multiprocessor
+REVERSE = [False, True]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="*", type=lambda s: tuple(map(int, s.split(","))), help="B,D,L")
+    parser.add_argument("--backends", nargs="*", default=["cuda", "triton"])
+    parser.add_argument("--recurrences", nargs="*", default=["longhorn", "selective"])
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+
+    bandwidth, clock = copy_bandwidth(), max_clock()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {cuda_core()}")
+    print(f"Python {platform.python_version()}, commit {commit()}, {args.dtype}, N = {STATE_SIZE}, both directions")
+    print(f"floors: copy {bandwidth / 1e12:.2f} TB/s as measured here, fp32 issue at the maximal {clock / 1e9:.2f} GHz")
+    print()
+    print("| recurrence | B, D, L | backend | pass | us | published / us | fp32 floor / us | byte floor / us |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for recurrence in args.recurrences:
+        for shape in args.shapes or PUBLISHED[recurrence]:
+            for backend in args.backends:
+                times = time_backend(backend, recurrence, *shape, dtype)
+                for i, (name, us) in enumerate(zip(("forward", "backward"), times)):
+                    published = PUBLISHED[recurrence].get(shape)
+                    ratio = f"{published[i] / us:.1f}" if published else "-"
+                    issue, bytes_ = floors(recurrence, *shape, dtype, bandwidth, clock)[i]
+                    print(
+                        f"| {recurrence} | {', '.join(map(str, shape))} | {backend} | {name} | {us:.1f} | {ratio} "
+                        f"| {issue / us:.2f} | {bytes_ / us:.2f} |",
+                        flush=True,
+                    )
+
+
+def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Microseconds of forward and of backward."""
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(shape, generator=g, device="cuda", dtype=dtype)
+
+    G, N = len(REVERSE), STATE_SIZE
+    tensors = [randn(G, B, L, D), randn(G, B, L, D), randn(G, B, L, N), randn(G, B, L, N)]
+    tensors.append(-3 * randn(G, D, N, dtype=torch.float32).abs() if recurrence == "selective" else None)
+    tensors += [randn(G, D, dtype=torch.float32), randn(G, D, dtype=torch.float32)]
+    dy = randn(G, B, L, D)
+    _, states = gpu.scan(backend, recurrence, *tensors, REVERSE, True)
+    forward = microseconds(lambda: gpu.scan(backend, recurrence, *tensors, REVERSE, True))
+    backward = microseconds(lambda: gpu.scan_backward(backend, recurrence, dy, *tensors, states, REVERSE))
+    return forward, backward
+
+
+def microseconds(f, calls: int = 3, replays: int = 15) -> float:
+    """Median over replays of a CUDA graph of some calls."""
+    f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            f()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[tuple[float, float]]:
+    """Microseconds that issuing the fp32 instructions and moving the bytes take at least, for each pass."""
+    G, size = len(REVERSE), dtype.itemsize
+    elements, keys = G * B * L * D, G * B * L * STATE_SIZE
+    kept = elements * STATE_SIZE * 4 / gpu.CHUNK
+    per_second = torch.cuda.get_device_properties(0).multi_processor_count * LANES * clock
+    forward_bytes = (3 * elements + 2 * keys) * size + kept
+    backward_bytes = (5 * elements + 4 * keys) * size + kept
+    return [
+        (elements * STATE_SIZE * instructions / per_second * 1e6, moved / bandwidth * 1e6)
+        for instructions, moved in zip(INSTRUCTIONS[recurrence], (forward_bytes, backward_bytes))
+    ]
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy on this GPU."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    return 2 * source.numel() / microseconds(source.clone) * 1e6
+
+
+def max_clock() -> float:
+    """Hertz; what the driver names as the maximum."""
+    query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 1e6
+
+
+def cuda_core() -> str:
+    try:
+        import cuda.core
+    except ImportError:
+        return "no cuda.core"
+    return f"cuda.core {cuda.core.__version__}"
+
+
+def commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
