@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import triton
-
 from vil.kernels import gpu
 
 # (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
