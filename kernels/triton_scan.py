@@ -50,12 +50,12 @@ def _gate(logit, kk, LONGHORN: tl.constexpr):
 
 
 @triton.jit
-def _step(S_ND, x_D, gate_D, k_N, A_ND, LONGHORN: tl.constexpr):
+def _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
     """S_t from S_{t-1}."""
     if LONGHORN:
-        S_ND += gate_D[None, :] * k_N[:, None] * (x_D[None, :] - k_N[:, None] * S_ND)
+        S_ND += gate_1D * k_N1 * (x_1D - k_N1 * S_ND)
     else:
-        S_ND = tl.exp(A_ND * gate_D[None, :]) * S_ND + (gate_D * x_D)[None, :] * k_N[:, None]
+        S_ND = tl.exp(A_ND * gate_1D) * S_ND + gate_1D * x_1D * k_N1
     return S_ND
 
 
@@ -65,36 +65,35 @@ def _place(program, B, L, D, reverse, BLOCK_D: tl.constexpr):
     blocks = tl.cdiv(D, BLOCK_D)
     sequence = (program // blocks).to(tl.int64)
     backwards = (reverse >> (sequence // B)) & 1
-    d = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d_1D = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     first = sequence * L + tl.where(backwards == 1, L - 1, 0)
-    return sequence, d, first, tl.where(backwards == 1, -1, 1)
+    return sequence, d_1D, first, tl.where(backwards == 1, -1, 1)
 
 
 @triton.jit
-def _channel(p, sequence, B, D, d, HAVE: tl.constexpr):
+def _channel(p, sequence, B, D, d_1D, HAVE: tl.constexpr):
     """A parameter of each channel, 0 if there is none."""
-    v_D = tl.zeros_like(d).to(tl.float32)
+    v_1D = tl.zeros_like(d_1D).to(tl.float32)
     if HAVE:
-        v_D = tl.load(p + (sequence // B) * D + d, mask=d < D, other=0)
-    return v_D
+        v_1D = tl.load(p + (sequence // B) * D + d_1D, mask=d_1D < D, other=0)
+    return v_1D
 
 
 @triton.jit
-def _rates(rates, sequence, B, D, d, n, LONGHORN: tl.constexpr):
-    A_ND = (n[:, None] * d[None, :]).to(tl.float32) * 0
+def _rates(rates, sequence, B, D, d_1D, n_N1, N: tl.constexpr, LONGHORN: tl.constexpr):
+    A_ND = (n_N1 * d_1D).to(tl.float32) * 0
     if not LONGHORN:
-        A_ND = tl.load(
-            rates + ((sequence // B) * D + d[None, :]) * n.shape[0] + n[:, None], mask=d[None, :] < D, other=0
-        )
+        A_ND = tl.load(rates + ((sequence // B) * D + d_1D) * N + n_N1, mask=d_1D < D, other=0)
     return A_ND
 
 
+# every load has the two dimensions of the states, so that no value changes its place among threads
 @triton.jit
-def _token(x, logits, k, row, D, d, n, bias_D):
-    x_D = tl.load(x + row * D + d, mask=d < D, other=0).to(tl.float32)
-    logit_D = tl.load(logits + row * D + d, mask=d < D, other=0).to(tl.float32) + bias_D
-    k_N = tl.load(k + row * n.shape[0] + n).to(tl.float32)
-    return x_D, logit_D, k_N
+def _token(x, logits, k, row, D, d_1D, n_N1, bias_1D, N: tl.constexpr):
+    x_1D = tl.load(x + row * D + d_1D, mask=d_1D < D, other=0).to(tl.float32)
+    logit_1D = tl.load(logits + row * D + d_1D, mask=d_1D < D, other=0).to(tl.float32) + bias_1D
+    k_N1 = tl.load(k + row * N + n_N1).to(tl.float32)
+    return x_1D, logit_1D, k_N1
 
 
 @triton.jit
@@ -103,28 +102,28 @@ def _forward_kernel(
     N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, KEEP: tl.constexpr,
     SKIP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    sequence, d, row, stride = _place(tl.program_id(0), B, L, D, reverse, BLOCK_D)
-    n = tl.arange(0, N)
-    A_ND = _rates(rates, sequence, B, D, d, n, LONGHORN)
-    skip_D = _channel(skips, sequence, B, D, d, SKIP)
-    bias_D = _channel(biases, sequence, B, D, d, BIAS)
+    sequence, d_1D, row, stride = _place(tl.program_id(0), B, L, D, reverse, BLOCK_D)
+    n_N1 = tl.arange(0, N)[:, None]
+    A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
+    skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
+    bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
     S_ND = tl.zeros((N, BLOCK_D), tl.float32)
-    x_D, logit_D, k_N = _token(x, logits, k, row, D, d, n, bias_D)
-    q_N = tl.load(q + row * N + n).to(tl.float32)
+    x_1D, logit_1D, k_N1 = _token(x, logits, k, row, D, d_1D, n_N1, bias_1D, N)
+    q_N1 = tl.load(q + row * N + n_N1).to(tl.float32)
     for t in range(L):
         # the next token is on its way while this one is worked on
         next_row = row + tl.where(t + 1 < L, stride, 0)
-        next_x_D, next_logit_D, next_k_N = _token(x, logits, k, next_row, D, d, n, bias_D)
-        next_q_N = tl.load(q + next_row * N + n).to(tl.float32)
+        next_x_1D, next_logit_1D, next_k_N1 = _token(x, logits, k, next_row, D, d_1D, n_N1, bias_1D, N)
+        next_q_N1 = tl.load(q + next_row * N + n_N1).to(tl.float32)
         if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
             if t % CHUNK == 0:
-                kept = states + ((sequence * tl.cdiv(L, CHUNK) + t // CHUNK) * N + n[:, None]) * D + d[None, :]
-                tl.store(kept, S_ND, mask=d[None, :] < D)
-        gate_D = _gate(logit_D, tl.sum(k_N * k_N), LONGHORN)
-        S_ND = _step(S_ND, x_D, gate_D, k_N, A_ND, LONGHORN)
-        y_D = tl.sum(S_ND * q_N[:, None], axis=0) + skip_D * x_D
-        tl.store(y + row * D + d, y_D, mask=d < D)
-        x_D, logit_D, k_N, q_N, row = next_x_D, next_logit_D, next_k_N, next_q_N, next_row
+                kept_ND = states + ((sequence * tl.cdiv(L, CHUNK) + t // CHUNK) * N + n_N1) * D + d_1D
+                tl.store(kept_ND, S_ND, mask=d_1D < D)
+        gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+        S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
+        y_1D = tl.sum(S_ND * q_N1, axis=0, keep_dims=True) + skip_1D * x_1D
+        tl.store(y + row * D + d_1D, y_1D, mask=d_1D < D)
+        x_1D, logit_1D, k_N1, q_N1, row = next_x_1D, next_logit_1D, next_k_N1, next_q_N1, next_row
 
 
 @triton.jit
@@ -134,67 +133,70 @@ def _backward_kernel(
     BIAS: tl.constexpr,
 ):  # fmt: skip
     blocks, chunks = tl.cdiv(D, BLOCK_D), tl.cdiv(L, CHUNK)
-    n = tl.arange(0, N)
-    own = scratch + tl.program_id(0).to(tl.int64) * CHUNK * N * BLOCK_D
-    own_ND = own + n[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    n_N1 = tl.arange(0, N)[:, None]
+    own_ND = scratch + (tl.program_id(0).to(tl.int64) * CHUNK * N + n_N1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     for program in range(tl.program_id(0), G * B * blocks, tl.num_programs(0)):
-        sequence, d, first, stride = _place(program, B, L, D, reverse, BLOCK_D)
-        A_ND = _rates(rates, sequence, B, D, d, n, LONGHORN)
-        skip_D = _channel(skips, sequence, B, D, d, SKIP)
-        bias_D = _channel(biases, sequence, B, D, d, BIAS)
+        sequence, d_1D, first, stride = _place(program, B, L, D, reverse, BLOCK_D)
+        inside = d_1D < D
+        A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
+        skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
+        bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
         G_ND, dA_ND = tl.zeros((N, BLOCK_D), tl.float32), tl.zeros((N, BLOCK_D), tl.float32)
-        dskip_D, dbias_D = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+        dskip_1D, dbias_1D = tl.zeros((1, BLOCK_D), tl.float32), tl.zeros((1, BLOCK_D), tl.float32)
         for i in range(chunks):
             start = (chunks - 1 - i) * CHUNK
             tokens = tl.minimum(CHUNK, L - start)
             # the chunk once more, keeping the state before each token
-            kept = states + ((sequence * chunks + start // CHUNK) * N + n[:, None]) * D + d[None, :]
-            S_ND = tl.load(kept, mask=d[None, :] < D, other=0)
+            S_ND = tl.load(states + ((sequence * chunks + start // CHUNK) * N + n_N1) * D + d_1D, mask=inside, other=0)
             tl.debug_barrier()
             for j in range(tokens):
                 tl.store(own_ND + j * N * BLOCK_D, S_ND)
-                x_D, logit_D, k_N = _token(x, logits, k, first + stride * (start + j), D, d, n, bias_D)
-                S_ND = _step(S_ND, x_D, _gate(logit_D, tl.sum(k_N * k_N), LONGHORN), k_N, A_ND, LONGHORN)
+                x_1D, logit_1D, k_N1 = _token(x, logits, k, first + stride * (start + j), D, d_1D, n_N1, bias_1D, N)
+                gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+                S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
             tl.debug_barrier()
             for back in range(tokens):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
-                S_ND = tl.load(own_ND + j * N * BLOCK_D)
-                x_D, logit_D, k_N = _token(x, logits, k, row, D, d, n, bias_D)
-                q_N = tl.load(q + row * N + n).to(tl.float32)
-                dy_D = tl.load(dy + row * D + d, mask=d < D, other=0).to(tl.float32)
-                gate_D = _gate(logit_D, tl.sum(k_N * k_N), LONGHORN)
-                dq_N = tl.sum(_step(S_ND, x_D, gate_D, k_N, A_ND, LONGHORN) * dy_D[None, :], axis=1)
-                G_ND += q_N[:, None] * dy_D[None, :]
+                before_ND = tl.load(own_ND + j * N * BLOCK_D)
+                x_1D, logit_1D, k_N1 = _token(x, logits, k, row, D, d_1D, n_N1, bias_1D, N)
+                q_N1 = tl.load(q + row * N + n_N1).to(tl.float32)
+                dy_1D = tl.load(dy + row * D + d_1D, mask=inside, other=0).to(tl.float32)
+                gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+                dq_N1 = tl.sum(S_ND * dy_1D, axis=1, keep_dims=True)
+                G_ND += q_N1 * dy_1D
                 if LONGHORN:
-                    residual_ND = x_D[None, :] - k_N[:, None] * S_ND
-                    eps_G_ND = gate_D[None, :] * G_ND
-                    dx_D = tl.sum(k_N[:, None] * eps_G_ND, axis=0)
-                    eps_deps_D = tl.sum(k_N[:, None] * eps_G_ND * residual_ND, axis=0)
+                    residual_ND = x_1D - k_N1 * before_ND
+                    eps_G_ND = gate_1D * G_ND
+                    dx_1D = tl.sum(k_N1 * eps_G_ND, axis=0, keep_dims=True)
+                    eps_deps_1D = tl.sum(k_N1 * eps_G_ND * residual_ND, axis=0, keep_dims=True)
                     # eps * exp(-logit), whose limit is 1 where exp overflows
-                    dlogit_D = eps_deps_D * gate_D * tl.minimum(tl.exp(-logit_D), 3e38)
-                    dk_N = tl.sum(eps_G_ND * (2 * residual_ND - x_D[None, :]), axis=1)
-                    dk_N -= 2 * k_N * tl.sum(gate_D * eps_deps_D)
-                    G_ND -= (k_N * k_N)[:, None] * eps_G_ND
+                    dlogit_1D = eps_deps_1D * gate_1D * tl.minimum(tl.exp(-logit_1D), 3e38)
+                    # the sum over channels takes in that of dL/d(k.k) = -eps^2 deps
+                    dk_ND = eps_G_ND * (2 * residual_ND - x_1D) - 2 * k_N1 * (gate_1D * eps_deps_1D)
+                    dk_N1 = tl.sum(dk_ND, axis=1, keep_dims=True)
+                    G_ND -= k_N1 * k_N1 * eps_G_ND
                 else:
-                    dinput_D = tl.sum(k_N[:, None] * G_ND, axis=0)
-                    dk_N = tl.sum((gate_D * x_D)[None, :] * G_ND, axis=1)
-                    G_ND *= tl.exp(A_ND * gate_D[None, :])
-                    dexponent_ND = G_ND * S_ND
-                    dA_ND += gate_D[None, :] * dexponent_ND
-                    dx_D = gate_D * dinput_D
-                    dlogit_D = (x_D * dinput_D + tl.sum(A_ND * dexponent_ND, axis=0)) / (1 + tl.exp(-logit_D))
-                tl.store(dx + row * D + d, dx_D + skip_D * dy_D, mask=d < D)
-                tl.store(dlogits + row * D + d, dlogit_D, mask=d < D)
-                part = dkeys + ((program % blocks) * G * B * L + row) * 2 * N
-                tl.store(part + n, dk_N)
-                tl.store(part + N + n, dq_N)
-                dskip_D += dy_D * x_D
-                dbias_D += dlogit_D
-        tl.store(dchannels + sequence * 2 * D + d, dskip_D, mask=d < D)
-        tl.store(dchannels + (sequence * 2 + 1) * D + d, dbias_D, mask=d < D)
+                    dinput_1D = tl.sum(k_N1 * G_ND, axis=0, keep_dims=True)
+                    dk_N1 = tl.sum(gate_1D * x_1D * G_ND, axis=1, keep_dims=True)
+                    G_ND *= tl.exp(A_ND * gate_1D)
+                    dexponent_ND = G_ND * before_ND
+                    dA_ND += gate_1D * dexponent_ND
+                    dx_1D = gate_1D * dinput_1D
+                    ddt_1D = x_1D * dinput_1D + tl.sum(A_ND * dexponent_ND, axis=0, keep_dims=True)
+                    dlogit_1D = ddt_1D / (1 + tl.exp(-logit_1D))
+                tl.store(dx + row * D + d_1D, dx_1D + skip_1D * dy_1D, mask=inside)
+                tl.store(dlogits + row * D + d_1D, dlogit_1D, mask=inside)
+                part_N1 = dkeys + ((program % blocks) * G * B * L + row) * 2 * N + n_N1
+                tl.store(part_N1, dk_N1)
+                tl.store(part_N1 + N, dq_N1)
+                dskip_1D += dy_1D * x_1D
+                dbias_1D += dlogit_1D
+                S_ND = before_ND
+        tl.store(dchannels + sequence * 2 * D + d_1D, dskip_1D, mask=inside)
+        tl.store(dchannels + (sequence * 2 + 1) * D + d_1D, dbias_1D, mask=inside)
         if not LONGHORN:
-            tl.store(drates + (sequence * D + d[None, :]) * N + n[:, None], dA_ND, mask=d[None, :] < D)
+            tl.store(drates + (sequence * D + d_1D) * N + n_N1, dA_ND, mask=inside)
 
 
 def forward(

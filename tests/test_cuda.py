@@ -111,13 +111,14 @@ def on_gpu(inputs):
     return [t.detach().cuda().requires_grad_() for t in inputs]
 
 
-def assert_right(scan, definition, inputs, dtype, tolerance=None, **kwargs):
-    expected = outputs_and_gradients(definition, exact(inputs), dtype, **kwargs)
-    actual = outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), on_gpu(inputs), dtype, **kwargs)
+def assert_right(scan, definition, inputs, dtype, **kwargs):
+    inputs = on_gpu(inputs)
+    expected = outputs_and_gradients(lambda *t, **k: definition(*t, **k).cpu(), exact(inputs), dtype, **kwargs)
+    actual = outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), inputs, dtype, **kwargs)
     for i, (a, truth) in enumerate(zip(actual, expected)):
         assert a.dtype == dtype
-        error = relative_error(a.cpu(), truth)
-        assert error < (tolerance or TOLERANCE[dtype]) or truth.norm() == 0 == a.norm(), (i, error)
+        error = relative_error(a, truth)
+        assert error < TOLERANCE[dtype] or truth.norm() == 0 == a.norm(), (i, error)
 
 
 @pytest.fixture

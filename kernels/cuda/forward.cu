@@ -30,7 +30,8 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         if (keep && at.valid) store_states(kept, S, D);
         kept += N * D;
     };
-    auto step = [&](bool exists, Floats<C> x, Floats<C> gate, const float *k_t, const float *q_t) {
+    float sums[UNROLL][C];
+    auto step = [&](int j, bool, Floats<C> x, Floats<C> gate, const float *k_t, const float *q_t) {
         // a sum of several chains, as a lane with few channels would else wait for each addition
         constexpr int CHAINS = C < 4 ? 4 / C : 1;
         float y[CHAINS][C] = {};
@@ -47,18 +48,29 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
                     y[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], y[i % CHAINS][c]);
                 }
         }
-        Floats<C> sum;
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            sum.at[c] = y[0][c];
+            sums[j][c] = y[0][c];
 #pragma unroll
-            for (int i = 1; i < CHAINS; i++) sum.at[c] += y[i][c];
-#pragma unroll
-            for (int distance = 1; distance < LANES; distance *= 2)
-                sum.at[c] += __shfl_xor_sync(WARP, sum.at[c], distance);
+            for (int i = 1; i < CHAINS; i++) sums[j][c] += y[i][c];
         }
-        if (first && exists) store(y_t, from_floats<T>(sum));
-        y_t += ys.stride;
     };
-    run(warp, xs, logits, ks, qs, biases, begin, end, key_vectors, at, D, at_chunk, step);
+    // over the lanes of a channel; several tokens at once, as each step waits for a shuffle
+    auto after = [&](int tokens) {
+#pragma unroll
+        for (int distance = 1; distance < LANES; distance *= 2)
+#pragma unroll
+            for (int j = 0; j < UNROLL; j++)
+#pragma unroll
+                for (int c = 0; c < C; c++) sums[j][c] += __shfl_xor_sync(WARP, sums[j][c], distance);
+#pragma unroll
+        for (int j = 0; j < UNROLL; j++) {
+            Floats<C> y;
+#pragma unroll
+            for (int c = 0; c < C; c++) y.at[c] = sums[j][c];
+            if (first && j < tokens) store(y_t, from_floats<T>(y));
+            y_t += ys.stride;
+        }
+    };
+    run(warp, xs, logits, ks, qs, biases, begin, end, key_vectors, at, D, at_chunk, step, after);
 }

@@ -2,6 +2,7 @@
 // from the first token to the last, and a warp shares nothing with others, so that none ever waits for another.
 // Further macros:
 //   STAGES    tiles on their way from memory at once
+//   UNROLL    tokens whose instructions are interleaved: the more, the fewer warps keep a scheduler busy
 //   VECTOR    channels copied by one instruction, as the alignment of the tensors allows
 
 // The warp's channels of a tile as they are in memory: x, or dy where gradients are scanned
@@ -113,12 +114,14 @@ DEVICE void store_states(float *kept, const States &S, i64 D) {
     }
 }
 
-// Runs from token `begin` to `end`, tile by tile: `at_chunk()` before each chunk, then for each token
-// `step(exists, value, gate, k, q)`, with the lane's channels and its states of key and query
-template <class AtChunk, class Step>
+// Runs from token `begin` to `end`, tile by tile: `at_chunk()` before each chunk; for each token `step(j, exists, value,
+// gate, k, q)`, with the lane's channels and its states of key and query; after every UNROLL of them `after(tokens)`, of
+// which so many exist
+template <class AtChunk, class Step, class After>
 DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<const T> &logits,
                 const Sequence<const T> &ks, const Sequence<const T> &qs, const float *biases, i64 begin, i64 end,
-                bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Step step) {
+                bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Step step,
+                After after) {
     int gate_d = at.lane % GROUPS * C + at.warp_d;
     Floats<C> bias = biases && gate_d < D ? load<C>(biases + at.g * D + gate_d) : Floats<C>{};
     KeysInFlight<TILE, 32> keys(ks, qs, begin, key_vectors, at.lane);
@@ -145,11 +148,13 @@ DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<cons
         stage_gates(warp, tile, bias, at);
         __syncwarp();
 #pragma unroll 1
-        for (int j0 = 0; j0 < tokens; j0 += 4)
+        for (int j0 = 0; j0 < tokens; j0 += UNROLL) {
 #pragma unroll
-            for (int j = j0; j < j0 + 4; j++)
-                step(j < tokens, to_floats(load<C>(&tile.value[j][at.c])), load<C>(&warp.gate[j][at.c]),
-                     &warp.keys.k[j][at.n], &warp.keys.q[j][at.n]);
+            for (int j = 0; j < UNROLL; j++)
+                step(j, j0 + j < tokens, to_floats(load<C>(&tile.value[j0 + j][at.c])),
+                     load<C>(&warp.gate[j0 + j][at.c]), &warp.keys.k[j0 + j][at.n], &warp.keys.q[j0 + j][at.n]);
+            after(tokens - j0);
+        }
         stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
 }

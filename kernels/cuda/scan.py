@@ -106,7 +106,7 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=variant.warps,
-        MIN_BLOCKS=min_blocks, STAGES=variant.stages, VECTOR=vector,
+        MIN_BLOCKS=min_blocks, UNROLL=variant.unroll if N <= 16 else 4, STAGES=variant.stages, VECTOR=vector,
     )  # fmt: skip
     row = tile * groups * channels
     stage = 2 * _align(row * x.element_size())

@@ -31,7 +31,7 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
     for (int n = 0; n < NL; n++)
 #pragma unroll
         for (int c = 0; c < C; c++) decay[n][c] = 1;
-    auto step = [&](bool exists, Floats<C> value, Floats<C> gate, const float *k_t, const float *q_t) {
+    auto step = [&](int, bool exists, Floats<C> value, Floats<C> gate, const float *k_t, const float *q_t) {
         if (!exists) return;
 #pragma unroll
         for (int n = 0; n < NL; n += 4) {
@@ -49,7 +49,7 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
                 }
         }
     };
-    run(warp, values, logits, ks, qs, biases, begin, end, key_vectors, at, D, [] {}, step);
+    run(warp, values, logits, ks, qs, biases, begin, end, key_vectors, at, D, [] {}, step, [](int) {});
     if (at.valid) {
         i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments, D);
         store_states(ends + offset, S, D);
