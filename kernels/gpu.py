@@ -1,13 +1,15 @@
 """The scan as PyTorch operators for GPUs, over stacked directions: `vil::scan`, its fake and its gradient.
 
-Two backends run it: `cuda` (CUDA C++) and `triton_scan` (Triton). Each is a module with `forward` and `backward` on
-inputs of one dtype and a state size it lists in `STATE_SIZES`; here is what both need around that.
+Two modules run it: `cuda` (CUDA C++) and `triton_scan` (Triton). Each has `forward` and `backward` on inputs of one
+dtype and a state size of `STATE_SIZES`; here is what both need around that.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
+import warnings
 from types import ModuleType
 
 import torch
@@ -15,27 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens between the states that forward keeps for backward: 1 byte for each element of x at N = 16
+STATE_SIZES = (4, 8, 16, 32, 64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DIRECTIONS = 63  # which of them are reversed is a mask of 64 bits
 
 
 class Backend:
-    """A GPU backend as `operators` sees it; its module is imported when it first runs."""
+    """A GPU backend as `operators` sees it: "cuda", "triton" or "auto", the first of these that the machine can run."""
 
     def __init__(self, name: str):
         self.name = name
 
     def unsupported(self, x: Tensor, state_size: int, directions: int) -> str | None:
         """Why the inputs do not fit, or None."""
-        try:
-            module = _module(self.name)
-        except ImportError as e:
-            return f"the {self.name} backend cannot be imported: {e}"
-        if not 1 <= state_size <= module.STATE_SIZES[-1]:
-            return f"the {self.name} backend takes up to {module.STATE_SIZES[-1]} states, not {state_size}"
-        return module.unsupported(x, directions)
-
-    def unavailable(self, device: torch.device) -> str | None:
-        """Why this machine cannot run it, or None."""
-        return _module(self.name).unavailable(device)
+        interpreted = self.name == "triton" and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        if x.device.type != "cuda" and not interpreted:
+            return f"the {self.name} backend needs tensors on a GPU; x is on {x.device}"
+        if x.dtype not in DTYPES:
+            return f"the {self.name} backend takes float16, bfloat16 and float32; x is {x.dtype}"
+        if state_size > STATE_SIZES[-1] or directions > DIRECTIONS:
+            limits = f"{STATE_SIZES[-1]} states and {DIRECTIONS} directions"
+            return f"the {self.name} backend takes up to {limits}, not {state_size} and {directions}"
+        return None
 
     def longhorn_scan(self, x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD, reverse) -> Tensor:
         """y_GBLD of `vil.kernels.longhorn_scan` for G directions."""
@@ -46,25 +49,16 @@ class Backend:
         return self._scan("selective", x_GBLD, dt_logits_GBLD, b_GBLN, c_GBLN, A_GDN, skip_GD, dt_bias_GD, reverse)
 
     def _scan(self, recurrence, x, logits, k, q, rates, skip, bias, reverse) -> Tensor:
-        per_token = x, logits, k, q
-        dtype = x.dtype if len({t.dtype for t in per_token}) == 1 else torch.float32
-        size = next(n for n in _module(self.name).STATE_SIZES if n >= k.shape[-1])
-        inputs = [t.to(dtype) for t in (x, logits)]
-        inputs += [_pad(t.to(dtype), size) for t in (k, q)]
+        dtype = x.dtype if x.dtype == logits.dtype == k.dtype == q.dtype else torch.float32
+        size = next(n for n in STATE_SIZES if n >= k.shape[-1])
+        inputs = [x.to(dtype), logits.to(dtype), _pad(k.to(dtype), size), _pad(q.to(dtype), size)]
         inputs.append(None if rates is None else _pad(rates.float().contiguous(), size))
         inputs += [None if t is None else t.float().contiguous() for t in (skip, bias)]
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return scan(self.name, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
 
 
-CUDA = Backend("cuda")
-TRITON = Backend("triton")
-
-
-@functools.cache
-def _module(name: str) -> ModuleType:
-    module = {"cuda": "cuda", "triton": "triton_scan"}[name]
-    return importlib.import_module(f".{module}", __package__)
+AUTO, CUDA, TRITON = Backend("auto"), Backend("cuda"), Backend("triton")
 
 
 def _pad(t: Tensor, state_size: int) -> Tensor:
@@ -72,39 +66,61 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
     return t if t.shape[-1] == state_size else F.pad(t, (0, state_size - t.shape[-1]))
 
 
-@torch.library.custom_op("vil::scan", mutates_args=())
-def scan(
-    backend: str, recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
-    rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y_GBLD and, if `keep`, the state before every `CHUNK` tokens as (G, B, chunks, N, D), else an empty tensor."""
-    tensors = x_GBLD, logits_GBLD, k_GBLN, q_GBLN, rates_GDN, skip_GD, bias_GD
-    if x_GBLD.numel() == 0:
-        return _fake_scan(backend, recurrence, *tensors, reverse, keep)
-    return _module(backend).forward(recurrence, *tensors, reverse, keep)
+@functools.cache
+def _module(backend: str, device: torch.device) -> ModuleType:
+    """What runs the backend on this device; a RuntimeError if nothing does."""
+    if backend == "triton" or torch.version.hip:
+        return importlib.import_module(".triton_scan", __package__)
+    cuda = importlib.import_module(".cuda", __package__)
+    reason = cuda.unavailable(device)
+    if reason is None:
+        return cuda
+    if backend == "cuda":
+        raise RuntimeError(reason)
+    warnings.warn(f"{reason}. The triton backend takes over.", stacklevel=2)
+    return _module("triton", device)
 
 
-@torch.library.custom_op("vil::scan_backward", mutates_args=())
-def scan_backward(
-    backend: str, recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor,
-    q_GBLN: Tensor, rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
-    reverse: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+# Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.
+torch.library.define(
+    "vil::scan",
+    "(str backend, str recurrence, Tensor x_GBLD, Tensor logits_GBLD, Tensor k_GBLN, Tensor q_GBLN, Tensor? rates_GDN,"
+    " Tensor? skip_GD, Tensor? bias_GD, bool[] reverse, bool keep) -> (Tensor y_GBLD, Tensor states_GBSND)",
+)
+torch.library.define(
+    "vil::scan_backward",
+    "(str backend, str recurrence, Tensor dy_GBLD, Tensor x_GBLD, Tensor logits_GBLD, Tensor k_GBLN, Tensor q_GBLN,"
+    " Tensor? rates_GDN, Tensor? skip_GD, Tensor? bias_GD, Tensor states_GBSND, bool[] reverse)"
+    " -> (Tensor dx_GBLD, Tensor dlogits_GBLD, Tensor dk_GBLN, Tensor dq_GBLN, Tensor drates_GDN, Tensor dchannels_G2D)",
+)
+scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
+
+
+@torch.library.impl("vil::scan", ("CPU", "CUDA"))
+def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
+    """y and, if `keep`, the state before every `CHUNK` tokens as (G, B, chunks, N, D), else an empty tensor."""
+    if x.numel() == 0:
+        return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
+    return _module(backend, x.device).forward(recurrence, x, logits, k, q, rates, skip, bias, list(reverse), keep)
+
+
+@torch.library.impl("vil::scan_backward", ("CPU", "CUDA"))
+def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
     """Gradients of x, logits, k, q, rates (empty without rates), and of skip and bias as one tensor (G, 2, D)."""
-    tensors = dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN, rates_GDN, skip_GD, bias_GD, states_GBSND
-    if x_GBLD.numel() == 0:
+    tensors = dy, x, logits, k, q, rates, skip, bias, states
+    if x.numel() == 0:
         return tuple(torch.zeros_like(t) for t in _fake_scan_backward(backend, recurrence, *tensors, reverse))
-    return _module(backend).backward(recurrence, *tensors, reverse)
+    return _module(backend, x.device).backward(recurrence, *tensors, list(reverse))
 
 
-@scan.register_fake
+@torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
     G, B, L, D = x.shape
     kept = (G, B, (L + CHUNK - 1) // CHUNK, k.shape[-1], D) if keep else (0,)
     return x.new_empty(x.shape), x.new_empty(kept, dtype=torch.float32)
 
 
-@scan_backward.register_fake
+@torch.library.register_fake("vil::scan_backward")
 def _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
     G, _, _, D = x.shape
     drates = x.new_empty((0,) if rates is None else rates.shape, dtype=torch.float32)
@@ -130,4 +146,4 @@ def _backward(ctx, dy, _):
     )  # fmt: skip
 
 
-scan.register_autograd(_backward, setup_context=_save_for_backward)
+torch.library.register_autograd("vil::scan", _backward, setup_context=_save_for_backward)

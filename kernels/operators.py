@@ -5,8 +5,6 @@ Shapes are letters: B batch, L tokens, D channels, N states of a channel, G dire
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -115,27 +113,14 @@ def selective_scan(
 
 
 def _backend(name: str, x: Tensor, state_size: int, directions: int):
-    if name != "auto" and name not in BACKENDS:
+    if name == "auto":
+        return reference if gpu.AUTO.unsupported(x, state_size, directions) else gpu.AUTO
+    if name not in BACKENDS:
         raise ValueError(f"backend {name!r} is none of {['auto', *BACKENDS]}")
-    if name in ("cuda", "triton"):
-        backend = BACKENDS[name]
-        if reason := backend.unsupported(x, state_size, directions) or backend.unavailable(x.device):
-            raise ValueError(reason)
-        return backend
-    if name == "auto" and x.device.type not in ("cpu", "meta"):
-        for backend in (gpu.CUDA, gpu.TRITON):
-            if backend.unsupported(x, state_size, directions):
-                continue
-            if reason := backend.unavailable(x.device):
-                _warn_once(reason)
-                continue
-            return backend
-    return reference
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"{reason}. A slower backend takes over.", stacklevel=4)
+    backend = BACKENDS[name]
+    if backend is not reference and (reason := backend.unsupported(x, state_size, directions)):
+        raise ValueError(reason)
+    return backend
 
 
 def _stack(reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]):

@@ -6,32 +6,14 @@ the names are those of `cuda/common.cuh`, which says where the gradients come fr
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64  # tokens between the states that forward keeps
-STATE_SIZES = (4, 8, 16, 32, 64)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK_D = 32
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
-
-
-def unsupported(x: Tensor, directions: int) -> str | None:
-    """Why this backend does not take inputs like x whatever the machine, or None."""
-    if x.device.type == "meta" or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
-        return f"the triton backend needs tensors on a GPU; x is on {x.device}"
-    if x.dtype not in DTYPES:
-        return f"the triton backend takes float16, bfloat16 and float32; x is {x.dtype}"
-    return None if directions < 64 else f"the triton backend takes up to 63 directions, not {directions}"
-
-
-def unavailable(device: torch.device) -> str | None:
-    """Why this machine cannot run it, or None."""
-    return None
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def test_memory_kept_for_backward_is_a_byte_for_each_element():
 
 def test_tensors_on_the_cpu_are_refused():
     x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)
-    with pytest.raises(ValueError, match="NVIDIA GPU; x is on cpu"):
+    with pytest.raises(ValueError, match="needs tensors on a GPU; x is on cpu"):
         longhorn_scan(x, x, k, k, backend="cuda")
 
 
@@ -112,11 +112,12 @@ def on_gpu(inputs):
 
 
 def assert_right(scan, definition, inputs, dtype, **kwargs):
-    inputs = on_gpu(inputs)
+    # parameters in fp32, as models keep them: their gradients, sums over all tokens, may be too large for fp16
+    inputs = on_gpu([t if t.dim() == 3 else t.float() for t in inputs])
     expected = outputs_and_gradients(lambda *t, **k: definition(*t, **k).cpu(), exact(inputs), dtype, **kwargs)
     actual = outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), inputs, dtype, **kwargs)
-    for i, (a, truth) in enumerate(zip(actual, expected)):
-        assert a.dtype == dtype
+    for i, (a, truth, t) in enumerate(zip(actual, expected, [inputs[0], *inputs])):
+        assert a.dtype == t.dtype
         error = relative_error(a, truth)
         assert error < TOLERANCE[dtype] or truth.norm() == 0 == a.norm(), (i, error)
 
@@ -215,7 +216,7 @@ def test_two_runs_are_equal_bit_for_bit(scan, definition, make_inputs, shape):
 def test_extreme_logits(logit, dtype):
     inputs = longhorn_inputs(2, 80, 24, 16, dtype)
     signs = torch.randint(-1, 2, inputs[1].shape, generator=torch.Generator().manual_seed(0))
-    inputs[1] = torch.where(signs == 0, inputs[1], signs * logit).detach().requires_grad_()
+    inputs[1] = torch.where(signs == 0, inputs[1].detach(), (signs * logit).to(dtype)).requires_grad_()
     assert_right(longhorn_scan, naive.longhorn, inputs, dtype)
 
 
@@ -306,7 +307,7 @@ def test_operator_registrations(scan, definition, make_inputs):
     else:
         x, logits, k, q, skip, bias = on_gpu(stacked)
         arguments = ("cuda", "longhorn", x, logits, k, q, None, skip, bias, [True], True)
-    torch.library.opcheck(gpu.scan, arguments, atol=1e-5, rtol=1e-4)
+    torch.library.opcheck(gpu.scan.default, arguments, atol=1e-5, rtol=1e-4)
 
 
 @GPU
@@ -323,24 +324,20 @@ def test_compiles_without_graph_breaks(scan, definition, make_inputs):
 @GPU
 @pytest.mark.gpu
 @SCANS
-def test_cuda_graph_capture_and_another_stream(scan, definition, make_inputs):
-    inputs = on_gpu(make_inputs(1, 300, 64, 16, torch.float32))
-    dy = torch.randn(1, 300, 64, device="cuda")
-    expected = outputs_and_gradients_for(scan, inputs, dy)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def test_cuda_graph_capture_on_another_stream(scan, definition, make_inputs):
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        inputs = on_gpu(make_inputs(1, 300, 64, 16, torch.float32))
+        dy = torch.randn(1, 300, 64, device="cuda")
+        expected = outputs_and_gradients_for(scan, inputs, dy)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         captured = outputs_and_gradients_for(scan, inputs, dy)
     for t in captured:
         t.detach().fill_(float("nan"))
     graph.replay()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        elsewhere = outputs_and_gradients_for(scan, inputs, dy)
-    stream.synchronize()
-    for a, b, truth in zip(captured, elsewhere, expected):
+    for a, truth in zip(captured, expected):
         assert torch.equal(a, truth)
-        assert torch.equal(b, truth)
 
 
 @GPU
@@ -387,13 +384,14 @@ def test_float64_goes_to_the_reference_and_is_refused_by_name():
 @GPU
 @pytest.mark.gpu
 def test_without_nvrtc_triton_takes_over_with_one_warning(monkeypatch):
-    from vil.kernels import operators
-
-    operators._warn_once.cache_clear()
-    monkeypatch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
     inputs = [t.detach().cuda() for t in selective_inputs(1, 5, 4, 4, torch.float32)]
-    with pytest.warns(UserWarning, match="NVRTC is missing"):
-        y = selective_scan(*inputs)
+    gpu._module.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
+        with pytest.warns(UserWarning, match="NVRTC is missing") as warned:
+            y, _ = (selective_scan(*inputs) for _ in range(2))
+        with pytest.raises(RuntimeError, match="NVRTC is missing"):
+            selective_scan(*inputs, backend="cuda")
+    gpu._module.cache_clear()
+    assert len(warned) == 1
     assert torch.equal(y, selective_scan(*inputs, backend="triton"))
-    with pytest.raises(ValueError, match="NVRTC is missing"):
-        selective_scan(*inputs, backend="cuda")

@@ -77,7 +77,7 @@ def test_operator_registrations(scan, definition, make_inputs):
     else:
         x, logits, k, q, skip, bias = on_device(per_token)
         arguments = ("triton", "longhorn", x, logits, k, q, None, skip, bias, [True], True)
-    torch.library.opcheck(gpu.scan, arguments, atol=1e-5, rtol=1e-4)
+    torch.library.opcheck(gpu.scan.default, arguments, atol=1e-5, rtol=1e-4)
 
 
 def test_refuses_what_it_cannot_take():

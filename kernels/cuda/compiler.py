@@ -69,14 +69,11 @@ def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -
     return cubin
 
 
-class CurrentStream:
-    """PyTorch's current stream, as `cuda.core` takes it."""
+@functools.lru_cache(maxsize=256)
+def _stream(handle: int, device_index: int):
+    from cuda.core import Stream
 
-    def __init__(self, device: torch.device):
-        self.handle = torch.cuda.current_stream(device).cuda_stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+    return Stream.from_handle(handle)
 
 
 @functools.cache
@@ -111,5 +108,6 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
     device = next(t for t in arguments if isinstance(t, torch.Tensor)).device
     with torch.cuda.device(device):
         kernel = _kernel(name, entry, device.index, tuple(sorted(macros.items())), shared_bytes)
+        stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
         values = [0 if a is None else int(a) if isinstance(a, (int, bool)) else a.data_ptr() for a in arguments]
-        cuda.core.launch(CurrentStream(device), _config(grid, block, shared_bytes), kernel, *values)
+        cuda.core.launch(stream, _config(grid, block, shared_bytes), kernel, *values)

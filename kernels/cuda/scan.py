@@ -12,7 +12,6 @@ from .variants import CHUNK, SUMMARY, Backward, Lanes, choose
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
-STATE_SIZES = (4, 8, 16, 32, 64)
 BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this is for
 
 
