@@ -91,7 +91,7 @@ torch.library.define(
     "vil::scan_backward",
     "(str backend, str recurrence, Tensor dy_GBLD, Tensor x_GBLD, Tensor logits_GBLD, Tensor k_GBLN, Tensor q_GBLN,"
     " Tensor? rates_GDN, Tensor? skip_GD, Tensor? bias_GD, Tensor states_GBSND, bool[] reverse)"
-    " -> (Tensor dx_GBLD, Tensor dlogits_GBLD, Tensor dk_GBLN, Tensor dq_GBLN, Tensor drates_GDN, Tensor dchannels_G2D)",
+    " -> (Tensor dx_GBLD, Tensor dlogits_GBLD, Tensor dk_GBLN, Tensor dq_GBLN, Tensor drates_GDN, Tensor dchannels)",
 )
 scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 

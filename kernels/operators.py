@@ -54,6 +54,7 @@ def longhorn_scan(
 
     Raises:
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
+        RuntimeError: The machine cannot run a backend asked for by name.
     """
     tensors, reverse, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
@@ -103,6 +104,7 @@ def selective_scan(
 
     Raises:
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
+        RuntimeError: The machine cannot run a backend asked for by name.
     """
     tensors, reverse, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),

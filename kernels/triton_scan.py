@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64  # tokens between the states that forward keeps
-BLOCK_D = 32
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
 
 
@@ -188,11 +187,11 @@ def forward(
     """y_GBLD, and the state before every `CHUNK` tokens if `keep`."""
     x, logits, k, q = (t.contiguous() for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
-    y = torch.empty_like(x)
+    y, block_d = torch.empty_like(x), 64 if _many(x) else 32
     states = x.new_empty((G, B, triton.cdiv(L, CHUNK), N, D) if keep else 0, dtype=torch.float32)
     with _on(x.device):
-        _forward_kernel[(G * B * triton.cdiv(D, BLOCK_D),)](
-            x, logits, k, q, rates_GDN, skip_GD, bias_GD, y, states, B, L, D, _mask(reverse), N, BLOCK_D, CHUNK,
+        _forward_kernel[(G * B * triton.cdiv(D, block_d),)](
+            x, logits, k, q, rates_GDN, skip_GD, bias_GD, y, states, B, L, D, _mask(reverse), N, block_d, CHUNK,
             recurrence == "longhorn", keep, skip_GD is not None, bias_GD is not None, num_warps=1,
         )  # fmt: skip
     return y, states
@@ -206,24 +205,31 @@ def backward(
     """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
     dy, x, logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
-    blocks = triton.cdiv(D, BLOCK_D)
+    block_d = 64 if _many(x) else 16
+    blocks = triton.cdiv(D, block_d)
     programs = min(PROGRAMS, G * B * blocks)
     dx, dlogits = torch.empty_like(x), torch.empty_like(x)
     scratch, dkeys, dchannels, drates = (
         x.new_empty(shape, dtype=torch.float32)
         for shape in (
-            (programs, CHUNK, N, BLOCK_D), (blocks, G, B, L, 2, N), (G, B, 2, D),
+            (programs, CHUNK, N, block_d), (blocks, G, B, L, 2, N), (G, B, 2, D),
             0 if rates_GDN is None else (G, B, D, N),
         )
     )  # fmt: skip
     with _on(x.device):
         _backward_kernel[(programs,)](
             dy, x, logits, k, q, rates_GDN, skip_GD, bias_GD, states_GBSND, scratch, dx, dlogits, dkeys, dchannels,
-            drates, G, B, L, D, _mask(reverse), N, BLOCK_D, CHUNK, recurrence == "longhorn", skip_GD is not None,
+            drates, G, B, L, D, _mask(reverse), N, block_d, CHUNK, recurrence == "longhorn", skip_GD is not None,
             bias_GD is not None, num_warps=1,
         )  # fmt: skip
     dk, dq = (t.sum(0).to(x.dtype) for t in dkeys.unbind(-2))
     return dx, dlogits, dk, dq, drates if rates_GDN is None else drates.sum(1), dchannels.sum(1)
+
+
+def _many(x_GBLD: Tensor) -> bool:
+    """Whether there are so many channels that wide blocks, which cost less, fill a large GPU."""
+    G, B, _, D = x_GBLD.shape
+    return G * B * D >= 2**16
 
 
 def _mask(reverse: list[bool]) -> int:
