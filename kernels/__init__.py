@@ -1,6 +1,7 @@
 """The recurrences as operators on plain tensors; they know nothing of vision. Imported as `vil.kernels`.
 
-`operators` holds the public functions, `reference` the definition of both recurrences in plain PyTorch.
+`operators` holds the public functions, `reference` the definition of both recurrences in plain PyTorch, `gpu` the
+operators for GPUs, which `cuda` (CUDA C++) and `triton_scan` (Triton) run.
 """
 
 from .operators import longhorn_scan, selective_scan
