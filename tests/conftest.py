@@ -1,9 +1,15 @@
 """A small folder of real image files that every test of training and validation uses."""
 
+import os
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from processes import run, train_command
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, by whichever test
 
 CLASSES = ("ant", "bee", "cat", "dog")
 TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch

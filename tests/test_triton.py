@@ -1,14 +1,8 @@
-"""The Triton backend against `naive`: on the GPU if there is one, else under Triton's interpreter."""
-
-import os
+"""The Triton backend against `naive`: on the GPU if there is one, else under Triton's interpreter (see conftest)."""
 
 import naive
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, which is when they first run
-
 from test_operators import SCANS, exact, outputs_and_gradients, relative_error
 from vil.kernels import gpu, longhorn_scan
 
