@@ -27,7 +27,7 @@ def train_command(folder, image_folder, processes=1, **options):
 
 
 def run(command, check=True):
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")  # several processes, no GPU to share
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert not check or result.returncode == 0, result.stderr[-3000:]
     return result

@@ -282,7 +282,9 @@ def test_two_processes_or_accumulation_or_workers_train_the_same(
 
 def test_a_killed_run_resumes_to_the_same_end(uninterrupted, image_folder, tmp_path):
     command = train_command(tmp_path, image_folder)
-    process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""), stderr=subprocess.DEVNULL
+    )
     last = tmp_path / "run" / "last.pt"
     while not last.exists():
         assert process.poll() is None
