@@ -355,7 +355,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(checkpoint.CheckpointError, match=r"could not write .*last.pt \(\d+ MiB free\).*is intact"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"could not write .*last.pt \(\d+ MiB free on its disk\).*is intact"
+        ):
             checkpoint.save_checkpoint({"config": {}, "epoch": 2, "weights": torch.zeros(100_000)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

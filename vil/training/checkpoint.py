@@ -39,7 +39,10 @@ def save_checkpoint(state: dict[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free / 2**20
         kept = f"the previous {path} is intact" if path.exists() else "there was none before"
-        raise CheckpointError(f"could not write {path} ({free:.0f} MiB free): {error}; {kept}") from error
+        raise CheckpointError(
+            f"could not write {path} ({free:.0f} MiB free on its disk): {error}; {kept}. Make room and go on with "
+            "--resume auto"
+        ) from error
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
