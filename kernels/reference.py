@@ -100,7 +100,7 @@ def longhorn_scan(x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_G
     x, beta_logits, k, q, skip, beta_bias = _in_state_dtype(tensors)
     if beta_bias is not None:
         beta_logits = beta_logits + beta_bias[:, None, None]
-    y_GLBD = _scan("longhorn", *(_token_major(t, reverse) for t in (q, x, beta_logits, k)))
+    y_GLBD = _scan("longhorn", *(_as_read(t, reverse) for t in (q, x, beta_logits, k)))
     return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
 
 
@@ -111,7 +111,7 @@ def selective_scan(x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bi
     if dt_bias is not None:
         dt_logits = dt_logits + dt_bias[:, None, None]
     A_GND = A.transpose(-1, -2).contiguous()
-    y_GLBD = _scan("selective", *(_token_major(t, reverse) for t in (c, x, F.softplus(dt_logits), b)), A_GND)
+    y_GLBD = _scan("selective", *(_as_read(t, reverse) for t in (c, x, F.softplus(dt_logits), b)), A_GND)
     return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
 
 
@@ -120,12 +120,13 @@ def _in_state_dtype(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     return [t if t is None else t.to(dtype) for t in tensors]
 
 
-def _token_major(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
+def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
+    """Tokens first, and in the order in which each direction reads them."""
     return torch.stack([(t.flip(1) if r else t).transpose(0, 1) for t, r in zip(t_GBLX.unbind(0), reverse)])
 
 
 def _finish(y_GLBD: Tensor, x_GBLD: Tensor, skip_GD: Tensor | None, reverse: list[bool]) -> Tensor:
-    """Back to the order of the tokens, plus the skip connection."""
+    """Back in the order of the image, plus the skip connection."""
     y_GBLD = torch.stack([(y.flip(0) if r else y).transpose(0, 1) for y, r in zip(y_GLBD.unbind(0), reverse)])
     return y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x_GBLD
 
@@ -170,9 +171,8 @@ def _scan_backward(
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
     buffers = _segment_buffers(4, q_GLBN, dy_GLBD.shape[-1])
     for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
-        from_later_GBND = q_GLBN.new_zeros(
-            G, batch.stop - batch.start, N, dy_GLBD.shape[-1]
-        )  # dL/dS_t through the tokens after t
+        # dL/dS_t through the tokens after t
+        from_later_GBND = torch.zeros_like(kept_GSBND[:, :1, batch]).squeeze(1)
         for i, segment in reversed(list(enumerate(_segments(L)))):
             index, S_GBND = (slice(None), segment, batch), kept_GSBND[:, i, batch]
             sliced = _slice(inputs, segment, batch)
