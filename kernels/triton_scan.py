@@ -15,7 +15,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens between the states that forward keeps
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
-CHANNELS = 2**16  # of all segments of all sequences: what fills a large GPU in blocks of 64
+CHANNELS = 2**16  # of all sequences: what fills a large GPU in blocks of 64
 
 
 @triton.jit
@@ -50,17 +50,18 @@ def _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
 
 
 @triton.jit
-def _place(program, B, L, D, span, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+def _place(program, B, L, D, span, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, CUT: tl.constexpr):
     """Segment, sequence and channels of a program, where the sequence starts and which way it goes, and the segment's
     tokens. Segments, of `span` chunks, are numbered through all sequences."""
-    blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), span)
+    blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), span) if CUT else 1
     segment = (program // blocks).to(tl.int64)
     sequence = segment // segments
     d_1D = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     backwards = (reverse >> (sequence // B)) & 1
     first = sequence * L + tl.where(backwards == 1, L - 1, 0)
     begin = (segment % segments).to(tl.int32) * span * CHUNK
-    return segment, sequence, d_1D, first, tl.where(backwards == 1, -1, 1), begin, tl.minimum(begin + span * CHUNK, L)
+    end = tl.minimum(begin + span * CHUNK, L) if CUT else L
+    return segment, sequence, d_1D, first, tl.where(backwards == 1, -1, 1), begin, end
 
 
 @triton.jit
@@ -108,7 +109,7 @@ def _summary_kernel(
     With GRADIENTS the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
     """
     segment, sequence, d_1D, row, stride, begin, end = _place(
-        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK
+        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK, True
     )  # fmt: skip
     row += stride * begin
     if GRADIENTS:
@@ -155,7 +156,7 @@ def _forward_kernel(
     SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     segment, sequence, d_1D, first, stride, begin, end = _place(
-        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK
+        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK, CUT
     )  # fmt: skip
     row = first + stride * begin
     n_N1 = tl.arange(0, N)[:, None]
@@ -187,10 +188,13 @@ def _backward_kernel(
     SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     blocks, chunks = tl.cdiv(D, BLOCK_D), tl.cdiv(L, CHUNK)
+    segments = tl.cdiv(chunks, span) if CUT else 1
     n_N1 = tl.arange(0, N)[:, None]
     own_ND = scratch + (tl.program_id(0).to(tl.int64) * CHUNK * N + n_N1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    for program in range(tl.program_id(0), G * B * tl.cdiv(chunks, span) * blocks, tl.num_programs(0)):
-        segment, sequence, d_1D, first, stride, begin, end = _place(program, B, L, D, span, reverse, BLOCK_D, CHUNK)
+    for program in range(tl.program_id(0), G * B * segments * blocks, tl.num_programs(0)):
+        segment, sequence, d_1D, first, stride, begin, end = _place(
+            program, B, L, D, span, reverse, BLOCK_D, CHUNK, CUT
+        )  # fmt: skip
         inside = d_1D < D
         A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
         skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
@@ -204,13 +208,16 @@ def _backward_kernel(
             tokens = tl.minimum(CHUNK, end - start)
             # the chunk once more, keeping the state before each token
             S_ND = tl.load(states + ((sequence * chunks + start // CHUNK) * N + n_N1) * D + d_1D, mask=inside, other=0)
+            row = first + stride * start
+            x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
             tl.debug_barrier()
             for j in range(tokens):
                 tl.store(own_ND + j * N * BLOCK_D, S_ND)
-                row = first + stride * (start + j)
-                x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
+                row += tl.where(j + 1 < tokens, stride, 0)
+                following = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
                 gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
                 S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
+                x_1D, logit_1D, k_N1, _ = following
             tl.debug_barrier()
             for back in range(tokens):
                 j = tokens - 1 - back
@@ -321,12 +328,16 @@ def _summarize(recurrence, values, logits, k, q, rates, biases, reverse, *, grad
 
 def _cut(x_GBLD: Tensor, narrow: int) -> tuple[int, int, int]:
     """The chunks of a segment, the segments of a sequence, and the channels of a block: `narrow`, or 64, which costs
-    less, if those fill a large GPU."""
+    less, if those fill a large GPU.
+
+    Scanning twice pays if the sequences fill less than a quarter of it. Then segments fill it up to four times, which
+    leaves no processor without work for long.
+    """
     G, B, L, D = x_GBLD.shape
-    chunks = triton.cdiv(L, CHUNK)
-    span = triton.cdiv(chunks, max(1, min(chunks, CHANNELS // (G * B * D))))
+    channels, chunks = G * B * D, triton.cdiv(L, CHUNK)
+    span = triton.cdiv(chunks, 4 * CHANNELS // channels) if channels < CHANNELS // 4 else chunks
     segments = triton.cdiv(chunks, span)
-    return span, segments, 64 if G * B * D * segments > CHANNELS * 3 // 4 else narrow
+    return span, segments, 64 if channels * segments >= CHANNELS else narrow
 
 
 def _mask(reverse: list[bool]) -> int:
