@@ -1,7 +1,9 @@
 """The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
 
-One program scans BLOCK_D channels of one sequence, its states an (N, BLOCK_D) tensor in registers. The recurrences and
-the names are those of `cuda/common.cuh`, which says where the gradients come from.
+One program scans BLOCK_D channels of a segment of a sequence, its states an (N, BLOCK_D) tensor in registers. A segment
+is all of the sequence, unless that leaves much of a large GPU without work: then sequences are cut into segments that
+run in parallel, and a pass over each from a zero state finds the states between them. The recurrences and the names are
+those of `cuda/common.cuh`, which says where the gradients come from.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens between the states that forward keeps
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
+CHANNELS = 2**16  # of all sequences: what fills a large GPU in blocks of 64
 
 
 @triton.jit
@@ -31,24 +34,34 @@ def _gate(logit, kk, LONGHORN: tl.constexpr):
 
 
 @triton.jit
+def _decay(gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
+    """dS_t / dS_{t-1}."""
+    return 1 - gate_1D * k_N1 * k_N1 if LONGHORN else tl.exp(A_ND * gate_1D)
+
+
+@triton.jit
 def _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
     """S_t from S_{t-1}."""
     if LONGHORN:
         S_ND += gate_1D * k_N1 * (x_1D - k_N1 * S_ND)
     else:
-        S_ND = tl.exp(A_ND * gate_1D) * S_ND + gate_1D * x_1D * k_N1
+        S_ND = _decay(gate_1D, k_N1, A_ND, LONGHORN) * S_ND + gate_1D * x_1D * k_N1
     return S_ND
 
 
 @triton.jit
-def _place(program, B, L, D, reverse, BLOCK_D: tl.constexpr):
-    """Sequence and channels of a program, and where its tokens start and which way they go."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    sequence = (program // blocks).to(tl.int64)
-    backwards = (reverse >> (sequence // B)) & 1
+def _place(program, B, L, D, span, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, CUT: tl.constexpr):
+    """Segment, sequence and channels of a program, where the sequence starts and which way it goes, and the segment's
+    tokens. Segments, of `span` chunks, are numbered through all sequences."""
+    blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), span) if CUT else 1
+    segment = (program // blocks).to(tl.int64)
+    sequence = segment // segments
     d_1D = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    backwards = (reverse >> (sequence // B)) & 1
     first = sequence * L + tl.where(backwards == 1, L - 1, 0)
-    return sequence, d_1D, first, tl.where(backwards == 1, -1, 1)
+    begin = (segment % segments).to(tl.int32) * span * CHUNK
+    end = tl.minimum(begin + span * CHUNK, L) if CUT else L
+    return segment, sequence, d_1D, first, tl.where(backwards == 1, -1, 1), begin, end
 
 
 @triton.jit
@@ -68,34 +81,94 @@ def _rates(rates, sequence, B, D, d_1D, n_N1, N: tl.constexpr, LONGHORN: tl.cons
     return A_ND
 
 
+@triton.jit
+def _carried(before, segment, D, d_1D, n_N1, N: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr):
+    """What a segment takes over from those that ran before it."""
+    S_ND = tl.zeros((N, BLOCK_D), tl.float32)
+    if CUT:
+        S_ND = tl.load(before + (segment * N + n_N1) * D + d_1D, mask=d_1D < D, other=0)
+    return S_ND
+
+
 # every load has the two dimensions of the states, so that no value changes its place among threads
 @triton.jit
-def _token(x, logits, k, row, D, d_1D, n_N1, bias_1D, N: tl.constexpr):
+def _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N: tl.constexpr):
     x_1D = tl.load(x + row * D + d_1D, mask=d_1D < D, other=0).to(tl.float32)
     logit_1D = tl.load(logits + row * D + d_1D, mask=d_1D < D, other=0).to(tl.float32) + bias_1D
     k_N1 = tl.load(k + row * N + n_N1).to(tl.float32)
-    return x_1D, logit_1D, k_N1
+    return x_1D, logit_1D, k_N1, tl.load(q + row * N + n_N1).to(tl.float32)
+
+
+@triton.jit
+def _summary_kernel(
+    values, logits, k, q, rates, biases, ends, decays, B, L, D, span, reverse, N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, LONGHORN: tl.constexpr, BIAS: tl.constexpr, GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """Runs each segment from a zero state: the state it ends in and the product of its decays.
+
+    With GRADIENTS the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
+    """
+    segment, sequence, d_1D, row, stride, begin, end = _place(
+        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK, True
+    )  # fmt: skip
+    row += stride * begin
+    if GRADIENTS:
+        row += stride * (end - 1 - begin)
+        stride = -stride
+    n_N1 = tl.arange(0, N)[:, None]
+    A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
+    bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
+    S_ND, product_ND = tl.zeros((N, BLOCK_D), tl.float32), tl.full((N, BLOCK_D), 1, tl.float32)
+    value_1D, logit_1D, k_N1, q_N1 = _token(values, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
+    for t in range(begin, end):
+        row += tl.where(t + 1 < end, stride, 0)
+        following = _token(values, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
+        gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+        decay_ND = _decay(gate_1D, k_N1, A_ND, LONGHORN)
+        if GRADIENTS:
+            S_ND = decay_ND * (S_ND + q_N1 * value_1D)
+        else:
+            S_ND = _step(S_ND, value_1D, gate_1D, k_N1, A_ND, LONGHORN)
+        product_ND *= decay_ND
+        value_1D, logit_1D, k_N1, q_N1 = following
+    own_ND = (segment * N + n_N1) * D + d_1D
+    tl.store(ends + own_ND, S_ND, mask=d_1D < D)
+    tl.store(decays + own_ND, product_ND, mask=d_1D < D)
+
+
+@triton.jit
+def _combine_kernel(ends, decays, segments, states, BLOCK: tl.constexpr, GRADIENTS: tl.constexpr):
+    """Replaces the ends by the state before each segment, or with GRADIENTS by the gradient after it."""
+    state = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    carried = tl.zeros((BLOCK,), tl.float32)
+    for i in range(segments):
+        segment = segments - 1 - i if GRADIENTS else i
+        at = (tl.program_id(0).to(tl.int64) * segments + segment) * states + state
+        end = tl.load(ends + at, mask=state < states)
+        tl.store(ends + at, carried, mask=state < states)
+        carried = end + tl.load(decays + at, mask=state < states) * carried
 
 
 @triton.jit
 def _forward_kernel(
-    x, logits, k, q, rates, skips, biases, y, states, B, L, D, reverse,
+    x, logits, k, q, rates, skips, biases, before, y, states, B, L, D, span, reverse,
     N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, KEEP: tl.constexpr,
-    SKIP: tl.constexpr, BIAS: tl.constexpr,
+    SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    sequence, d_1D, row, stride = _place(tl.program_id(0), B, L, D, reverse, BLOCK_D)
+    segment, sequence, d_1D, first, stride, begin, end = _place(
+        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK, CUT
+    )  # fmt: skip
+    row = first + stride * begin
     n_N1 = tl.arange(0, N)[:, None]
     A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
     skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
     bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
-    S_ND = tl.zeros((N, BLOCK_D), tl.float32)
-    x_1D, logit_1D, k_N1 = _token(x, logits, k, row, D, d_1D, n_N1, bias_1D, N)
-    q_N1 = tl.load(q + row * N + n_N1).to(tl.float32)
-    for t in range(L):
+    S_ND = _carried(before, segment, D, d_1D, n_N1, N, BLOCK_D, CUT)
+    x_1D, logit_1D, k_N1, q_N1 = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
+    for t in range(begin, end):
         # the next token is on its way while this one is worked on
-        next_row = row + tl.where(t + 1 < L, stride, 0)
-        next_x_1D, next_logit_1D, next_k_N1 = _token(x, logits, k, next_row, D, d_1D, n_N1, bias_1D, N)
-        next_q_N1 = tl.load(q + next_row * N + n_N1).to(tl.float32)
+        next_row = row + tl.where(t + 1 < end, stride, 0)
+        following = _token(x, logits, k, q, next_row, D, d_1D, n_N1, bias_1D, N)
         if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
             if t % CHUNK == 0:
                 kept_ND = states + ((sequence * tl.cdiv(L, CHUNK) + t // CHUNK) * N + n_N1) * D + d_1D
@@ -104,44 +177,53 @@ def _forward_kernel(
         S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
         y_1D = tl.sum(S_ND * q_N1, axis=0, keep_dims=True) + skip_1D * x_1D
         tl.store(y + row * D + d_1D, y_1D, mask=d_1D < D)
-        x_1D, logit_1D, k_N1, q_N1, row = next_x_1D, next_logit_1D, next_k_N1, next_q_N1, next_row
+        row = next_row
+        x_1D, logit_1D, k_N1, q_N1 = following
 
 
 @triton.jit
 def _backward_kernel(
-    dy, x, logits, k, q, rates, skips, biases, states, scratch, dx, dlogits, dkeys, dchannels, drates, G, B, L, D,
-    reverse, N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, SKIP: tl.constexpr,
-    BIAS: tl.constexpr,
+    dy, x, logits, k, q, rates, skips, biases, states, after, scratch, dx, dlogits, dkeys, dchannels, drates,
+    G, B, L, D, span, reverse, N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr,
+    SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     blocks, chunks = tl.cdiv(D, BLOCK_D), tl.cdiv(L, CHUNK)
+    segments = tl.cdiv(chunks, span) if CUT else 1
     n_N1 = tl.arange(0, N)[:, None]
     own_ND = scratch + (tl.program_id(0).to(tl.int64) * CHUNK * N + n_N1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    for program in range(tl.program_id(0), G * B * blocks, tl.num_programs(0)):
-        sequence, d_1D, first, stride = _place(program, B, L, D, reverse, BLOCK_D)
+    for program in range(tl.program_id(0), G * B * segments * blocks, tl.num_programs(0)):
+        segment, sequence, d_1D, first, stride, begin, end = _place(
+            program, B, L, D, span, reverse, BLOCK_D, CHUNK, CUT
+        )  # fmt: skip
         inside = d_1D < D
         A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
         skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
         bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
-        G_ND, dA_ND = tl.zeros((N, BLOCK_D), tl.float32), tl.zeros((N, BLOCK_D), tl.float32)
+        G_ND = _carried(after, segment, D, d_1D, n_N1, N, BLOCK_D, CUT)
+        dA_ND = tl.zeros((N, BLOCK_D), tl.float32)
         dskip_1D, dbias_1D = tl.zeros((1, BLOCK_D), tl.float32), tl.zeros((1, BLOCK_D), tl.float32)
-        for i in range(chunks):
-            start = (chunks - 1 - i) * CHUNK
-            tokens = tl.minimum(CHUNK, L - start)
+        segment_chunks = tl.cdiv(end - begin, CHUNK)
+        for i in range(segment_chunks):
+            start = begin + (segment_chunks - 1 - i) * CHUNK
+            tokens = tl.minimum(CHUNK, end - start)
             # the chunk once more, keeping the state before each token
             S_ND = tl.load(states + ((sequence * chunks + start // CHUNK) * N + n_N1) * D + d_1D, mask=inside, other=0)
+            row = first + stride * start
+            x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
             tl.debug_barrier()
             for j in range(tokens):
                 tl.store(own_ND + j * N * BLOCK_D, S_ND)
-                x_1D, logit_1D, k_N1 = _token(x, logits, k, first + stride * (start + j), D, d_1D, n_N1, bias_1D, N)
+                row += tl.where(j + 1 < tokens, stride, 0)
+                following = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
                 gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
                 S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
+                x_1D, logit_1D, k_N1, _ = following
             tl.debug_barrier()
             for back in range(tokens):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
                 before_ND = tl.load(own_ND + j * N * BLOCK_D)
-                x_1D, logit_1D, k_N1 = _token(x, logits, k, row, D, d_1D, n_N1, bias_1D, N)
-                q_N1 = tl.load(q + row * N + n_N1).to(tl.float32)
+                x_1D, logit_1D, k_N1, q_N1 = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
                 dy_1D = tl.load(dy + row * D + d_1D, mask=inside, other=0).to(tl.float32)
                 gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
                 dq_N1 = tl.sum(S_ND * dy_1D, axis=1, keep_dims=True)
@@ -160,7 +242,7 @@ def _backward_kernel(
                 else:
                     dinput_1D = tl.sum(k_N1 * G_ND, axis=0, keep_dims=True)
                     dk_N1 = tl.sum(gate_1D * x_1D * G_ND, axis=1, keep_dims=True)
-                    G_ND *= tl.exp(A_ND * gate_1D)
+                    G_ND *= _decay(gate_1D, k_N1, A_ND, LONGHORN)
                     dexponent_ND = G_ND * before_ND
                     dA_ND += gate_1D * dexponent_ND
                     dx_1D = gate_1D * dinput_1D
@@ -174,10 +256,10 @@ def _backward_kernel(
                 dskip_1D += dy_1D * x_1D
                 dbias_1D += dlogit_1D
                 S_ND = before_ND
-        tl.store(dchannels + sequence * 2 * D + d_1D, dskip_1D, mask=inside)
-        tl.store(dchannels + (sequence * 2 + 1) * D + d_1D, dbias_1D, mask=inside)
+        tl.store(dchannels + segment * 2 * D + d_1D, dskip_1D, mask=inside)
+        tl.store(dchannels + (segment * 2 + 1) * D + d_1D, dbias_1D, mask=inside)
         if not LONGHORN:
-            tl.store(drates + (sequence * D + d_1D) * N + n_N1, dA_ND, mask=inside)
+            tl.store(drates + (segment * D + d_1D) * N + n_N1, dA_ND, mask=inside)
 
 
 def forward(
@@ -187,12 +269,15 @@ def forward(
     """y_GBLD, and the state before every `CHUNK` tokens if `keep`."""
     x, logits, k, q = (t.contiguous() for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
-    y, block_d = torch.empty_like(x), 64 if _many(x) else 32
+    y, before = torch.empty_like(x), None
+    span, segments, block_d = _cut(x, 32)
     states = x.new_empty((G, B, triton.cdiv(L, CHUNK), N, D) if keep else 0, dtype=torch.float32)
     with _on(x.device):
-        _forward_kernel[(G * B * triton.cdiv(D, block_d),)](
-            x, logits, k, q, rates_GDN, skip_GD, bias_GD, y, states, B, L, D, _mask(reverse), N, block_d, CHUNK,
-            recurrence == "longhorn", keep, skip_GD is not None, bias_GD is not None, num_warps=1,
+        if segments > 1:
+            before = _summarize(recurrence, x, logits, k, q, rates_GDN, bias_GD, reverse, gradients=False)
+        _forward_kernel[(G * B * segments * triton.cdiv(D, block_d),)](
+            x, logits, k, q, rates_GDN, skip_GD, bias_GD, before, y, states, B, L, D, span, _mask(reverse), N, block_d,
+            CHUNK, recurrence == "longhorn", keep, skip_GD is not None, bias_GD is not None, segments > 1, num_warps=1,
         )  # fmt: skip
     return y, states
 
@@ -205,31 +290,54 @@ def backward(
     """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
     dy, x, logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
-    block_d = 64 if _many(x) else 16
+    span, segments, block_d = _cut(x, 16)
     blocks = triton.cdiv(D, block_d)
-    programs = min(PROGRAMS, G * B * blocks)
-    dx, dlogits = torch.empty_like(x), torch.empty_like(x)
+    programs = min(PROGRAMS, G * B * segments * blocks)
+    dx, dlogits, after = torch.empty_like(x), torch.empty_like(x), None
     scratch, dkeys, dchannels, drates = (
         x.new_empty(shape, dtype=torch.float32)
         for shape in (
-            (programs, CHUNK, N, block_d), (blocks, G, B, L, 2, N), (G, B, 2, D),
-            0 if rates_GDN is None else (G, B, D, N),
+            (programs, CHUNK, N, block_d), (blocks, G, B, L, 2, N), (G, B * segments, 2, D),
+            0 if rates_GDN is None else (G, B * segments, D, N),
         )
     )  # fmt: skip
     with _on(x.device):
+        if segments > 1:
+            after = _summarize(recurrence, dy, logits, k, q, rates_GDN, bias_GD, reverse, gradients=True)
         _backward_kernel[(programs,)](
-            dy, x, logits, k, q, rates_GDN, skip_GD, bias_GD, states_GBSND, scratch, dx, dlogits, dkeys, dchannels,
-            drates, G, B, L, D, _mask(reverse), N, block_d, CHUNK, recurrence == "longhorn", skip_GD is not None,
-            bias_GD is not None, num_warps=1,
+            dy, x, logits, k, q, rates_GDN, skip_GD, bias_GD, states_GBSND, after, scratch, dx, dlogits, dkeys,
+            dchannels, drates, G, B, L, D, span, _mask(reverse), N, block_d, CHUNK, recurrence == "longhorn",
+            skip_GD is not None, bias_GD is not None, segments > 1, num_warps=1,
         )  # fmt: skip
     dk, dq = (t.sum(0).to(x.dtype) for t in dkeys.unbind(-2))
     return dx, dlogits, dk, dq, drates if rates_GDN is None else drates.sum(1), dchannels.sum(1)
 
 
-def _many(x_GBLD: Tensor) -> bool:
-    """Whether there are so many channels that wide blocks, which cost less, fill a large GPU."""
-    G, B, _, D = x_GBLD.shape
-    return G * B * D >= 2**16
+def _summarize(recurrence, values, logits, k, q, rates, biases, reverse, *, gradients: bool) -> Tensor:
+    """The state before each segment as (G, B, segments, N, D); with `gradients`, its gradient after each segment."""
+    (G, B, L, D), N = values.shape, k.shape[-1]
+    span, segments, block_d = _cut(values, 32)
+    ends, decays = values.new_empty((2, G, B, segments, N, D), dtype=torch.float32)
+    _summary_kernel[(G * B * segments * triton.cdiv(D, block_d),)](
+        values, logits, k, q, rates, biases, ends, decays, B, L, D, span, _mask(reverse), N, block_d, CHUNK,
+        recurrence == "longhorn", biases is not None, gradients, num_warps=1,
+    )  # fmt: skip
+    _combine_kernel[(G * B, triton.cdiv(N * D, 128))](ends, decays, segments, N * D, 128, gradients, num_warps=4)
+    return ends
+
+
+def _cut(x_GBLD: Tensor, narrow: int) -> tuple[int, int, int]:
+    """The chunks of a segment, the segments of a sequence, and the channels of a block: `narrow`, or 64, which costs
+    less, if those fill a large GPU.
+
+    Scanning twice pays if the sequences fill less than a quarter of it. Then segments fill it up to four times, which
+    leaves no processor without work for long.
+    """
+    G, B, L, D = x_GBLD.shape
+    channels, chunks = G * B * D, triton.cdiv(L, CHUNK)
+    span = triton.cdiv(chunks, 4 * CHANNELS // channels) if channels < CHANNELS // 4 else chunks
+    segments = triton.cdiv(chunks, span)
+    return span, segments, 64 if channels * segments >= CHANNELS else narrow
 
 
 def _mask(reverse: list[bool]) -> int:

@@ -7,6 +7,8 @@ from test_operators import SCANS, exact, outputs_and_gradients, relative_error
 from vil.kernels import gpu, longhorn_scan
 
 pytest.importorskip("triton")
+from vil.kernels import triton_scan
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -34,6 +36,14 @@ def test_output_and_gradients_equal_the_definition(scan, definition, make_inputs
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
 def test_low_precision_inputs_lose_only_their_own_rounding(scan, definition, make_inputs, dtype, tolerance):
     assert max(errors(scan, definition, make_inputs(1, 19, 6, 16, dtype), dtype)) < tolerance
+
+
+@SCANS
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("span", [1, 2])  # chunks of a segment
+def test_segments_equal_the_definition(scan, definition, make_inputs, monkeypatch, span, reverse):
+    monkeypatch.setattr(triton_scan, "_cut", lambda *_: (span, -(-3 // span), 16))
+    assert max(errors(scan, definition, make_inputs(1, 150, 5, 4, torch.float32), reverse=reverse)) < 1e-5
 
 
 @SCANS
@@ -85,7 +95,22 @@ def test_refuses_what_it_cannot_take():
 
 @pytest.mark.gpu
 @SCANS
-def test_an_image_on_the_gpu(scan, definition, make_inputs):
+@pytest.mark.parametrize("shape", [(3, 197, 100, 16), (7, 777, 300, 16)])
+def test_an_image_on_the_gpu(scan, definition, make_inputs, shape):
     if DEVICE == "cpu":
         pytest.skip("needs a GPU")
-    assert max(errors(scan, definition, make_inputs(3, 197, 100, 16, torch.float32), reverse=True)) < 1e-5
+    assert max(errors(scan, definition, make_inputs(*shape, torch.float32), reverse=True)) < 1e-5
+
+
+@pytest.mark.gpu
+@SCANS
+def test_two_runs_of_segments_are_equal_bit_for_bit(scan, definition, make_inputs):
+    if DEVICE == "cpu":
+        pytest.skip("needs a GPU")
+    inputs = on_device(make_inputs(5, 777, 1000, 16, torch.float32))
+
+    def run():
+        y = scan(*inputs, backend="triton")
+        return y, *torch.autograd.grad(y.square().sum(), inputs)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run()))
