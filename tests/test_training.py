@@ -373,3 +373,11 @@ def test_a_cut_off_checkpoint_is_refused_wherever_it_is_cut(uninterrupted, tmp_p
         for read in (checkpoint.read_checkpoint, checkpoint.read_weights, checkpoint.saved_config):
             with pytest.raises(checkpoint.CheckpointError, match="cut.pt cannot be read as a checkpoint"):
                 read(tmp_path / "cut.pt")
+
+
+def test_weights_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):
+    with pytest.raises(checkpoint.CheckpointError, match="^there is no checkpoint .*missing.safetensors$"):
+        checkpoint.load_weights(torch.nn.Identity(), tmp_path / "missing.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(checkpoint.CheckpointError, match="cut.safetensors cannot be read as a checkpoint"):
+        checkpoint.load_weights(torch.nn.Identity(), tmp_path / "cut.safetensors")

@@ -130,8 +130,9 @@ def load_weights(model: nn.Module, path: str | Path, use_ema: bool = False) -> N
     Raises:
         CheckpointError: The file is missing or corrupt, or holds another architecture or number of classes.
     """
+    weights = read_weights(path, use_ema)
     try:
-        model.load_state_dict(read_weights(path, use_ema))
+        model.load_state_dict(weights)
     except (RuntimeError, ValueError) as error:
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error
