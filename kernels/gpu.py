@@ -81,6 +81,14 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     return _module("triton", device)
 
 
+@functools.cache
+def backend(device: torch.device) -> str | None:
+    """What "auto" runs on this device: "cuda", "triton", or None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return "triton" if _module("auto", device).__name__.endswith("triton_scan") else "cuda"
+
+
 # Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.
 torch.library.define(
     "vil::scan",

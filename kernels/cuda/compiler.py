@@ -12,7 +12,13 @@ import torch
 
 SOURCES = Path(__file__).parent
 OLDEST = (8, 0)
-HEADERS = {"forward": ["lanes.cuh"], "summary": ["lanes.cuh"], "backward": []}
+SCAN = ["types.cuh", "common.cuh"]
+HEADERS = {
+    "forward": [*SCAN, "lanes.cuh"],
+    "summary": [*SCAN, "lanes.cuh"],
+    "backward": SCAN,
+    "block": ["types.cuh"],
+}
 
 
 @functools.cache
@@ -30,7 +36,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def source(name: str) -> str:
-    return "\n".join((SOURCES / file).read_text() for file in ("common.cuh", *HEADERS[name], f"{name}.cu"))
+    return "\n".join((SOURCES / file).read_text() for file in (*HEADERS[name], f"{name}.cu"))
 
 
 def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], log=None) -> bytes:
@@ -101,7 +107,7 @@ def _config(grid: int, block: int, shared_bytes: int):
 def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments: list, shared_bytes: int = 0) -> None:
     """Runs a kernel of `name`.cu on the device of the first tensor argument and on PyTorch's stream there.
 
-    Arguments are tensors (or None), passed as pointers, and ints, passed in 64 bits.
+    Arguments are tensors (or None), passed as pointers, and ints and floats, passed in 64 bits.
     """
     import cuda.core
 
@@ -109,5 +115,5 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
     with torch.cuda.device(device):
         kernel = _kernel(name, entry, device.index, tuple(sorted(macros.items())), shared_bytes)
         stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-        values = [0 if a is None else int(a) if isinstance(a, (int, bool)) else a.data_ptr() for a in arguments]
+        values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
         cuda.core.launch(stream, _config(grid, block, shared_bytes), kernel, *values)

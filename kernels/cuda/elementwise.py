@@ -1,0 +1,97 @@
+"""Launches the kernels of block.cu: norm, convolutions and gate, on rows of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compiler import launch
+from .scan import INPUT, _multiprocessors, _vector_of
+
+WARPS = 4  # of a block, as in block.cu
+STRETCH = 32  # tokens of a thread of `convolve`, where there are enough
+STRETCH_BACKWARD = 64
+
+
+def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) in `dtype`, and the factors (T,) in fp32."""
+    T, C = x_TC.shape
+    xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
+    scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
+    _launch("rms_norm", _macros(xhat_TC, _vector_of(4, C), width=C), T, [x_TC, xhat_TC, scale_T, T, eps])
+    return xhat_TC, scale_T
+
+
+def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> Tensor:
+    """The gradient of x, of which xhat is one use and the residual stream the other."""
+    T, C = xhat_TC.shape
+    dx_TC = torch.empty_like(dresidual_TC)
+    arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, T]
+    _launch("rms_norm_backward", _macros(xhat_TC, _vector_of(4, C), width=C), T, arguments)
+    return dx_TC
+
+
+def convolve(u_BLD: Tensor, filters: list[Tensor]) -> Tensor:
+    """v_2BLD, the convolutions and SiLU of both directions. `filters`: weight (D, taps) and bias of each in turn."""
+    B, L, D = u_BLD.shape
+    v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    macros = _macros(u_BLD, _vector(4, u_BLD), taps=filters[0].shape[-1])
+    threads = B * D // macros["VECTOR"]
+    # a small batch is cut finer, down to the tokens that a thread loads at once
+    stretch = STRETCH if threads * -(-L // STRETCH) >= 512 * _multiprocessors(u_BLD.device) else 8
+    threads *= -(-L // stretch)
+    arguments = [u_BLD, u_BLD.stride(1), *filters, v_2BLD, B, L, D, stretch]
+    launch("block", "convolve", macros, -(-threads // (32 * WARPS)), 32 * WARPS, arguments)
+    return v_2BLD
+
+
+def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, filters: list[Tensor], du_BLD: Tensor) -> Tensor:
+    """Writes du_BLD; returns the gradients of the filters as (2, taps + 1, D) in fp32, the bias last."""
+    B, L, D = u_BLD.shape
+    taps = filters[0].shape[-1]
+    macros = _macros(u_BLD, _vector(2, u_BLD, du_BLD), taps=taps)
+    blocks = -(-D // (32 * macros["VECTOR"]))
+    stretch = STRETCH_BACKWARD if B * blocks * -(-L // STRETCH_BACKWARD) >= 8 * _multiprocessors(u_BLD.device) else 16
+    # as many parts as keep the GPU busy
+    parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
+    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
+    arguments = [u_BLD, u_BLD.stride(1), dv_2BLD, *filters, du_BLD, du_BLD.stride(1), dfilters, B, L, D, stretch, parts]
+    launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
+    return dfilters.sum(0)
+
+
+def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """scale * mean * silu(z) of the mean of both directions; and that mean if `keep`, else an empty tensor."""
+    _, B, L, D = y_2BLD.shape
+    gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
+    mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
+    means = mean_BLD if keep else None
+    arguments = [y_2BLD, z_BLD, z_BLD.stride(1), scale_B, gated_BLD, means, B * L, L, D]
+    _launch("gate", _macros(y_2BLD, _vector(4, z_BLD)), B * L, arguments)
+    return gated_BLD, mean_BLD
+
+
+def gate_backward(
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dz_BLD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Writes dz_BLD; returns dy_BLD of either direction, and gated_BLD once more."""
+    B, L, D = mean_BLD.shape
+    dy_BLD, gated_BLD = torch.empty_like(mean_BLD), torch.empty_like(mean_BLD)
+    arguments = [
+        dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dz_BLD, dz_BLD.stride(1), gated_BLD, B * L, L, D,
+    ]  # fmt: skip
+    _launch("gate_backward", _macros(mean_BLD, _vector(4, z_BLD, dz_BLD)), B * L, arguments)
+    return dy_BLD, gated_BLD
+
+
+def _macros(t: Tensor, vector: int, width: int = 4, taps: int = 4) -> dict:
+    return dict(INPUT=INPUT[t.dtype], VECTOR=vector, WIDTH=width, TAPS=taps)
+
+
+def _vector(limit: int, *tensors: Tensor) -> int:
+    """Neighbouring channels, at most `limit`, that one instruction can move in every token of every tensor."""
+    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors)
+
+
+def _launch(entry: str, macros: dict, tokens: int, arguments: list) -> None:
+    launch("block", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
