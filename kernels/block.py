@@ -9,7 +9,10 @@ B batch    L tokens    T tokens of the batch    C model width    D inner width  
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import gpu
@@ -21,13 +24,13 @@ torch.library.define(
     "vil::block",
     "(str recurrence, Tensor x_BLC, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
     " Tensor[] directions, ScalarType dtype, bool keep)"
-    " -> (Tensor x_BLC, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states)",
+    " -> (Tensor x_BLC, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states,"
+    " Tensor in_proj, Tensor x_proj, Tensor step_proj, Tensor channels, Tensor rates)",
 )
 torch.library.define(
     "vil::block_backward",
     "(str recurrence, Tensor dx_BLC, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
-    " Tensor[] directions, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states)"
-    " -> Tensor[]",
+    " Tensor[] directions, Tensor[] saved) -> Tensor[]",
 )
 
 
@@ -52,7 +55,8 @@ def block(
         norm_C: Weight of the norm.
         in_proj: (2D, C).
         out_proj: (C, D).
-        directions: As `Directions` takes them.
+        directions: For each direction in turn: convolution weight (D, 1, taps) and bias, x_proj (R + 2N, D), step_proj
+            weight (D, R) and bias, skip, and A_log (D, N) if the recurrence has rates.
         dtype: float32, bfloat16 or float16.
     """
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BLC, norm_C, in_proj, out_proj, *directions))
@@ -61,61 +65,83 @@ def block(
     )[0]  # fmt: skip
 
 
-class Directions:
-    """The weights of both directions as the kernels take them.
+class Weights(NamedTuple):
+    """The weights as the kernels and products take them."""
 
-    `parameters` holds, for each direction in turn: convolution weight and bias, x_proj, step_proj weight and bias, skip,
-    and A_log if the recurrence has rates.
-    """
+    in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
+    x_proj: Tensor  # (2, R + 2N, D)
+    step_proj: Tensor  # (2, D, R)
+    channels: Tensor  # (2, 2, D), bias of the step and skip, fp32
+    rates: Tensor  # (2, D, N), A, fp32; empty if the recurrence has none
 
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype):
-        half = len(parameters) // 2
-        pairs = list(zip(parameters[:half], parameters[half:]))
-        self.filters = [t.float().reshape(t.shape[0], -1).contiguous() for direction in zip(*pairs[:2]) for t in direction]
-        self.x_proj = torch.stack(pairs[2]).to(dtype)  # (2, R + 2N, D)
-        self.step_proj = torch.stack(pairs[3]).to(dtype)  # (2, D, R)
-        self.step_bias, self.skip = torch.stack([*pairs[4], *pairs[5]]).float().unflatten(0, (2, 2))
-        self.rates = -torch.stack(pairs[6]).float().exp() if len(pairs) > 6 else None  # (2, D, N)
-
-    def project(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the recurrence reads, v, the step's logits, keys and queries; and the steps of low rank."""
-        B, L, D = u_BLD.shape
-        R = self.step_proj.shape[-1]
-        v_2BLD = elementwise.convolve(u_BLD, self.filters)
-        projected_2TP = torch.bmm(v_2BLD.view(2, -1, D), self.x_proj.mT)
-        step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((R, (R + projected_2TP.shape[-1]) // 2), dim=-1)
-        logits_2TD = torch.bmm(step_2TR, self.step_proj.mT)
-        k_2BLN, q_2BLN = k_2TN.unflatten(1, (B, L)), q_2TN.unflatten(1, (B, L))
-        return v_2BLD, logits_2TD.view(2, B, L, D), k_2BLN, q_2BLN, step_2TR
+    @classmethod
+    def of(cls, norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> Weights:
+        """`directions` as `block` takes it. R is padded to a multiple of 8, which the fast matrix products need."""
+        _, _, x_proj, step_proj, step_bias, skip, *A_log = _pairs(directions)
+        rank = step_proj[0].shape[1]
+        padding = -rank % 8
+        x_proj, step_proj = torch.stack(x_proj).to(dtype), torch.stack(step_proj).to(dtype)
+        if padding:
+            steps, keys = x_proj.tensor_split((rank,), dim=1)
+            x_proj = torch.cat([steps, x_proj.new_zeros(2, padding, x_proj.shape[2]), keys], dim=1)
+            step_proj = F.pad(step_proj, (0, padding))
+        return cls(
+            torch.mul(in_proj, norm_C, out=in_proj.new_empty(in_proj.shape, dtype=dtype)), x_proj, step_proj,
+            torch.stack([*step_bias, *skip]).float().unflatten(0, (2, 2)),
+            -torch.stack(A_log[0]).float().exp() if A_log else x_proj.new_empty(0, dtype=torch.float32),
+        )  # fmt: skip
 
 
-@torch.library.impl("vil::block", "CUDA")
+def _pairs(directions: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each weight's tensors of both directions."""
+    half = len(directions) // 2
+    return list(zip(directions[:half], directions[half:]))
+
+
+def _filters(directions: list[Tensor]) -> list[Tensor]:
+    """Weight (D, taps) and bias of both convolutions, fp32."""
+    conv, bias = _pairs(directions)[:2]
+    return [t.float().contiguous() for g in (0, 1) for t in (conv[g].squeeze(1), bias[g])]
+
+
+def _project(u_BLD: Tensor, filters: list[Tensor], weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the recurrence reads, v, the step's logits, keys and queries; and the steps (2, T, R)."""
+    B, L, D = u_BLD.shape
+    rank, projections = weights.step_proj.shape[-1], weights.x_proj.shape[1]
+    v_2BLD = elementwise.convolve(u_BLD, filters)
+    projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), weights.x_proj.mT)
+    step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
+    logits_2TD = torch.bmm(step_2TR, weights.step_proj.mT)
+    k_2BLN, q_2BLN = k_2TN.unflatten(1, (B, L)), q_2TN.unflatten(1, (B, L))
+    return v_2BLD, logits_2TD.unflatten(1, (B, L)), k_2BLN, q_2BLN, step_2TR
+
+
 def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
+    """The block's output, and what backward needs if `keep`, else empty tensors."""
     if x_BLC.numel() == 0:
         return _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep)
     B, L, C = x_BLC.shape
-    x_TC = x_BLC.contiguous().view(-1, C)
-    xhat_TC, scale_T = elementwise.rms_norm(x_TC, eps, dtype)
-    uz_BLE = torch.mm(xhat_TC, _folded(in_proj, norm_C, dtype).t()).view(B, L, -1)
+    weights, filters = Weights.of(norm_C, in_proj, directions, dtype), _filters(directions)
+    xhat_TC, scale_T, out_TC = elementwise.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
+    uz_BLE = torch.mm(xhat_TC, weights.in_proj.t()).view(B, L, -1)
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
-    weights = Directions(directions, dtype)
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, _ = weights.project(u_BLD)
+    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, _ = _project(u_BLD, filters, weights)
+    step_bias, skip = weights.channels
+    rates = weights.rates if recurrence == "selective" else None
     y_2BLD, states = gpu.scan(
-        "cuda", recurrence, v_2BLD, logits_2BLD, k_2BLN, q_2BLN, weights.rates, weights.skip, weights.step_bias, REVERSE, keep
+        "cuda", recurrence, v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, skip, step_bias, REVERSE, keep
     )
     gated_BLD, mean_BLD = elementwise.gate(y_2BLD, z_BLD, scale_B, keep)
-    x_TC = _addmm(x_TC, gated_BLD.flatten(0, 1), out_proj.to(dtype).t())
-    if not keep:
-        xhat_TC, scale_T, uz_BLE = (t.new_empty(0) for t in (xhat_TC, scale_T, uz_BLE))
-    return x_TC.view(B, L, C), xhat_TC, scale_T, uz_BLE, mean_BLD, states
+    _add_product(out_TC, gated_BLD.flatten(0, 1), out_proj.to(dtype).t())
+    saved = [xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights]
+    return out_TC.view(B, L, C), *(saved if keep else [t.new_empty(0) for t in saved])
 
 
-@torch.library.impl("vil::block_backward", "CUDA")
-def _block_backward(
-    recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, xhat_TC, scale_T, uz_BLE, mean_BLD, states
-):
+def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
     """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`."""
-    (B, L, E), C, D, dtype = uz_BLE.shape, xhat_TC.shape[1], mean_BLD.shape[-1], uz_BLE.dtype
+    xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights = saved
+    weights, filters = Weights(*weights), _filters(directions)
+    (B, L, D), C, dtype = mean_BLD.shape, xhat_TC.shape[1], uz_BLE.dtype
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
     duz_BLE = torch.empty_like(uz_BLE)
     du_BLD, dz_BLD = duz_BLE.chunk(2, dim=-1)
@@ -123,79 +149,94 @@ def _block_backward(
 
     dout_TC = dx_TC.to(dtype)
     dgated_BLD = torch.mm(dout_TC, out_proj.to(dtype)).view(B, L, D)
-    dy_BLD, gated_BLD = elementwise.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dz_BLD)
+    dy_BLD = du_BLD  # which is free until the convolutions' gradient
+    gated_BLD = elementwise.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     dout_proj = _mm(dout_TC.t(), gated_BLD.flatten(0, 1))
     del dgated_BLD, gated_BLD, dout_TC
 
-    weights = Directions(directions, dtype)
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2TR = weights.project(u_BLD)
+    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2TR = _project(u_BLD, filters, weights)
+    step_bias, skip = weights.channels
+    rates = weights.rates if recurrence == "selective" else None
     dv_2BLD, dlogits_2BLD, dk_2BLN, dq_2BLN, drates, dchannels = gpu.scan_backward(
-        "cuda", recurrence, dy_BLD.expand(2, -1, -1, -1), v_2BLD, logits_2BLD, k_2BLN, q_2BLN,
-        weights.rates, weights.skip, weights.step_bias, states, REVERSE,
+        "cuda", recurrence, dy_BLD.expand(2, -1, -1, -1), v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, skip, step_bias,
+        states, REVERSE,
     )  # fmt: skip
-    del logits_2BLD, dy_BLD
-    dlogits_2TD, dv_2TD = dlogits_2BLD.flatten(1, 2), dv_2BLD.flatten(1, 2)
-    dprojected_2TP = torch.cat(
-        [torch.bmm(dlogits_2TD, weights.step_proj), dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1
-    )
-    dstep_proj = _bmm(dlogits_2TD.mT, step_2TR)
-    dx_proj = _bmm(dprojected_2TP.mT, v_2BLD.flatten(1, 2))
-    dv_2TD.baddbmm_(dprojected_2TP, weights.x_proj)
-    dfilters = elementwise.convolve_backward(u_BLD, dv_2BLD, weights.filters, du_BLD)
-    del v_2BLD, dv_2BLD, dv_2TD, dlogits_2BLD, dlogits_2TD
+    del logits_2BLD
+    dlogits_2TD = dlogits_2BLD.flatten(1, 2)
+    dstep_2TR = torch.bmm(dlogits_2TD, weights.step_proj)
+    dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
+    dstep_proj = _sum_over_tokens(dlogits_2TD, step_2TR, B)
+    dx_proj = _sum_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
+    dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, weights.x_proj)
+    dfilters = elementwise.convolve_backward(u_BLD, dv_2BLD, filters, du_BLD)
+    del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
-    dxhat_TC = torch.mm(duz_TE, _folded(in_proj, norm_C, dtype))
-    dx_TC = elementwise.rms_norm_backward(dxhat_TC, xhat_TC, scale_T, dx_TC)
+    dx_TC = elementwise.rms_norm_backward(torch.mm(duz_TE, weights.in_proj), xhat_TC, scale_T, dx_TC)
 
-    dconv, dconv_bias = dfilters[:, :-1].mT, dfilters[:, -1]
-    ddirections = [dconv, dconv_bias, dx_proj, dstep_proj, dchannels[:, 1], dchannels[:, 0]]
-    if weights.rates is not None:
-        ddirections.append(drates * weights.rates)  # as d(-exp(A_log)) / dA_log is -exp(A_log)
+    rank, padded = directions[3].shape[1], weights.step_proj.shape[-1]
+    if padded > rank:
+        dx_proj = torch.cat([dx_proj[:, :rank], dx_proj[:, padded:]], dim=1)
+    by_direction = [
+        dfilters[:, :-1].mT,
+        dfilters[:, -1],
+        dx_proj,
+        dstep_proj[..., :rank],
+        dchannels[:, 1],
+        dchannels[:, 0],
+    ]
+    if recurrence == "selective":
+        by_direction.append(drates * weights.rates)  # as d(-exp(A_log)) / dA_log is -exp(A_log)
     gradients = [(dfolded * in_proj).sum(0), dfolded * norm_C, dout_proj]
-    gradients += [pair[g] for g in (0, 1) for pair in ddirections]
+    gradients += [pair[g] for g in (0, 1) for pair in by_direction]
     parameters = norm_C, in_proj, out_proj, *directions
     return [dx_TC.view(B, L, C), *(d.to(p.dtype).reshape(p.shape) for d, p in zip(gradients, parameters))]
 
 
-def _folded(in_proj: Tensor, norm_C: Tensor, dtype: torch.dtype) -> Tensor:
-    """The projection with the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat."""
-    return torch.mul(in_proj, norm_C, out=in_proj.new_empty(in_proj.shape, dtype=dtype))
-
-
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32."""
-    return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bmm(a, b) if a.dtype == torch.float32 else torch.bmm(a, b, out_dtype=torch.float32)
+def _sum_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
+    """a^T b (2, M, N) in fp32, by parts of the batch: one product over all tokens would leave most of the GPU idle."""
+    parts = next(parts for parts in range(min(B, 16), 0, -1) if B % parts == 0)
+    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
+    products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
+    return products.unflatten(0, (2, parts)).sum(1)
 
 
-def _addmm(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.addmm(x, a, b) if a.dtype == x.dtype else torch.addmm(x, a, b, out_dtype=x.dtype)
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
+    """x += a @ b, with no rounding in between."""
+    if a.dtype == x.dtype:
+        torch.addmm(x, a, b, out=x)
+    else:
+        torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
 
 
 @torch.library.register_fake("vil::block")
 def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
-    B, L, C = x_BLC.shape
-    D, half = out_proj.shape[1], len(directions) // 2
-    N = (directions[2].shape[0] - directions[3].shape[1]) // 2
-    kept = gpu._fake_scan(
-        "cuda", recurrence, x_BLC.new_empty(2, B, L, D), None, x_BLC.new_empty(2, B, L, N), *[None] * 4, REVERSE, keep
-    )[1]
-    shapes = ((B * L, C), dtype), ((B * L,), torch.float32), ((B, L, 2 * D), dtype), ((B, L, D), dtype)
-    saved = [x_BLC.new_empty(shape if keep else 0, dtype=dtype) for shape, dtype in shapes]
-    return x_BLC.new_empty(x_BLC.shape), *saved, kept
+    (B, L, C), D = x_BLC.shape, out_proj.shape[1]
+    rank = directions[3].shape[1]
+    N, rank = (directions[2].shape[0] - rank) // 2, rank + -rank % 8
+    kept = (2, B, -(-L // gpu.CHUNK), N, D)
+    fp32 = torch.float32
+    shapes = [
+        ((B * L, C), dtype), ((B * L,), fp32), ((B, L, 2 * D), dtype), ((B, L, D), dtype), (kept, fp32),
+        ((2 * D, C), dtype), ((2, rank + 2 * N, D), dtype), ((2, D, rank), dtype), ((2, 2, D), fp32),
+        ((2, D, N) if recurrence == "selective" else (0,), fp32),
+    ]  # fmt: skip
+    return x_BLC.new_empty(x_BLC.shape), *(x_BLC.new_empty(shape if keep else 0, dtype=t) for shape, t in shapes)
 
 
 @torch.library.register_fake("vil::block_backward")
-def _fake_block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, *saved):
-    return [torch.empty_like(t) for t in (dx_BLC, norm_C, in_proj, out_proj, *directions)]
+def _fake_block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
+    return [t.new_empty(t.shape) for t in (dx_BLC, norm_C, in_proj, out_proj, *directions)]
 
 
 def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
     ctx.recurrence, _, scale_B, _, norm_C, in_proj, out_proj, directions, _, _ = inputs
     ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *output[1:])
     ctx.count = len(directions)
@@ -203,11 +244,12 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dx_BLC, *_):
     scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
-    directions, saved = rest[: ctx.count], rest[ctx.count :]
     dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
-        ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, *saved
+        ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, rest[: ctx.count], rest[ctx.count :]
     )
     return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, ddirections, None, None
 
 
+torch.library.impl("vil::block", "CUDA", _block)
+torch.library.impl("vil::block_backward", "CUDA", _block_backward)
 torch.library.register_autograd("vil::block", _backward, setup_context=_setup_context)

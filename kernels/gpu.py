@@ -137,6 +137,7 @@ def _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, b
 
 
 def _save_for_backward(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no gradient of zeros for the states
     ctx.backend, ctx.recurrence, *tensors, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
 

@@ -232,4 +232,13 @@ def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-FUSED_PARTS = {RMSNorm, LonghornMixer, MambaMixer, nn.ModuleList, LonghornDirection, MambaDirection, TokenConv1d, nn.Linear}
+FUSED_PARTS = {
+    RMSNorm,
+    LonghornMixer,
+    MambaMixer,
+    nn.ModuleList,
+    LonghornDirection,
+    MambaDirection,
+    TokenConv1d,
+    nn.Linear,
+}

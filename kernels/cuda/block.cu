@@ -22,15 +22,16 @@ DEVICE float sigmoid(float x) { return reciprocal(1 + exp_fast(-x)); }
 DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 
 // xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
-// a token and keeps it in registers.
+// a token and keeps it in registers; the copy of x is what the block's last product is added to.
 constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ scale, i64 tokens, double eps) {
+rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ scale, float *__restrict__ copy,
+         i64 tokens, double eps) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     int lane = threadIdx.x % 32;
-    x += token * WIDTH, xhat += token * WIDTH;
+    x += token * WIDTH, xhat += token * WIDTH, copy += token * WIDTH;
     Floats<V> row[ITEMS] = {};
     float squares = 0;
 #pragma unroll
@@ -44,6 +45,7 @@ rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ 
     if (lane == 0) scale[token] = r;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
+        if (int c = (i * 32 + lane) * V; c < WIDTH) store(copy + c, row[i]);
 #pragma unroll
         for (int j = 0; j < V; j++) row[i].at[j] *= r;
         if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<T>(row[i]));
@@ -82,6 +84,7 @@ rms_norm_backward(const T *__restrict__ dxhat, const T *__restrict__ xhat, const
 }
 
 // The weights of the convolutions of V channels, (D, TAPS) in memory; the last tap is the token itself
+template <int V>
 struct Filter {
     float weight[TAPS][V];
     Floats<V> bias;
@@ -94,39 +97,49 @@ struct Filter {
 };
 constexpr int BACK = TAPS - 1;  // how far a convolution looks
 
-// V channels of one sequence, zero outside of it
-template <class E>
-struct Channels {
-    E *data;
-    i64 stride, L;
-    __device__ __forceinline__ Floats<V> operator[](i64 t) const {
-        return t >= 0 && t < L ? to_floats(load<V>(data + t * stride)) : Floats<V>{};
+// V channels of some tokens of one sequence on their way from memory, zero outside of it
+template <int V, int TOKENS>
+struct InFlight {
+    Pack<T, V> token[TOKENS];
+    // tokens t .. t + TOKENS - 1, the first of them at p
+    __device__ __forceinline__ void fetch(const T *p, int stride, int t, int L) {
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++)
+            token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<T, V>{};
     }
 };
+constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
+static_assert(STEP > BACK);
 
 // v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
 // A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
-constexpr int AT_ONCE = 8;  // tokens loaded together
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
 convolve(const T *__restrict__ u, i64 u_stride, const float *weights_0, const float *biases_0, const float *weights_1,
          const float *biases_1, T *__restrict__ v, i64 B, i64 L, i64 D, i64 stretch) {
     i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
-    i64 d = thread % (D / V) * V, begin = thread / (D / V) % stretches * stretch, b = thread / (D / V) / stretches;
+    i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
     if (b >= B) return;
-    i64 end = min(L, begin + stretch);
-    Channels<const T> us = {u + b * L * u_stride + d, u_stride, L};
-    Filter forward(weights_0, biases_0, d), backward(weights_1, biases_1, d);
-    T *v_0 = v + b * L * D + d, *v_1 = v_0 + B * L * D;
-    Floats<V> window[2 * BACK + AT_ONCE];
+    int begin = thread / (D / V) % stretches * stretch, end = min(L, begin + stretch), stride = u_stride;
+    Filter<V> forward(weights_0, biases_0, d), backward(weights_1, biases_1, d);
+    u += (b * L + begin) * stride + d;
+    T *v_0 = v + (b * L + begin) * D + d, *v_1 = v_0 + B * L * D;
+
+    Floats<V> window[2 * BACK + STEP];
+    InFlight<V, 2 * BACK> first;
+    InFlight<V, STEP> next;
+    first.fetch(u - i64(BACK) * stride, stride, begin - BACK, L);
+    u += i64(BACK) * stride;
+    next.fetch(u, stride, begin + BACK, L);
 #pragma unroll
-    for (int i = 0; i < 2 * BACK; i++) window[i] = us[begin - BACK + i];
+    for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
 #pragma unroll 1
-    for (i64 t0 = begin; t0 < end; t0 += AT_ONCE) {
+    for (int t = begin; t < end; t += STEP) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) window[2 * BACK + i] = us[t0 + BACK + i];
+        for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
+        u += i64(STEP) * stride;
+        next.fetch(u, stride, t + STEP + BACK, L);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
+        for (int i = 0; i < STEP; i++) {
             Floats<V> sum_0 = forward.bias, sum_1 = backward.bias;
 #pragma unroll
             for (int c = 0; c < V; c++) {
@@ -138,13 +151,14 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *weights_0, const fl
                 sum_0.at[c] *= sigmoid(sum_0.at[c]);
                 sum_1.at[c] *= sigmoid(sum_1.at[c]);
             }
-            if (t0 + i < end) {
-                store(v_0 + (t0 + i) * D, from_floats<T>(sum_0));
-                store(v_1 + (t0 + i) * D, from_floats<T>(sum_1));
+            if (t + i < end) {
+                store(v_0, from_floats<T>(sum_0));
+                store(v_1, from_floats<T>(sum_1));
             }
+            v_0 += D, v_1 += D;
         }
 #pragma unroll
-        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + AT_ONCE];
+        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
     }
 }
 
@@ -152,58 +166,83 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *weights_0, const fl
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
 // Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes V channels a lane and one
-// stretch of tokens after another; the sums of a block's warps are added before it writes its part of dfilters,
-// (parts, 2, TAPS + 1, D) with the biases last.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+// stretch of tokens after another, from STEP tokens before it on; the sums of a block's warps are added before it writes
+// its part of dfilters, (parts, 2, TAPS + 1, D) with the biases last.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 4 ? 3 : 4)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const float *weights_0,
                   const float *biases_0, const float *weights_1, const float *biases_1, T *__restrict__ du,
                   i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch, i64 parts) {
+    constexpr int V = VECTOR < 2 ? 1 : 2;  // its windows and sums take the registers of more
     __shared__ Floats<V> sums[WARPS][2][TAPS + 1][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 blocks = (D + 32 * V - 1) / (32 * V), part = blockIdx.x / blocks, d = (blockIdx.x % blocks * 32 + lane) * V;
     bool valid = d < D;
     i64 stretches = (L + stretch - 1) / stretch, loaded_d = min(d, D - V);
-    Filter forward(weights_0, biases_0, loaded_d), backward(weights_1, biases_1, loaded_d);
+    int stride = u_stride, dv_stride = D;
+    Filter<V> forward(weights_0, biases_0, loaded_d), backward(weights_1, biases_1, loaded_d);
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
+#pragma unroll 1
     for (i64 item = part * WARPS + warp; item < B * stretches; item += parts * WARPS) {
-        i64 b = item / stretches, begin = item % stretches * stretch, end = min(L, begin + stretch);
-        Channels<const T> us = {u + b * L * u_stride + loaded_d, u_stride, L};
-        Channels<const T> dv_0 = {dv + b * L * D + loaded_d, D, L}, dv_1 = {dv_0.data + B * L * D, D, L};
-        T *dus = du + b * L * du_stride + d;
-        Floats<V> window[TAPS], s_0[TAPS] = {}, s_1[TAPS] = {};
+        i64 b = item / stretches;
+        int begin = item % stretches * stretch, end = min(L, begin + stretch), t = begin - STEP;
+        const T *us = u + (b * L + t + BACK) * stride + loaded_d, *dv_1 = dv + ((B + b) * L + t) * D + loaded_d;
+        const T *dv_0 = dv + (b * L + t + BACK) * D + loaded_d;
+        T *dus = du + (b * L + t) * du_stride + d;
+        InFlight<V, BACK> first;
+        InFlight<V, STEP> next_u, next_0, next_1;
+        auto fetch = [&](int t) {
+            next_u.fetch(us, stride, t + BACK, L);
+            next_0.fetch(dv_0, dv_stride, t + BACK, L);
+            next_1.fetch(dv_1, dv_stride, t, L);
+            us += i64(STEP) * stride, dv_0 += i64(STEP) * dv_stride, dv_1 += i64(STEP) * dv_stride;
+        };
+        first.fetch(us - i64(BACK) * stride, stride, t, L);
+        fetch(t);
+        // of the tokens behind t: u; what s_0 and s_1 were
+        Floats<V> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
 #pragma unroll
-        for (int i = 0; i < BACK; i++) window[i] = us[begin - BACK + i];
-        Floats<V> next_u = us[begin], next_dv_0 = dv_0[begin], next_dv_1 = dv_1[begin - BACK];
-#pragma unroll 4
-        for (i64 t = begin - BACK; t < end; t++) {
-            window[BACK] = next_u;
-            Floats<V> sum_0 = forward.bias, sum_1 = backward.bias, gradient_0 = next_dv_0, gradient_1 = next_dv_1, sum;
-            next_u = us[t + TAPS], next_dv_0 = dv_0[t + TAPS], next_dv_1 = dv_1[t + 1];
-            bool own_0 = t + BACK < end, own_1 = t >= begin;
+        for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
+#pragma unroll 1
+        for (; t < end; t += STEP) {
 #pragma unroll
-            for (int c = 0; c < V; c++) {
-#pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) {
-                    sum_0.at[c] = fmaf(forward.weight[tap][c], window[tap].at[c], sum_0.at[c]);
-                    sum_1.at[c] = fmaf(backward.weight[tap][c], window[BACK - tap].at[c], sum_1.at[c]);
-                }
-                s_0[BACK].at[c] = gradient_0.at[c] * silu_slope(sum_0.at[c], sigmoid(sum_0.at[c]));
-                s_1[BACK].at[c] = gradient_1.at[c] * silu_slope(sum_1.at[c], sigmoid(sum_1.at[c]));
-                float own_s_0 = own_0 ? s_0[BACK].at[c] : 0, own_s_1 = own_1 ? s_1[BACK].at[c] : 0;
-                sum.at[c] = 0;
-#pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) {
-                    dforward[tap].at[c] = fmaf(own_s_0, window[tap].at[c], dforward[tap].at[c]);
-                    dbackward[tap].at[c] = fmaf(own_s_1, window[BACK - tap].at[c], dbackward[tap].at[c]);
-                    sum.at[c] = fmaf(forward.weight[tap][c], s_0[BACK - tap].at[c], sum.at[c]);
-                    sum.at[c] = fmaf(backward.weight[tap][c], s_1[tap].at[c], sum.at[c]);
-                }
-                dforward[TAPS].at[c] += own_s_0;
-                dbackward[TAPS].at[c] += own_s_1;
+            for (int i = 0; i < STEP; i++) {
+                window[BACK + i] = to_floats(next_u.token[i]);
+                s_0[BACK + i] = to_floats(next_0.token[i]);
+                s_1[BACK + i] = to_floats(next_1.token[i]);
             }
-            if (own_1 && valid) store(dus + t * du_stride, from_floats<T>(sum));
+            fetch(t + STEP);
 #pragma unroll
-            for (int i = 0; i < BACK; i++) window[i] = window[i + 1], s_0[i] = s_0[i + 1], s_1[i] = s_1[i + 1];
+            for (int i = 0; i < STEP; i++) {
+                bool own_0 = t + i + BACK >= begin && t + i + BACK < end, own_1 = t + i >= begin && t + i < end;
+                Floats<V> sum;
+#pragma unroll
+                for (int c = 0; c < V; c++) {
+                    float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
+#pragma unroll
+                    for (int tap = 0; tap < TAPS; tap++) {
+                        sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
+                        sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
+                    }
+                    s_0[BACK + i].at[c] *= silu_slope(sum_0, sigmoid(sum_0));
+                    s_1[BACK + i].at[c] *= silu_slope(sum_1, sigmoid(sum_1));
+                    float own_s_0 = own_0 ? s_0[BACK + i].at[c] : 0, own_s_1 = own_1 ? s_1[BACK + i].at[c] : 0;
+                    sum.at[c] = 0;
+#pragma unroll
+                    for (int tap = 0; tap < TAPS; tap++) {
+                        dforward[tap].at[c] = fmaf(own_s_0, window[i + tap].at[c], dforward[tap].at[c]);
+                        dbackward[tap].at[c] = fmaf(own_s_1, window[i + BACK - tap].at[c], dbackward[tap].at[c]);
+                        sum.at[c] = fmaf(forward.weight[tap][c], s_0[i + BACK - tap].at[c], sum.at[c]);
+                        sum.at[c] = fmaf(backward.weight[tap][c], s_1[i + tap].at[c], sum.at[c]);
+                    }
+                    dforward[TAPS].at[c] += own_s_0;
+                    dbackward[TAPS].at[c] += own_s_1;
+                }
+                if (own_1 && valid) store(dus, from_floats<T>(sum));
+                dus += du_stride;
+            }
+#pragma unroll
+            for (int i = 0; i < BACK; i++)
+                window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
         }
     }
 #pragma unroll
@@ -234,7 +273,7 @@ gate(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, const float
     const T *y_0 = y + token * D, *y_1 = y_0 + tokens * D;
     z += token * z_stride, gated += token * D;
 #pragma unroll 3
-    for (i64 d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
+    for (int d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
         Floats<V> zs = to_floats(load<V>(z + d)), mean = to_floats(load<V>(y_0 + d)), other = to_floats(load<V>(y_1 + d));
 #pragma unroll
         for (int c = 0; c < V; c++) {
@@ -249,15 +288,15 @@ gate(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, const float
 // dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated once more
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gate_backward(const T *__restrict__ dgated, const T *__restrict__ means, const T *__restrict__ z, i64 z_stride,
-              const float *__restrict__ scales, T *__restrict__ dy, T *__restrict__ dz, i64 dz_stride,
+              const float *__restrict__ scales, T *__restrict__ dy, i64 dy_stride, T *__restrict__ dz, i64 dz_stride,
               T *__restrict__ gated, i64 tokens, i64 L, i64 D) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     float scale = scales ? scales[token / L] : 1;
     dgated += token * D, means += token * D, z += token * z_stride;
-    dy += token * D, dz += token * dz_stride, gated += token * D;
+    dy += token * dy_stride, dz += token * dz_stride, gated += token * D;
 #pragma unroll 3
-    for (i64 d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
+    for (int d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
         Floats<V> zs = to_floats(load<V>(z + d)), mean = to_floats(load<V>(means + d));
         Floats<V> gradient = to_floats(load<V>(dgated + d)), product;
 #pragma unroll

@@ -9,17 +9,16 @@ from .compiler import launch
 from .scan import INPUT, _multiprocessors, _vector_of
 
 WARPS = 4  # of a block, as in block.cu
-STRETCH = 32  # tokens of a thread of `convolve`, where there are enough
-STRETCH_BACKWARD = 64
 
 
-def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) in `dtype`, and the factors (T,) in fp32."""
+def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and a copy of x, which costs little here."""
     T, C = x_TC.shape
     xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
     scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
-    _launch("rms_norm", _macros(xhat_TC, _vector_of(4, C), width=C), T, [x_TC, xhat_TC, scale_T, T, eps])
-    return xhat_TC, scale_T
+    copy_TC = torch.empty_like(x_TC)
+    _launch("rms_norm", _macros(xhat_TC, _vector_of(4, C), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
+    return xhat_TC, scale_T, copy_TC
 
 
 def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> Tensor:
@@ -37,8 +36,7 @@ def convolve(u_BLD: Tensor, filters: list[Tensor]) -> Tensor:
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
     macros = _macros(u_BLD, _vector(4, u_BLD), taps=filters[0].shape[-1])
     threads = B * D // macros["VECTOR"]
-    # a small batch is cut finer, down to the tokens that a thread loads at once
-    stretch = STRETCH if threads * -(-L // STRETCH) >= 512 * _multiprocessors(u_BLD.device) else 8
+    stretch = _stretch(64, L, threads, u_BLD.device)
     threads *= -(-L // stretch)
     arguments = [u_BLD, u_BLD.stride(1), *filters, v_2BLD, B, L, D, stretch]
     launch("block", "convolve", macros, -(-threads // (32 * WARPS)), 32 * WARPS, arguments)
@@ -49,15 +47,24 @@ def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, filters: list[Tensor], du_
     """Writes du_BLD; returns the gradients of the filters as (2, taps + 1, D) in fp32, the bias last."""
     B, L, D = u_BLD.shape
     taps = filters[0].shape[-1]
-    macros = _macros(u_BLD, _vector(2, u_BLD, du_BLD), taps=taps)
-    blocks = -(-D // (32 * macros["VECTOR"]))
-    stretch = STRETCH_BACKWARD if B * blocks * -(-L // STRETCH_BACKWARD) >= 8 * _multiprocessors(u_BLD.device) else 16
-    # as many parts as keep the GPU busy
+    macros = _macros(u_BLD, _vector(4, u_BLD, du_BLD), taps=taps)
+    blocks = -(-D // (32 * min(2, macros["VECTOR"])))
+    stretch = _stretch(128, L, 32 * B * blocks, u_BLD.device)
+    # no more parts than keep the GPU busy: each is written, and added by another kernel
     parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     arguments = [u_BLD, u_BLD.stride(1), dv_2BLD, *filters, du_BLD, du_BLD.stride(1), dfilters, B, L, D, stretch, parts]
     launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
     return dfilters.sum(0)
+
+
+def _stretch(longest: int, L: int, threads: int, device: torch.device) -> int:
+    """Tokens that a thread takes: few enough for the `threads` of each stretch to fill the GPU together, and even."""
+    stretch = longest
+    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(device):
+        stretch //= 2
+    pieces = -(-L // stretch)
+    return -(-L // (4 * pieces)) * 4
 
 
 def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
@@ -72,20 +79,17 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
 
 
 def gate_backward(
-    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dz_BLD: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Writes dz_BLD; returns dy_BLD of either direction, and gated_BLD once more."""
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
+) -> Tensor:
+    """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
     B, L, D = mean_BLD.shape
-    dy_BLD, gated_BLD = torch.empty_like(mean_BLD), torch.empty_like(mean_BLD)
+    gated_BLD = torch.empty_like(mean_BLD)
     arguments = [
-        dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dz_BLD, dz_BLD.stride(1), gated_BLD, B * L, L, D,
+        dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dy_BLD.stride(1), dz_BLD, dz_BLD.stride(1),
+        gated_BLD, B * L, L, D,
     ]  # fmt: skip
-    _launch("gate_backward", _macros(mean_BLD, _vector(4, z_BLD, dz_BLD)), B * L, arguments)
-    return dy_BLD, gated_BLD
-
-
-def _macros(t: Tensor, vector: int, width: int = 4, taps: int = 4) -> dict:
-    return dict(INPUT=INPUT[t.dtype], VECTOR=vector, WIDTH=width, TAPS=taps)
+    _launch("gate_backward", _macros(mean_BLD, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
+    return gated_BLD
 
 
 def _vector(limit: int, *tensors: Tensor) -> int:
