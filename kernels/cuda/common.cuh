@@ -13,7 +13,7 @@
 typedef long long i64;
 #define DEVICE static __device__ __forceinline__
 
-constexpr int CHUNK = 64;  // tokens between the states that forward keeps for backward
+constexpr int CHUNK = 64;  // tokens between the states that forward keeps for backward; the first, which is 0, it does not
 constexpr unsigned WARP = 0xffffffffu;
 
 struct bf16 { unsigned short bits; };
@@ -282,7 +282,8 @@ struct KeysInFlight {
     }
 };
 
-// kept states are (G, B, chunks, N, D): neighbouring channels are neighbours in memory
-DEVICE i64 state_offset(i64 g, i64 b, i64 chunk, i64 n, i64 d, i64 B, i64 chunks, i64 D) {
-    return (((g * B + b) * chunks + chunk) * N + n) * D + d;
+// States between chunks or segments are (G, B, boundaries, N, D): neighbouring channels are neighbours in memory. Chunk i
+// starts at boundary i - 1, as no state is kept before the first.
+DEVICE i64 state_offset(i64 g, i64 b, i64 boundary, i64 n, i64 d, i64 B, i64 boundaries, i64 D) {
+    return (((g * B + b) * boundaries + boundary) * N + n) * D + d;
 }
