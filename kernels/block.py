@@ -203,7 +203,7 @@ def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dire
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     rank = directions[3].shape[1]
     N, rank = (directions[2].shape[0] - rank) // 2, rank + -rank % 8
-    kept = (2, B, -(-L // gpu.CHUNK), N, D)
+    kept = (2, B, gpu.boundaries(L), N, D)
     fp32 = torch.float32
     K = directions[0].shape[-1]
     shapes = [
