@@ -87,18 +87,14 @@ class Weights(NamedTuple):
         return cls(*packed, -torch.stack(A_log).exp() if A_log else packed[0].new_empty(0, dtype=torch.float32))
 
     def project(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, B, L, R)."""
+        """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, T, R)."""
+        B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
-        v_2BLD, projected_2BLP, logits_2BLD = project(u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj)
-        step_2BLR, k_2BLN, q_2BLN = projected_2BLP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        return v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2BLR
-
-
-def project(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`projection.project`, imported when it is needed, as importing Triton takes a while."""
-    from . import projection
-
-    return projection.project(*inputs)
+        v_2BLD = elementwise.convolve(u_BLD, self.conv, self.conv_bias)
+        projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), self.x_proj.mT)
+        step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
+        logits_2TD = torch.bmm(step_2TR, self.step_proj.mT)
+        return v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN)), step_2TR
 
 
 def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
@@ -138,7 +134,7 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dout_proj = _mm(dout_TC.t(), gated_BLD.flatten(0, 1))
     del dgated_BLD, gated_BLD, dout_TC
 
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2BLR = weights.project(u_BLD)
+    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2TR = weights.project(u_BLD)
     rates = weights.rates if recurrence == "selective" else None
     dv_2BLD, dlogits_2BLD, dk_2BLN, dq_2BLN, drates, dchannels = gpu.scan_backward(
         "cuda", recurrence, dy_BLD.expand(2, -1, -1, -1), v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, weights.skip,
@@ -148,7 +144,7 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dlogits_2TD = dlogits_2BLD.flatten(1, 2)
     dstep_2TR = torch.bmm(dlogits_2TD, weights.step_proj)
     dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
-    dstep_proj = _sum_over_tokens(dlogits_2TD, step_2BLR.flatten(1, 2), B)
+    dstep_proj = _sum_over_tokens(dlogits_2TD, step_2TR, B)
     dx_proj = _sum_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
     dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, weights.x_proj)
     dfilters = elementwise.convolve_backward(u_BLD, dv_2BLD, weights.conv, weights.conv_bias, du_BLD)

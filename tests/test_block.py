@@ -89,12 +89,6 @@ class PlainKernels:
         return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
 
     @classmethod
-    def project(cls, u, conv, conv_bias, x_proj, step_proj):
-        v = cls.convolve(u, conv, conv_bias)
-        projected = torch.einsum("gbld,gpd->gblp", v, x_proj)
-        return v, projected, torch.einsum("gblr,gdr->gbld", projected[..., : step_proj.shape[2]], step_proj)
-
-    @classmethod
     def convolve_backward(cls, u, dv, conv, conv_bias, du):
         found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
         du.copy_(found)
@@ -135,7 +129,6 @@ class PlainKernels:
 def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, monkeypatch):
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
     monkeypatch.setattr(operator, "elementwise", PlainKernels)
-    monkeypatch.setattr(operator, "project", PlainKernels.project)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
     monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -151,9 +151,58 @@ struct InFlight {
 constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
 static_assert(STEP > BACK);
 
-// The gradients of v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)) and
-// v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
-// Those of the sums in them, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
+// v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
+// A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
+         T *__restrict__ v, i64 B, i64 L, i64 D, i64 stretch) {
+    i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
+    i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
+    if (b >= B) return;
+    int begin = thread / (D / V) % stretches * stretch, end = min(L, begin + stretch), stride = u_stride;
+    Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
+    u += (b * L + begin) * stride + d;
+    T *v_0 = v + (b * L + begin) * D + d, *v_1 = v_0 + B * L * D;
+
+    Floats<V> window[2 * BACK + STEP];
+    InFlight<V, 2 * BACK> first;
+    InFlight<V, STEP> next;
+    first.fetch(u - i64(BACK) * stride, stride, begin - BACK, L);
+    u += i64(BACK) * stride;
+    next.fetch(u, stride, begin + BACK, L);
+#pragma unroll
+    for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
+#pragma unroll 1
+    for (int t = begin; t < end; t += STEP) {
+#pragma unroll
+        for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
+        u += i64(STEP) * stride;
+        next.fetch(u, stride, t + STEP + BACK, L);
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            Floats<V> sum_0 = forward.bias, sum_1 = backward.bias;
+#pragma unroll
+            for (int c = 0; c < V; c++) {
+#pragma unroll
+                for (int tap = 0; tap < TAPS; tap++) {
+                    sum_0.at[c] = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0.at[c]);
+                    sum_1.at[c] = fmaf(backward.weight[tap][c], window[i + 2 * BACK - tap].at[c], sum_1.at[c]);
+                }
+                sum_0.at[c] *= sigmoid(sum_0.at[c]);
+                sum_1.at[c] *= sigmoid(sum_1.at[c]);
+            }
+            if (t + i < end) {
+                store(v_0, from_floats<T>(sum_0));
+                store(v_1, from_floats<T>(sum_1));
+            }
+            v_0 += D, v_1 += D;
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
+    }
+}
+
+// The gradients of the convolutions' sums, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
 // Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes V channels a lane and one

@@ -88,7 +88,8 @@ def _kernel(name: str, entry: str, device_index: int, macros: tuple[tuple[str, o
     from cuda.core import ObjectCode
 
     major, minor = torch.cuda.get_device_capability(device_index)
-    kernel = ObjectCode.from_cubin(cached_cubin(name, f"sm_{major}{minor}", macros)).get_kernel(entry)
+    cubin = cached_cubin(name, f"sm_{major}{minor}", tuple(sorted(macros)))
+    kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)
     if shared_bytes > 48 * 1024:  # more than every kernel may take without asking
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
@@ -109,11 +110,18 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
 
     Arguments are tensors (or None), passed as pointers, and ints and floats, passed in 64 bits.
     """
-    import cuda.core
+    index = next(a for a in arguments if isinstance(a, torch.Tensor)).device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    kernel = _kernel(name, entry, index, tuple(macros.items()), shared_bytes)
+    stream = _stream(torch.cuda.current_stream(index).cuda_stream, index)
+    values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
+    _launcher()(stream, _config(grid, block, shared_bytes), kernel, *values)
 
-    device = next(t for t in arguments if isinstance(t, torch.Tensor)).device
-    with torch.cuda.device(device):
-        kernel = _kernel(name, entry, device.index, tuple(sorted(macros.items())), shared_bytes)
-        stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-        values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
-        cuda.core.launch(stream, _config(grid, block, shared_bytes), kernel, *values)
+
+@functools.cache
+def _launcher():
+    from cuda.core import launch
+
+    return launch

@@ -46,6 +46,19 @@ def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresid
     return dx_TC
 
 
+def convolve(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor) -> Tensor:
+    """v_2BLD, convolution and SiLU of both directions; the last of the K taps is the token itself."""
+    B, L, D = u_BLD.shape
+    v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    macros = _macros(u_BLD, _vector(4, u_BLD), taps=conv_2DK.shape[2])
+    threads = B * D // macros["VECTOR"]
+    stretch = _stretch(64, L, threads, u_BLD.device)
+    arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
+    blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
+    launch("block", "convolve", macros, blocks, 32 * WARPS, arguments)
+    return v_2BLD
+
+
 def convolve_backward(
     u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor
 ) -> Tensor:
@@ -97,6 +110,10 @@ def gate_backward(
     ]  # fmt: skip
     _launch("gate_backward", _macros(mean_BLD, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
     return gated_BLD
+
+
+def _macros(t: Tensor, vector: int, width: int = 4, taps: int = 4, parameter: torch.dtype = torch.float32) -> dict:
+    return dict(INPUT=INPUT[t.dtype], PARAMETER=INPUT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
 
 
 def _vector(limit: int, *tensors: Tensor) -> int:
