@@ -190,8 +190,8 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x_BLC: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # which could not compile what is behind it
-            if runs_fused(self, x_BLC):
+        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
+            if runs_fused(self, x_BLC):  # noqa: SIM102
                 return fused_block(self, x_BLC)
         return x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
 

@@ -25,8 +25,8 @@ DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 // The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
 // behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor
 template <class F>
-DEVICE void for_each(i64 n, F f) {
-    for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) f(i);
+DEVICE void for_each(unsigned n, F f) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) f(i);
 }
 DEVICE float value(const PARAMETER *p) {
     return to_floats(load<1>(p)).at[0];
@@ -39,22 +39,23 @@ DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
 extern "C" __global__ void __launch_bounds__(256, 2)
 pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(conv), PAIR(conv_bias), PAIR(x_proj),
      PAIR(step), PAIR(step_bias), PAIR(skip), T *packed_in, T *packed_out, float *packed_conv, float *packed_conv_bias,
-     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 C, i64 D, i64 projections, i64 rank,
-     i64 padded_rank) {
-    for_each(2 * D * C, [&](i64 i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
-    for_each(C * D, [&](i64 i) { put(packed_out + i, value(out_proj + i)); });
-    for_each(2 * projections * D, [&](i64 i) {
-        i64 row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
+     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width, i64 channels, i64 projections_,
+     i64 rank_, i64 padded_rank_) {
+    unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+    for_each(2 * D * C, [&](unsigned i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
+    for_each(C * D, [&](unsigned i) { put(packed_out + i, value(out_proj + i)); });
+    for_each(2 * projections * D, [&](unsigned i) {
+        unsigned row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
         const PARAMETER *p = i < projections * D ? x_proj_0 : x_proj_1;
         put(packed_x + i, row >= rank && row < padded_rank ? 0 : value(p + from * D + i % D));
     });
-    for_each(2 * D * padded_rank, [&](i64 i) {
-        i64 r = i % padded_rank, d = i / padded_rank;
+    for_each(2 * D * padded_rank, [&](unsigned i) {
+        unsigned r = i % padded_rank, d = i / padded_rank;
         put(packed_step + i, r < rank ? value((d < D ? step_0 : step_1) + d % D * rank + r) : 0);
     });
-    for_each(2 * D * TAPS, [&](i64 i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
-    for_each(2 * D, [&](i64 i) {
-        i64 d = i % D;
+    for_each(2 * D * TAPS, [&](unsigned i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
+    for_each(2 * D, [&](unsigned i) {
+        unsigned d = i % D;
         packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
         packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
         packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);

@@ -23,7 +23,8 @@ def pack(norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Ten
     packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
     pairs = [t.contiguous() for pair in list(zip(directions[:half], directions[half:]))[:6] for t in pair]
     arguments = [norm_C, in_proj.contiguous(), out_proj.contiguous(), *pairs, *packed, C, D, shapes[4][1], rank, padded]
-    launch("block", "pack", _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype), 2 * _multiprocessors(norm_C.device), 256, arguments)
+    macros = _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype)
+    launch("block", "pack", macros, 8 * _multiprocessors(norm_C.device), 256, arguments)
     return packed
 
 
