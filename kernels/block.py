@@ -25,7 +25,8 @@ torch.library.define(
     "(str recurrence, Tensor x_BLC, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
     " Tensor[] directions, ScalarType dtype, bool keep)"
     " -> (Tensor x_BLC, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states,"
-    " Tensor in_proj, Tensor x_proj, Tensor step_proj, Tensor channels, Tensor rates)",
+    " Tensor in_proj, Tensor out_proj, Tensor conv, Tensor conv_bias, Tensor x_proj, Tensor step_proj, Tensor step_bias,"
+    " Tensor skip, Tensor rates)",
 )
 torch.library.define(
     "vil::block_backward",
@@ -66,54 +67,38 @@ def block(
 
 
 class Weights(NamedTuple):
-    """The weights as the kernels and products take them."""
+    """The weights as the kernels and products take them: those of projections in the dtype of the products, others fp32."""
 
     in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
-    x_proj: Tensor  # (2, R + 2N, D)
+    out_proj: Tensor  # (C, D)
+    conv: Tensor  # (2, D, K)
+    conv_bias: Tensor  # (2, D)
+    x_proj: Tensor  # (2, R + 2N, D), with R padded by zeros to a multiple of 8, which fast matrix products need
     step_proj: Tensor  # (2, D, R)
-    channels: Tensor  # (2, 2, D), bias of the step and skip, fp32
-    rates: Tensor  # (2, D, N), A, fp32; empty if the recurrence has none
+    step_bias: Tensor  # (2, D)
+    skip: Tensor  # (2, D)
+    rates: Tensor  # (2, D, N), A; empty if the recurrence has none
 
     @classmethod
-    def of(cls, norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> Weights:
-        """`directions` as `block` takes it. R is padded to a multiple of 8, which the fast matrix products need."""
-        _, _, x_proj, step_proj, step_bias, skip, *A_log = _pairs(directions)
-        rank = step_proj[0].shape[1]
-        padding = -rank % 8
-        x_proj, step_proj = torch.stack(x_proj).to(dtype), torch.stack(step_proj).to(dtype)
-        if padding:
-            steps, keys = x_proj.tensor_split((rank,), dim=1)
-            x_proj = torch.cat([steps, x_proj.new_zeros(2, padding, x_proj.shape[2]), keys], dim=1)
-            step_proj = F.pad(step_proj, (0, padding))
-        return cls(
-            torch.mul(in_proj, norm_C, out=in_proj.new_empty(in_proj.shape, dtype=dtype)), x_proj, step_proj,
-            torch.stack([*step_bias, *skip]).float().unflatten(0, (2, 2)),
-            -torch.stack(A_log[0]).float().exp() if A_log else x_proj.new_empty(0, dtype=torch.float32),
-        )  # fmt: skip
+    def of(cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> Weights:
+        packed = elementwise.pack(norm_C, in_proj, out_proj, directions, dtype)
+        half = len(directions) // 2
+        A_log = [t.float() for t in directions[6::half]]
+        return cls(*packed, -torch.stack(A_log).exp() if A_log else packed[0].new_empty(0, dtype=torch.float32))
+
+    def project(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, B, L, R)."""
+        rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
+        v_2BLD, projected_2BLP, logits_2BLD = project(u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj)
+        step_2BLR, k_2BLN, q_2BLN = projected_2BLP.tensor_split((rank, (rank + projections) // 2), dim=-1)
+        return v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2BLR
 
 
-def _pairs(directions: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each weight's tensors of both directions."""
-    half = len(directions) // 2
-    return list(zip(directions[:half], directions[half:]))
+def project(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`projection.project`, imported when it is needed, as importing Triton takes a while."""
+    from . import projection
 
-
-def _filters(directions: list[Tensor]) -> list[Tensor]:
-    """Weight (D, taps) and bias of both convolutions, fp32."""
-    conv, bias = _pairs(directions)[:2]
-    return [t.float().contiguous() for g in (0, 1) for t in (conv[g].squeeze(1), bias[g])]
-
-
-def _project(u_BLD: Tensor, filters: list[Tensor], weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the recurrence reads, v, the step's logits, keys and queries; and the steps (2, T, R)."""
-    B, L, D = u_BLD.shape
-    rank, projections = weights.step_proj.shape[-1], weights.x_proj.shape[1]
-    v_2BLD = elementwise.convolve(u_BLD, filters)
-    projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), weights.x_proj.mT)
-    step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-    logits_2TD = torch.bmm(step_2TR, weights.step_proj.mT)
-    k_2BLN, q_2BLN = k_2TN.unflatten(1, (B, L)), q_2TN.unflatten(1, (B, L))
-    return v_2BLD, logits_2TD.unflatten(1, (B, L)), k_2BLN, q_2BLN, step_2TR
+    return projection.project(*inputs)
 
 
 def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
@@ -121,18 +106,17 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     if x_BLC.numel() == 0:
         return _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep)
     B, L, C = x_BLC.shape
-    weights, filters = Weights.of(norm_C, in_proj, directions, dtype), _filters(directions)
+    weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     xhat_TC, scale_T, out_TC = elementwise.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
     uz_BLE = torch.mm(xhat_TC, weights.in_proj.t()).view(B, L, -1)
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, _ = _project(u_BLD, filters, weights)
-    step_bias, skip = weights.channels
+    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, _ = weights.project(u_BLD)
     rates = weights.rates if recurrence == "selective" else None
     y_2BLD, states = gpu.scan(
-        "cuda", recurrence, v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, skip, step_bias, REVERSE, keep
+        "cuda", recurrence, v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, weights.skip, weights.step_bias, REVERSE, keep
     )
     gated_BLD, mean_BLD = elementwise.gate(y_2BLD, z_BLD, scale_B, keep)
-    _add_product(out_TC, gated_BLD.flatten(0, 1), out_proj.to(dtype).t())
+    _add_product(out_TC, gated_BLD.flatten(0, 1), weights.out_proj.t())
     saved = [xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights]
     return out_TC.view(B, L, C), *(saved if keep else [t.new_empty(0) for t in saved])
 
@@ -140,7 +124,7 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
 def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
     """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`."""
     xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights = saved
-    weights, filters = Weights(*weights), _filters(directions)
+    weights = Weights(*weights)
     (B, L, D), C, dtype = mean_BLD.shape, xhat_TC.shape[1], uz_BLE.dtype
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
     duz_BLE = torch.empty_like(uz_BLE)
@@ -148,27 +132,26 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dx_TC = dx_BLC.contiguous().view(-1, C)
 
     dout_TC = dx_TC.to(dtype)
-    dgated_BLD = torch.mm(dout_TC, out_proj.to(dtype)).view(B, L, D)
+    dgated_BLD = torch.mm(dout_TC, weights.out_proj).view(B, L, D)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
     gated_BLD = elementwise.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     dout_proj = _mm(dout_TC.t(), gated_BLD.flatten(0, 1))
     del dgated_BLD, gated_BLD, dout_TC
 
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2TR = _project(u_BLD, filters, weights)
-    step_bias, skip = weights.channels
+    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2BLR = weights.project(u_BLD)
     rates = weights.rates if recurrence == "selective" else None
     dv_2BLD, dlogits_2BLD, dk_2BLN, dq_2BLN, drates, dchannels = gpu.scan_backward(
-        "cuda", recurrence, dy_BLD.expand(2, -1, -1, -1), v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, skip, step_bias,
-        states, REVERSE,
+        "cuda", recurrence, dy_BLD.expand(2, -1, -1, -1), v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, weights.skip,
+        weights.step_bias, states, REVERSE,
     )  # fmt: skip
     del logits_2BLD
     dlogits_2TD = dlogits_2BLD.flatten(1, 2)
     dstep_2TR = torch.bmm(dlogits_2TD, weights.step_proj)
     dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
-    dstep_proj = _sum_over_tokens(dlogits_2TD, step_2TR, B)
+    dstep_proj = _sum_over_tokens(dlogits_2TD, step_2BLR.flatten(1, 2), B)
     dx_proj = _sum_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
     dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, weights.x_proj)
-    dfilters = elementwise.convolve_backward(u_BLD, dv_2BLD, filters, du_BLD)
+    dfilters = elementwise.convolve_backward(u_BLD, dv_2BLD, weights.conv, weights.conv_bias, du_BLD)
     del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
 
     duz_TE = duz_BLE.flatten(0, 1)
@@ -220,12 +203,13 @@ def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dire
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     rank = directions[3].shape[1]
     N, rank = (directions[2].shape[0] - rank) // 2, rank + -rank % 8
-    kept = (2, B, -(-L // gpu.CHUNK), N, D)
+    kept = (2, B, gpu.boundaries(L), N, D)
     fp32 = torch.float32
+    K = directions[0].shape[-1]
     shapes = [
         ((B * L, C), dtype), ((B * L,), fp32), ((B, L, 2 * D), dtype), ((B, L, D), dtype), (kept, fp32),
-        ((2 * D, C), dtype), ((2, rank + 2 * N, D), dtype), ((2, D, rank), dtype), ((2, 2, D), fp32),
-        ((2, D, N) if recurrence == "selective" else (0,), fp32),
+        ((2 * D, C), dtype), ((C, D), dtype), ((2, D, K), fp32), ((2, D), fp32), ((2, rank + 2 * N, D), dtype),
+        ((2, D, rank), dtype), ((2, D), fp32), ((2, D), fp32), ((2, D, N) if recurrence == "selective" else (0,), fp32),
     ]  # fmt: skip
     return x_BLC.new_empty(x_BLC.shape), *(x_BLC.new_empty(shape if keep else 0, dtype=t) for shape, t in shapes)
 

@@ -70,19 +70,35 @@ class PlainKernels:
         return dresidual + scale[:, None] * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))
 
     @staticmethod
-    def convolve(u, filters):
+    def pack(norm, in_proj, out_proj, directions, dtype):
+        half = len(directions) // 2
+        conv, conv_bias, x_proj, step, step_bias, skip = [
+            torch.stack(pair).to(dtype) for pair in list(zip(directions[:half], directions[half:]))[:6]
+        ]
+        rank = step.shape[2]
+        x_proj = torch.cat([F.pad(x_proj[:, :rank], (0, 0, 0, -rank % 8)), x_proj[:, rank:]], 1)
+        step = F.pad(step, (0, -rank % 8))
+        return [in_proj * norm, out_proj.clone(), conv.squeeze(2), conv_bias, x_proj, step, step_bias, skip]
+
+    @staticmethod
+    def convolve(u, conv, conv_bias):
         def one(u, weight, bias):
             taps = weight.shape[1]
             return F.silu(F.conv1d(F.pad(u.mT, (taps - 1, 0)), weight[:, None], bias, groups=len(weight)).mT)
 
-        weight_0, bias_0, weight_1, bias_1 = filters
-        return torch.stack([one(u, weight_0, bias_0), one(u.flip(1), weight_1, bias_1).flip(1)])
+        return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
 
     @classmethod
-    def convolve_backward(cls, u, dv, filters, du):
-        found, *dfilters = gradients(lambda u, *filters: cls.convolve(u, filters), [u, *filters], dv)
+    def project(cls, u, conv, conv_bias, x_proj, step_proj):
+        v = cls.convolve(u, conv, conv_bias)
+        projected = torch.einsum("gbld,gpd->gblp", v, x_proj)
+        return v, projected, torch.einsum("gblr,gdr->gbld", projected[..., : step_proj.shape[2]], step_proj)
+
+    @classmethod
+    def convolve_backward(cls, u, dv, conv, conv_bias, du):
+        found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
         du.copy_(found)
-        return torch.stack([torch.cat([dfilters[i].mT, dfilters[i + 1][None]]) for i in (0, 2)])
+        return torch.cat([dconv.mT, dconv_bias[:, None]], 1)
 
     @staticmethod
     def gate(y, z, scale, keep):
@@ -119,6 +135,7 @@ class PlainKernels:
 def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, monkeypatch):
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
     monkeypatch.setattr(operator, "elementwise", PlainKernels)
+    monkeypatch.setattr(operator, "project", PlainKernels.project)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
     monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

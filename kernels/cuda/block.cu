@@ -1,10 +1,11 @@
 // What surrounds the scan in a block: norm, convolutions and gate, and their gradients. All are bound by memory, so each
 // tensor is read and written once, and sums that a gradient needs stay on the chip until a block has finished its part.
 // Compiled by NVRTC with these macros:
-//   INPUT    element type of the tensors: bf16, fp16 or float; the residual stream, norms and weights are in fp32
-//   VECTOR   neighbouring channels that a lane moves at once
-//   WIDTH    model width C, of the norm
-//   TAPS     tokens that a convolution sees
+//   INPUT      element type of the tensors: bf16, fp16 or float; the residual stream is in fp32
+//   PARAMETER  that of the model's parameters
+//   VECTOR     neighbouring channels that a lane moves at once
+//   WIDTH      model width C, of the norm
+//   TAPS       tokens that a convolution sees
 //
 // B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
 
@@ -20,6 +21,45 @@ DEVICE float sum_over_warp(float x) {
 DEVICE float sigmoid(float x) { return reciprocal(1 + exp_fast(-x)); }
 // d silu(x) / dx, where s = sigmoid(x)
 DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
+
+// The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
+// behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor
+template <class F>
+DEVICE void for_each(i64 n, F f) {
+    for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) f(i);
+}
+DEVICE float value(const PARAMETER *p) {
+    return to_floats(load<1>(p)).at[0];
+}
+DEVICE void put(float *p, float x) { *p = x; }
+template <class E>
+DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
+
+#define PAIR(name) const PARAMETER *name##_0, const PARAMETER *name##_1
+extern "C" __global__ void __launch_bounds__(256, 2)
+pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(conv), PAIR(conv_bias), PAIR(x_proj),
+     PAIR(step), PAIR(step_bias), PAIR(skip), T *packed_in, T *packed_out, float *packed_conv, float *packed_conv_bias,
+     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 C, i64 D, i64 projections, i64 rank,
+     i64 padded_rank) {
+    for_each(2 * D * C, [&](i64 i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
+    for_each(C * D, [&](i64 i) { put(packed_out + i, value(out_proj + i)); });
+    for_each(2 * projections * D, [&](i64 i) {
+        i64 row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
+        const PARAMETER *p = i < projections * D ? x_proj_0 : x_proj_1;
+        put(packed_x + i, row >= rank && row < padded_rank ? 0 : value(p + from * D + i % D));
+    });
+    for_each(2 * D * padded_rank, [&](i64 i) {
+        i64 r = i % padded_rank, d = i / padded_rank;
+        put(packed_step + i, r < rank ? value((d < D ? step_0 : step_1) + d % D * rank + r) : 0);
+    });
+    for_each(2 * D * TAPS, [&](i64 i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
+    for_each(2 * D, [&](i64 i) {
+        i64 d = i % D;
+        packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
+        packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
+        packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
+    });
+}
 
 // xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
 // a token and keeps it in registers; the copy of x is what the block's last product is added to.
@@ -111,67 +151,18 @@ struct InFlight {
 constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
 static_assert(STEP > BACK);
 
-// v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
-// A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
-convolve(const T *__restrict__ u, i64 u_stride, const float *weights_0, const float *biases_0, const float *weights_1,
-         const float *biases_1, T *__restrict__ v, i64 B, i64 L, i64 D, i64 stretch) {
-    i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
-    i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
-    if (b >= B) return;
-    int begin = thread / (D / V) % stretches * stretch, end = min(L, begin + stretch), stride = u_stride;
-    Filter<V> forward(weights_0, biases_0, d), backward(weights_1, biases_1, d);
-    u += (b * L + begin) * stride + d;
-    T *v_0 = v + (b * L + begin) * D + d, *v_1 = v_0 + B * L * D;
-
-    Floats<V> window[2 * BACK + STEP];
-    InFlight<V, 2 * BACK> first;
-    InFlight<V, STEP> next;
-    first.fetch(u - i64(BACK) * stride, stride, begin - BACK, L);
-    u += i64(BACK) * stride;
-    next.fetch(u, stride, begin + BACK, L);
-#pragma unroll
-    for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
-#pragma unroll 1
-    for (int t = begin; t < end; t += STEP) {
-#pragma unroll
-        for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
-        u += i64(STEP) * stride;
-        next.fetch(u, stride, t + STEP + BACK, L);
-#pragma unroll
-        for (int i = 0; i < STEP; i++) {
-            Floats<V> sum_0 = forward.bias, sum_1 = backward.bias;
-#pragma unroll
-            for (int c = 0; c < V; c++) {
-#pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) {
-                    sum_0.at[c] = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0.at[c]);
-                    sum_1.at[c] = fmaf(backward.weight[tap][c], window[i + 2 * BACK - tap].at[c], sum_1.at[c]);
-                }
-                sum_0.at[c] *= sigmoid(sum_0.at[c]);
-                sum_1.at[c] *= sigmoid(sum_1.at[c]);
-            }
-            if (t + i < end) {
-                store(v_0, from_floats<T>(sum_0));
-                store(v_1, from_floats<T>(sum_1));
-            }
-            v_0 += D, v_1 += D;
-        }
-#pragma unroll
-        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
-    }
-}
-
-// The gradients of the convolutions' sums, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
+// The gradients of v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)) and
+// v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
+// Those of the sums in them, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
 // Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes V channels a lane and one
 // stretch of tokens after another, from STEP tokens before it on; the sums of a block's warps are added before it writes
 // its part of dfilters, (parts, 2, TAPS + 1, D) with the biases last.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 4 ? 3 : 4)
-convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const float *weights_0,
-                  const float *biases_0, const float *weights_1, const float *biases_1, T *__restrict__ du,
-                  i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch, i64 parts) {
+convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv,
+                  const float *__restrict__ weights, const float *__restrict__ biases, T *__restrict__ du, i64 du_stride,
+                  float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch, i64 parts) {
     constexpr int V = VECTOR < 2 ? 1 : 2;  // its windows and sums take the registers of more
     __shared__ Floats<V> sums[WARPS][2][TAPS + 1][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -179,7 +170,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     bool valid = d < D;
     i64 stretches = (L + stretch - 1) / stretch, loaded_d = min(d, D - V);
     int stride = u_stride, dv_stride = D;
-    Filter<V> forward(weights_0, biases_0, loaded_d), backward(weights_1, biases_1, loaded_d);
+    Filter<V> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
     for (i64 item = part * WARPS + warp; item < B * stretches; item += parts * WARPS) {

@@ -10,7 +10,7 @@
 //
 // G directions    B batch    L tokens    D channels    N states. Tokens are counted in the order a direction reads them.
 
-constexpr int CHUNK = 64;  // tokens between the states that forward keeps for backward
+constexpr int CHUNK = 64;  // tokens between the states that forward keeps for backward; the first, which is 0, it does not
 
 // A recurrence S_t = decay * S_{t-1} + drive, for one state n of one channel d. `gate` is what the logits become.
 //   keep, gradients   the element of backward: what to keep of a token while its states are recomputed, and from
@@ -160,7 +160,8 @@ struct KeysInFlight {
     }
 };
 
-// kept states are (G, B, chunks, N, D): neighbouring channels are neighbours in memory
-DEVICE i64 state_offset(i64 g, i64 b, i64 chunk, i64 n, i64 d, i64 B, i64 chunks, i64 D) {
-    return (((g * B + b) * chunks + chunk) * N + n) * D + d;
+// States between chunks or segments are (G, B, boundaries, N, D): neighbouring channels are neighbours in memory. Chunk i
+// starts at boundary i - 1, as no state is kept before the first.
+DEVICE i64 state_offset(i64 g, i64 b, i64 boundary, i64 n, i64 d, i64 B, i64 boundaries, i64 D) {
+    return (((g * B + b) * boundaries + boundary) * N + n) * D + d;
 }

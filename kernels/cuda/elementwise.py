@@ -11,6 +11,22 @@ from .scan import INPUT, _multiprocessors, _vector_of
 WARPS = 4  # of a block, as in block.cu
 
 
+def pack(norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The weights of a block, all of one dtype, as `block.Weights` wants them."""
+    (C, D), half = out_proj.shape, len(directions) // 2
+    conv, _, x_proj, step, *_ = directions[:half]
+    taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
+    padded = rank + -rank % 8
+    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections + padded - rank, D), (2, D, padded), (2, D), (2, D)]
+    fp32 = torch.float32
+    dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
+    packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+    pairs = [t.contiguous() for pair in list(zip(directions[:half], directions[half:]))[:6] for t in pair]
+    arguments = [norm_C, in_proj.contiguous(), out_proj.contiguous(), *pairs, *packed, C, D, shapes[4][1], rank, padded]
+    launch("block", "pack", _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype), 2 * _multiprocessors(norm_C.device), 256, arguments)
+    return packed
+
+
 def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and a copy of x, which costs little here."""
     T, C = x_TC.shape
@@ -30,30 +46,21 @@ def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresid
     return dx_TC
 
 
-def convolve(u_BLD: Tensor, filters: list[Tensor]) -> Tensor:
-    """v_2BLD, the convolutions and SiLU of both directions. `filters`: weight (D, taps) and bias of each in turn."""
+def convolve_backward(
+    u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor
+) -> Tensor:
+    """Writes du_BLD; returns the gradients of weights and biases as (2, K + 1, D) in fp32, the biases last."""
     B, L, D = u_BLD.shape
-    v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    macros = _macros(u_BLD, _vector(4, u_BLD), taps=filters[0].shape[-1])
-    threads = B * D // macros["VECTOR"]
-    stretch = _stretch(64, L, threads, u_BLD.device)
-    threads *= -(-L // stretch)
-    arguments = [u_BLD, u_BLD.stride(1), *filters, v_2BLD, B, L, D, stretch]
-    launch("block", "convolve", macros, -(-threads // (32 * WARPS)), 32 * WARPS, arguments)
-    return v_2BLD
-
-
-def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, filters: list[Tensor], du_BLD: Tensor) -> Tensor:
-    """Writes du_BLD; returns the gradients of the filters as (2, taps + 1, D) in fp32, the bias last."""
-    B, L, D = u_BLD.shape
-    taps = filters[0].shape[-1]
+    taps = conv_2DK.shape[2]
     macros = _macros(u_BLD, _vector(4, u_BLD, du_BLD), taps=taps)
     blocks = -(-D // (32 * min(2, macros["VECTOR"])))
     stretch = _stretch(128, L, 32 * B * blocks, u_BLD.device)
     # no more parts than keep the GPU busy: each is written, and added by another kernel
     parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
-    arguments = [u_BLD, u_BLD.stride(1), dv_2BLD, *filters, du_BLD, du_BLD.stride(1), dfilters, B, L, D, stretch, parts]
+    arguments = [
+        u_BLD, u_BLD.stride(1), dv_2BLD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1), dfilters, B, L, D, stretch, parts,
+    ]  # fmt: skip
     launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
     return dfilters.sum(0)
 
