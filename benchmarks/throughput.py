@@ -88,7 +88,7 @@ GROUPS = {
     "scan backward": r"scan_backward|sum_keys",
     "scan segments": r"scan_summary|scan_combine",
     "attention": r"flash|fmha|sdpa|attention",
-    "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
+    "convolution, small projections": r"convol|^_project|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
     "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas",
     "norm, gate": r"norm|gate|gammabeta",
     "optimizer": r"adam|multi_tensor_apply",
