@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import gpu
@@ -33,11 +32,10 @@ torch.library.define(
 )
 
 
-def unsupported(x_BLC: Tensor, state_size: int) -> str | None:
-    """Why `block` does not run on this device and these states, or None."""
-    if state_size not in gpu.STATE_SIZES or gpu.backend(x_BLC.device) != "cuda":
-        return "the fused block needs the cuda backend and a state size of its own"
-    return None
+def supports(x_BLC: Tensor, state_size: int) -> bool:
+    """Whether `block` takes this residual stream and this number of states, on this machine."""
+    kind = x_BLC.is_cuda and x_BLC.dtype == torch.float32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
+    return kind and gpu.backend(x_BLC.device) == "cuda"
 
 
 def block(
@@ -65,7 +63,7 @@ def block(
 
 
 class Weights(NamedTuple):
-    """The weights as the kernels and products take them: those of projections in the dtype of the products, others fp32."""
+    """The weights as the kernels and products take them: projections in the products' dtype, others in fp32."""
 
     in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
     out_proj: Tensor  # (C, D)
@@ -78,7 +76,9 @@ class Weights(NamedTuple):
     rates: Tensor  # (2, D, N), A; empty if the recurrence has none
 
     @classmethod
-    def of(cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> Weights:
+    def of(
+        cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
+    ) -> Weights:
         packed = elementwise.pack(norm_C, in_proj, out_proj, directions, dtype)
         half = len(directions) // 2
         A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
@@ -97,8 +97,6 @@ class Weights(NamedTuple):
 
 def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     """The block's output, and what backward needs if `keep`, else empty tensors."""
-    if x_BLC.numel() == 0:
-        return _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep)
     B, L, C = x_BLC.shape
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     xhat_TC, scale_T, out_TC = elementwise.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
@@ -155,14 +153,8 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     rank, padded = directions[3].shape[1], weights.step_proj.shape[-1]
     if padded > rank:
         dx_proj = torch.cat([dx_proj[:, :rank], dx_proj[:, padded:]], dim=1)
-    by_direction = [
-        dfilters[:, :-1].mT,
-        dfilters[:, -1],
-        dx_proj,
-        dstep_proj[..., :rank],
-        dchannels[:, 1],
-        dchannels[:, 0],
-    ]
+    dskip, dstep_bias = dchannels.unbind(1)
+    by_direction = [dfilters[:, :-1].mT, dfilters[:, -1], dx_proj, dstep_proj[..., :rank], dstep_bias, dskip]
     if recurrence == "selective":
         by_direction.append(drates * weights.rates)  # as d(-exp(A_log)) / dA_log is -exp(A_log)
     gradients = [(dfolded * in_proj).sum(0), dfolded * norm_C, dout_proj]

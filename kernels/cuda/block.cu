@@ -209,7 +209,14 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
 // Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes V channels a lane and one
 // stretch of tokens after another, from STEP tokens before it on; the sums of a block's warps are added before it writes
 // its part of dfilters, (parts, 2, TAPS + 1, D) with the biases last.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 4 ? 3 : 4)
+template <class E>
+constexpr int FITTING = 3;  // blocks on a multiprocessor, as the registers allow
+template <>
+constexpr int FITTING<bf16> = 4;
+template <>
+constexpr int FITTING<float> = 2;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, FITTING<T>)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv,
                   const float *__restrict__ weights, const float *__restrict__ biases, T *__restrict__ du, i64 du_stride,
                   float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch, i64 parts) {
@@ -218,14 +225,14 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 blocks = (D + 32 * V - 1) / (32 * V), part = blockIdx.x / blocks, d = (blockIdx.x % blocks * 32 + lane) * V;
     bool valid = d < D;
-    i64 stretches = (L + stretch - 1) / stretch, loaded_d = min(d, D - V);
-    int stride = u_stride, dv_stride = D;
+    i64 loaded_d = min(d, D - V);
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches, stride = u_stride, dv_stride = D;
     Filter<V> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
-    for (i64 item = part * WARPS + warp; item < B * stretches; item += parts * WARPS) {
+    for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
         i64 b = item / stretches;
-        int begin = item % stretches * stretch, end = min(L, begin + stretch), t = begin - STEP;
+        int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
         const T *us = u + (b * L + t + BACK) * stride + loaded_d, *dv_1 = dv + ((B + b) * L + t) * D + loaded_d;
         const T *dv_0 = dv + (b * L + t + BACK) * D + loaded_d;
         T *dus = du + (b * L + t) * du_stride + d;
