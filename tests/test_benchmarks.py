@@ -18,7 +18,7 @@ import throughput
         ("pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
-        ("_project", "convolution, small projections"),
+        ("convolve_backward", "convolution"),
         ("rms_norm_backward", "norm, gate"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "other"),
