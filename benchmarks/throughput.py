@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import io
+import itertools
 import json
 import re
 import statistics
@@ -34,8 +35,7 @@ import vil  # noqa: F401  registers the models
 from vil.training.summary import write_atomically
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
-SIZES = ("small", "tiny")
-MODELS = [model.format(size) for size in SIZES for model in ("vil_{}", "vim_{}", "deit_{}_patch16_224")]
+MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
 RESOLUTIONS = (224, 384, 512, 768, 1024, 1280, 1536)
 PATCHES = 128 * 14**2  # of a training batch, at any resolution: 128 images of 224 pixels
 
@@ -135,14 +135,16 @@ def main() -> None:
     print("| case | model |", *(f"{mode} |" for mode in modes), "best | published ViM | must | aim |")
     print("| --- | --- |", *("--- |" for _ in modes), "--- | --- | --- | --- |")
     results: list[list[Result]] = []
-    for case in cases:
-        for model in models:
+    try:
+        for case, model in itertools.product(cases, models):
             results.append(measure(model, case, modes, device))
             print(row(results[-1]), flush=True)
             if args.json:
                 records = [{**asdict(r), "case": r.case._asdict()} for of_model in results for r in of_model]
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(args.json, json.dumps(records, indent=1))
+    except KeyboardInterrupt:
+        print("\ninterrupted: the rest was not measured")
     print("\nMilliseconds of GPU time of a step in the best mode, by group of kernels, and of the step itself:\n")
     print("| case | model | mode |", *(f"{group} |" for group in GROUPS), "sum | step |")
     print("| --- | --- | --- |", *("--- |" for _ in GROUPS), "--- | --- |")
