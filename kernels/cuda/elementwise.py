@@ -19,16 +19,8 @@ def pack(
     conv, _, x_proj, step, *_ = directions[:half]
     taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
     padded = rank + -rank % 8
-    shapes = [
-        (2 * D, C),
-        (C, D),
-        (2, D, taps),
-        (2, D),
-        (2, projections + padded - rank, D),
-        (2, D, padded),
-        (2, D),
-        (2, D),
-    ]
+    projections += padded - rank
+    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
     fp32 = torch.float32
     dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
     packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
