@@ -34,7 +34,7 @@ torch.library.define(
 
 def supports(x_BLC: Tensor, state_size: int) -> bool:
     """Whether `block` takes this residual stream and this number of states, on this machine."""
-    kind = x_BLC.is_cuda and x_BLC.dtype == torch.float32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
+    kind = x_BLC.dtype == torch.float32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
     return kind and gpu.backend(x_BLC.device) == "cuda"
 
 

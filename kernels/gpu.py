@@ -81,6 +81,7 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     return _module("triton", device)
 
 
+@torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
 def backend(device: torch.device) -> str | None:
     """What "auto" runs on this device: "cuda", "triton", or None for a CPU."""
     if device.type != "cuda":

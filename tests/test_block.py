@@ -161,6 +161,12 @@ def test_plain_path_is_taken_without_a_gpu():
     assert not vil_block.runs_fused(make_block(LonghornMixer, 16), torch.randn(1, 5, 16))
 
 
+def test_compiles_without_graph_breaks():
+    block = make_block(LonghornMixer, 16)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
+
+
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
 
 
@@ -210,6 +216,9 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, poison, plain):
         vil_block.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
+            if expected.norm() == 0:  # of rates that only the token behind the first could show
+                assert fused[name].norm() == 0, name
+                continue
             error = relative_error(fused[name], expected)
             assert error < max(tolerance, 2 * relative_error(reference[name], expected)), (autocast, name, error)
 

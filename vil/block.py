@@ -196,6 +196,9 @@ class Block(nn.Module):
         return x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
 
 
+FUSED_PARTS = {
+    RMSNorm, LonghornMixer, MambaMixer, nn.ModuleList, LonghornDirection, MambaDirection, TokenConv1d, nn.Linear,
+}  # fmt: skip
 _fused = True
 
 
@@ -230,15 +233,3 @@ def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
         mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
         directions, dtype,
     )  # fmt: skip
-
-
-FUSED_PARTS = {
-    RMSNorm,
-    LonghornMixer,
-    MambaMixer,
-    nn.ModuleList,
-    LonghornDirection,
-    MambaDirection,
-    TokenConv1d,
-    nn.Linear,
-}

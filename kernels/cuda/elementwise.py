@@ -37,7 +37,7 @@ def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tens
     xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
     scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
     copy_TC = torch.empty_like(x_TC)
-    _launch("rms_norm", _macros(xhat_TC, _vector_of(4, C), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
+    _launch("rms_norm", _macros(xhat_TC, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
     return xhat_TC, scale_T, copy_TC
 
 
@@ -46,7 +46,7 @@ def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresid
     T, C = xhat_TC.shape
     dx_TC = torch.empty_like(dresidual_TC)
     arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, T]
-    _launch("rms_norm_backward", _macros(xhat_TC, _vector_of(4, C), width=C), T, arguments)
+    _launch("rms_norm_backward", _macros(xhat_TC, _vector(4, dresidual_TC), width=C), T, arguments)
     return dx_TC
 
 
