@@ -8,8 +8,9 @@ gradient scaler; fp32 without TF32. Weights and images are the same in every pre
 from fp32 only in the seed of the images, and its distance from fp32 is the noise that the others are compared with.
 
 The images never repeat. A class is one of 10 smooth random textures in each of the 3 colours, hence 1000 classes; an
-image is those plus a smooth random texture as strong as `--noise` says, seen through a random crop, and white noise.
-So the loss falls, but not to zero. Exits with an error if anything but the gradients of a step that the scaler skipped was not finite.
+image is those plus a smooth random texture as strong as `--noise` says, seen through a random crop, and white noise. So
+the loss falls, but not to zero. Exits with an error if anything but the gradients of a step that the scaler skipped was
+not finite.
 
     S steps    B batch
 """
