@@ -85,7 +85,7 @@ GOALS = {
 # group: the kernels whose name matches, where none before it does
 GROUPS = {
     "scan forward": r"scan_forward",
-    "scan backward": r"scan_backward|sum_keys",
+    "scan backward": r"scan_backward|sum_keys|sum_parts",
     "scan segments": r"scan_summary|scan_combine",
     "attention": r"flash|fmha|sdpa|attention",
     "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
