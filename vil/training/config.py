@@ -34,6 +34,9 @@ class Config:
     val_split: str = _option("validation", "name of the validation split")
     num_classes: int | None = _option(None, "classes; read from the dataset where it knows them")
     workers: int = _option(8, "loader processes per training process")
+    augment_on_device: bool = _option(
+        False, "decode and augment training images on the training device (nvJPEG on a GPU), not in the loader"
+    )
     # model
     model: str = _option("vil_tiny", "timm model")
     model_kwargs: dict | None = _option(None, "further arguments of the model, as KEY=VALUE")

@@ -6,12 +6,14 @@ in the epoch alone: not on the number of processes, loader workers or accumulati
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import multiprocessing
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +27,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .config import Config, ConfigError
+from .device_loader import DeviceLoader, DrawingTransform, EncodedImage, collate_encoded, is_plain_jpeg
 
 _logger = logging.getLogger(__name__)
 
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
+IMAGE_ERRORS = (OSError, SyntaxError, Image.DecompressionBombError)  # PIL's ways to say that a file is broken
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
 # Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
 # the draws do not depend on their number as long as each holds a multiple of it.
@@ -161,13 +165,38 @@ class ImageReader(Dataset):
             try:
                 file, target = self.dataset.reader[i]
                 return Image.open(file).convert("RGB"), target
-            except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL's ways to say it is broken
+            except IMAGE_ERRORS as error:
                 _logger.warning("skipped an unreadable image: %s (%s)", self.dataset.reader.filename(i), error)
                 with self._skipped.get_lock():
                     self._skipped.value += 1
         if self.is_training:
             raise OSError("no image of the training split can be read")
         return Image.new("RGB", (256, 256)), UNREADABLE
+
+
+class EncodedReader(ImageReader):
+    """For training as `ImageReader`, but what a device can decode comes as an `EncodedImage`."""
+
+    def __init__(self, dataset, transform, draw: DrawingTransform):
+        super().__init__(dataset, transform, is_training=True)
+        self.draw = draw
+
+    def __getitem__(self, key: tuple[int, int]):
+        index, seed = key
+        try:
+            file, target = self.dataset.reader[index]
+            data = file.read()
+            header = Image.open(io.BytesIO(data))
+        except IMAGE_ERRORS:  # `finish` says so
+            return self.finish(key)
+        if not is_plain_jpeg(data, header):
+            return self.finish(key)
+        seed_everything(seed)
+        return EncodedImage(key, data, self.draw(header)), target
+
+    def finish(self, key: tuple[int, int]):
+        """The image as timm's transform augments it on the CPU: the same draws, the same care for broken files."""
+        return super().__getitem__(key)
 
 
 class TrainingBatches:
@@ -247,6 +276,8 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
+    if config.augment_on_device:
+        return _device_loader(dataset, transform, data_config, device, config.workers, batches)
     return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch)
 
 
@@ -285,6 +316,20 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         **order,
     )
     return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+
+
+def _device_loader(dataset, transform, data_config, device, workers, batches):
+    if isinstance(dataset, IterableImageDataset):
+        raise ConfigError("augment_on_device reads images by their index, which a dataset that streams does not have")
+    draw = DrawingTransform(transform)
+    loader = DataLoader(
+        EncodedReader(dataset, transform, draw),
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=partial(collate_encoded, size=draw.size),
+        persistent_workers=workers > 0,
+    )
+    return DeviceLoader(loader, draw, data_config, device)
 
 
 def unreadable_images(loader) -> int:
