@@ -17,6 +17,10 @@ from torchvision.transforms.v2 import functional as TF
 ARGUMENTS = 6  # of an operation: the affine ones need a matrix, the others one number or none
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)  # pageable memory is copied before this returns
+
+
 def crop_resize_flip(
     images: Sequence[Tensor], boxes: np.ndarray, flips: np.ndarray, size: tuple[int, int], interpolation: str
 ) -> Tensor:
@@ -40,13 +44,13 @@ def crop_resize_flip(
         for crop, row in zip(crops, rows.tolist()):
             top, left, h, w = boxes[row].tolist()
             crop[:, :h, :w] = images[row][:, top : top + h, left : left + w]
-        extents = torch.from_numpy(boxes[rows, 2:]).to(device)
+        extents = to_device(boxes[rows, 2:], device)
         vertical = _resize_weights(extents[:, 0], size[0], height, interpolation)
         horizontal = _resize_weights(extents[:, 1], size[1], width, interpolation)
-        flipped = torch.from_numpy(flips[rows]).to(device)[:, None, None]
+        flipped = to_device(flips[rows], device)[:, None, None]
         horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
         narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL, too, rounds between the two directions
-        resized[torch.from_numpy(rows).to(device)] = _round(vertical[:, None] @ narrow).to(torch.uint8)
+        resized[to_device(rows, device)] = _round(vertical[:, None] @ narrow).to(torch.uint8)
     return resized
 
 
@@ -90,8 +94,8 @@ def apply_operations(
     for turn in range(names.shape[1]):
         order = np.argsort(names[place, turn], kind="stable")
         place = place[order]
-        images = images[torch.from_numpy(order).to(images.device)]
-        values = arguments[torch.from_numpy(place).to(images.device), turn]
+        images = images[to_device(order, images.device)]
+        values = arguments[to_device(place, images.device), turn]
         found, starts = np.unique(names[place, turn], return_index=True)
         for name, start, end in zip(found.tolist(), starts.tolist(), [*starts[1:].tolist(), len(place)]):
             group, value = images[start:end], values[start:end]
@@ -99,7 +103,7 @@ def apply_operations(
                 images[start:end] = affine(group, value, fill, interpolation)
             elif name:
                 images[start:end] = POINTWISE[name](group, value[:, 0, None, None, None])
-    return images[torch.from_numpy(np.argsort(place)).to(images.device)]
+    return images[to_device(np.argsort(place), images.device)]
 
 
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
@@ -126,25 +130,28 @@ def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolati
     y = torch.arange(height, device=images.device)[:, None] + 0.5
     x, y = a * x + b * y + c, d * x + e * y + f
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-    moved = torch.zeros(images.shape, device=images.device)
-    pixels = images.flatten(2)
     columns, column_weights = _taps(x - 0.5, width, interpolation)
-    for row, row_weight in zip(*_taps(y - 0.5, height, interpolation)):
-        for column, column_weight in zip(columns, column_weights):
-            index = (row * width + column).flatten(1)[:, None].expand(-1, 3, -1)
-            moved.addcmul_(pixels.gather(2, index).view_as(images), (row_weight * column_weight)[:, None])
+    rows, row_weights = _taps(y - 0.5, height, interpolation)
+    pixels, moved = images.flatten(2), 0
+    for row, row_weight in zip(rows.split(1, dim=1), row_weights.split(1, dim=1)):
+        index = (row * width + columns).flatten(1)[:, None].expand(-1, 3, -1)
+        taps = pixels.gather(2, index).view(-1, 3, *columns.shape[1:])
+        moved = moved + (taps * (row_weight * column_weights)[:, None]).sum(2)
     outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(3, 1, 1)
     # PIL does not round here; the little that is added undoes rounding to below a whole number
-    return torch.where(inside[:, None], moved.add_(1e-3).clamp_(0, 255), outside).to(torch.uint8)
+    return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside).to(torch.uint8)
 
 
-def _taps(position: Tensor, length: int, interpolation: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The pixels about a position along one axis, those beyond the edge being the edge's, and their weights."""
-    first = position.floor()
-    offsets = (0, 1) if interpolation == "bilinear" else (-1, 0, 1, 2)
-    pixels = [(first + offset).clamp(0, length - 1).long() for offset in offsets]
-    distances = [(position - first - offset).abs() for offset in offsets]
-    return pixels, [_kernel(x, interpolation, a=-1) for x in distances]  # this cubic is not the one PIL resizes with
+def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor, Tensor]:
+    """(B, taps, H, W): the pixels about a position along one axis, the edge's in place of those beyond; their weights.
+
+    PIL's cubic is another one here than where it resizes.
+    """
+    first = position_BHW.floor()[:, None]
+    offsets = torch.arange(2) if interpolation == "bilinear" else torch.arange(-1, 3)
+    pixels = first + offsets.to(first.device, non_blocking=True)[:, None, None]
+    weights = _kernel((position_BHW[:, None] - pixels).abs(), interpolation, a=-1)
+    return pixels.clamp(0, length - 1).long(), weights
 
 
 def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:

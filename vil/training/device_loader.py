@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import Compose, RandomHorizontalFlip
 
-from .batched_transforms import GEOMETRIC, POINTWISE, affine_matrix, apply_operations, crop_resize_flip
+from .batched_transforms import GEOMETRIC, POINTWISE, affine_matrix, apply_operations, crop_resize_flip, to_device
 from .config import ConfigError
 
 
@@ -192,16 +192,16 @@ class DeviceLoader:
                 self.stream.synchronize()
             images = torch.empty(len(batch.targets), 3, *self.transform.size, dtype=torch.uint8, device=self.device)
             if batch.ready is not None:
-                images[self._to_device(batch.ready_rows)] = batch.ready.to(self.device)
+                images[to_device(batch.ready_rows, self.device)] = batch.ready.to(self.device)
             decoded = decode(list(batch.data.split(batch.lengths)), self.device) if batch.lengths else []
             good = np.array([i for i, image in enumerate(decoded) if image is not None], dtype=np.int64)
             if len(good):
-                images[self._to_device(batch.rows[good])] = self._transform(
+                images[to_device(batch.rows[good], self.device)] = self._transform(
                     [decoded[i] for i in good],
                     batch.boxes[good],
                     batch.flips[good],
                     batch.names[good],
-                    self._to_device(batch.arguments[good]),
+                    to_device(batch.arguments[good], self.device),
                 )
             return images, [i for i, image in enumerate(decoded) if image is None]
 
@@ -209,9 +209,6 @@ class DeviceLoader:
         transform = self.transform
         crops = crop_resize_flip(images, boxes, flips, transform.size, transform.interpolation)
         return apply_operations(crops, names, arguments, transform.fill, transform.interpolation)
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _finish(self, batch: EncodedBatch, augmented: Future) -> tuple[Tensor, Tensor]:
         images, failed = augmented.result()
