@@ -312,8 +312,9 @@ def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, mon
 def test_a_dataset_that_streams_is_refused(photo_folder):
     streaming = data.IterableImageDataset.__new__(data.IterableImageDataset)
     config = Config(augment_on_device=True)
+    batches = data.TrainingBatches(4, Config(global_batch_size=4), 4, 0, 1)
     with pytest.raises(ConfigError, match="a dataset that streams does not have"):
-        data.training_loader(streaming, config, dict(input_size=(3, 48, 48), **IMAGENET), torch.device("cpu"), None)
+        data.training_loader(streaming, config, dict(input_size=(3, 48, 48), **IMAGENET), torch.device("cpu"), batches)
 
 
 # training

@@ -287,9 +287,8 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
-    if config.augment_on_device:
-        return _device_loader(dataset, transform, data_config, device, config.workers, batches)
-    return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch)
+    draw = DrawingTransform(transform) if config.augment_on_device else None
+    return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch, draw)
 
 
 def evaluation_loader(
@@ -309,38 +308,28 @@ def evaluation_loader(
     return _create_loader(dataset, transform, data_config, device, workers, batches, batch_size)
 
 
-def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size):
+def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size, draw=None):
     is_training = isinstance(batches, TrainingBatches)
+    if draw and isinstance(dataset, IterableImageDataset):
+        raise ConfigError("augment_on_device reads images by their index, which a dataset that streams does not have")
     if isinstance(dataset, IterableImageDataset):  # it streams, in an order of its own
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=workers)
         order = dict(batch_size=batch_size, drop_last=is_training)
     else:
-        dataset = ImageReader(dataset, transform, is_training)
+        dataset = EncodedReader(dataset, transform, draw) if draw else ImageReader(dataset, transform, is_training)
         order = dict(batch_sampler=batches)
     loader = DataLoader(
         dataset,
         num_workers=workers,
-        collate_fn=fast_collate,
-        pin_memory=device.type == "cuda",
+        collate_fn=partial(collate_encoded, size=draw.size) if draw else fast_collate,
+        pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
         persistent_workers=workers > 0,
         **order,
     )
+    if draw:
+        return DeviceLoader(loader, draw, data_config, device)
     return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
-
-
-def _device_loader(dataset, transform, data_config, device, workers, batches):
-    if isinstance(dataset, IterableImageDataset):
-        raise ConfigError("augment_on_device reads images by their index, which a dataset that streams does not have")
-    draw = DrawingTransform(transform)
-    loader = DataLoader(
-        EncodedReader(dataset, transform, draw),
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=partial(collate_encoded, size=draw.size),
-        persistent_workers=workers > 0,
-    )
-    return DeviceLoader(loader, draw, data_config, device)
 
 
 def unreadable_images(loader) -> int:
