@@ -98,8 +98,8 @@ def time_loaders(options) -> None:
     for path, workers in itertools.product(options.paths, options.workers):
         loader, augment = create_loader(options, path, workers)
         batches = (augment(*batch, 0, i * options.batch_size) for i, batch in enumerate(loader))
-        # the first batches are those that the workers had prepared while the first of all was waited for
-        images_per_second = rate(batches, 3 * workers + 2, step, options)
+        # until then we get what the workers prepared while they started
+        images_per_second = rate(batches, 2 * workers + 1, step, options)
         print(f"| {path} | {workers} | {images_per_second:.0f} |", flush=True)
 
 
