@@ -24,7 +24,15 @@ from torch.utils.data import DataLoader
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import Compose, RandomHorizontalFlip
 
-from .batched_transforms import GEOMETRIC, POINTWISE, affine_matrix, apply_operations, crop_resize_flip, to_device
+from .batched_transforms import (
+    ARGUMENTS,
+    GEOMETRIC,
+    POINTWISE,
+    affine_matrix,
+    apply_operations,
+    crop_resize_flip,
+    to_device,
+)
 from .config import ConfigError
 
 
@@ -114,7 +122,7 @@ class EncodedBatch:
     boxes: np.ndarray
     flips: np.ndarray
     names: np.ndarray  # (files, turns) of the operations
-    arguments: np.ndarray  # (files, turns, 6)
+    arguments: np.ndarray  # (files, turns, ARGUMENTS)
     ready_rows: np.ndarray
     ready: Tensor | None
 
@@ -126,7 +134,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
     draws = [file.draws for file in files.values()]
     turns = max((len(d.operations) for d in draws), default=0)
     names = np.zeros((len(files), turns), dtype="<U16")
-    arguments = np.zeros((len(files), turns, 6), dtype=np.float32)
+    arguments = np.zeros((len(files), turns, ARGUMENTS), dtype=np.float32)
     for i, d in enumerate(draws):
         for turn, (name, values) in enumerate(d.operations):
             if name in GEOMETRIC:
@@ -183,17 +191,17 @@ class DeviceLoader:
             while ahead:
                 yield self._finish(*ahead.popleft())
 
-    def _augment(self, batch: EncodedBatch) -> tuple[Tensor, list[int]]:
-        """The batch's images (B, 3, H, W) uint8, and which of its files the device could not decode."""
+    def _augment(self, batch: EncodedBatch) -> tuple[Tensor, list[int], torch.cuda.Event | None]:
+        """The batch's images (B, 3, H, W) uint8, which of its files were not decoded, and what to wait for."""
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             if self.stream:
                 # torchvision's decoder writes on a stream of its own to memory that comes from this one's pool, and
                 # does not wait for this one: what was queued here may still be reading that memory
                 self.stream.synchronize()
+            decoded = decode(list(batch.data.split(batch.lengths)), self.device) if batch.lengths else []
             images = torch.empty(len(batch.targets), 3, *self.transform.size, dtype=torch.uint8, device=self.device)
             if batch.ready is not None:
                 images[to_device(batch.ready_rows, self.device)] = batch.ready.to(self.device)
-            decoded = decode(list(batch.data.split(batch.lengths)), self.device) if batch.lengths else []
             good = np.array([i for i, image in enumerate(decoded) if image is not None], dtype=np.int64)
             if len(good):
                 images[to_device(batch.rows[good], self.device)] = self._transform(
@@ -203,7 +211,8 @@ class DeviceLoader:
                     batch.names[good],
                     to_device(batch.arguments[good], self.device),
                 )
-            return images, [i for i, image in enumerate(decoded) if image is None]
+            failed = [i for i, image in enumerate(decoded) if image is None]
+            return images, failed, self.stream.record_event() if self.stream else None
 
     def _transform(self, images, boxes, flips, names, arguments) -> Tensor:
         transform = self.transform
@@ -211,10 +220,10 @@ class DeviceLoader:
         return apply_operations(crops, names, arguments, transform.fill, transform.interpolation)
 
     def _finish(self, batch: EncodedBatch, augmented: Future) -> tuple[Tensor, Tensor]:
-        images, failed = augmented.result()
-        if self.stream:
+        images, failed, done = augmented.result()
+        if done:
             consumer = torch.cuda.current_stream(self.device)
-            consumer.wait_stream(self.stream)
+            consumer.wait_event(done)
             images.record_stream(consumer)
         for i in failed:  # here and not in the thread, since it draws from the process's generators
             row = int(batch.rows[i])
