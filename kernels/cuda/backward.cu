@@ -304,8 +304,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
               const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
               const float *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
-              T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ dchannels,
-              float *__restrict__ drates, i64 directions, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks,
+              T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks,
               i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
@@ -373,13 +372,15 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
 
     ChannelSums sums = {};
     KeysInFlight<KEY_TOKENS, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
+    keys.fetch(last * CHUNK, end - last * CHUNK);
     int buffer = 0;
 #pragma unroll 1
     for (int chunk = last; chunk >= first; chunk--, tiles = TILES) {
         int start = chunk * CHUNK, chunk_tokens = min(CHUNK, end - start);
         __syncthreads();
+        keys.put(block.keys);
 #pragma unroll 1
-        for (int t = 0; t < chunk_tokens; t += KEY_TOKENS) {
+        for (int t = KEY_TOKENS; t < chunk_tokens; t += KEY_TOKENS) {
             keys.fetch(start + t, chunk_tokens - t);
             keys.put(block.keys, t);
         }
@@ -401,6 +402,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             }
         }
         copy_states(before[2 * tiles - 2], S);
+        keys.fetch(max(start - CHUNK, 0), CHUNK);
 #pragma unroll 1
         for (int tile = tiles - 1; tile >= 0; tile--) {
             int t0 = start + tile * TILE, tokens = min(TILE, end - t0);
@@ -424,32 +426,53 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         }
     }
 
-    // (segments and batch, G, 2, D): dskip and dbias; (segments and batch, G, D, N): dA
-    i64 part = (at.b * segments + at.segment) * directions + at.g;
+    // a row of a sequence's segment has dskip and dbias as (G, 2, D), then dA as (G, D, N)
+    i64 channels = directions * 2 * D, columns = channels + (R::HAS_RATES ? directions * D * N : 0);
+    float *row = rows + (at.b * segments + at.segment) * columns;
 #pragma unroll
     for (int c = 0; c < C; c++) {
         float skip = sum_over_quads(sums.skip.at[c]), bias = sum_over_quads(sums.bias.at[c]);
         if (at.quad == 0 && at.valid) {
-            dchannels[(part * 2 + 0) * D + at.d + c] = skip;
-            dchannels[(part * 2 + 1) * D + at.d + c] = bias;
+            row[(at.g * 2 + 0) * D + at.d + c] = skip;
+            row[(at.g * 2 + 1) * D + at.d + c] = bias;
         }
         if (R::HAS_RATES && at.valid) {
 #pragma unroll
-            for (int n = 0; n < NL; n++) drates[(part * D + at.d + c) * N + 4 * at.quad + n] = dA[n][c];
+            for (int n = 0; n < NL; n++) row[channels + (at.g * D + at.d + c) * N + 4 * at.quad + n] = dA[n][c];
         }
     }
 }
 
-// dk and dq of every token from the blocks' parts, in the order of the blocks; a thread adds 4 states
-extern "C" __global__ void sum_keys(const float *parts, T *dk, T *dq, i64 blocks, i64 tokens) {
-    i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x;
-    if (i >= tokens * 2 * QUADS) return;
-    Floats<4> sum = {};
-    for (i64 b = 0; b < blocks; b++) {
-        Floats<4> part = load<4>(parts + (b * tokens * 2 * QUADS + i) * 4);
+// Sums of parts in a fixed order, all in one launch of blocks of 256 threads: dk and dq of every token over the blocks of
+// channels, where a thread adds 4 states; then the columns of the `rows`, where 8 threads share a sum
+extern "C" __global__ void sum_parts(const float *dkeys, T *dk, T *dq, i64 key_parts, i64 tokens, const float *rows,
+                                     float *dchannels, float *drates, i64 parts, i64 channels, i64 columns) {
+    __shared__ float slices[8][32];
+    i64 key_items = tokens * 2 * QUADS, key_blocks = (key_items + 255) / 256;
+    if (blockIdx.x < key_blocks) {
+        i64 i = blockIdx.x * i64(256) + threadIdx.x;
+        if (i >= key_items) return;
+        Floats<4> sum = {};
+#pragma unroll 4
+        for (i64 p = 0; p < key_parts; p++) {
+            Floats<4> part = load<4>(dkeys + (p * key_items + i) * 4);
 #pragma unroll
-        for (int n = 0; n < 4; n++) sum.at[n] += part.at[n];
+            for (int n = 0; n < 4; n++) sum.at[n] += part.at[n];
+        }
+        i64 token = i / (2 * QUADS), n = i % QUADS * 4;
+        store((i / QUADS % 2 ? dq : dk) + token * N + n, from_floats<T>(sum));
+    } else {
+        int slice = threadIdx.x / 32, lane = threadIdx.x % 32;
+        i64 column = (blockIdx.x - key_blocks) * 32 + lane;
+        float sum = 0;
+        if (column < columns)
+#pragma unroll 8
+            for (i64 p = slice; p < parts; p += 8) sum += rows[p * columns + column];
+        slices[slice][lane] = sum;
+        __syncthreads();
+        if (slice > 0 || column >= columns) return;
+#pragma unroll
+        for (int s = 1; s < 8; s++) sum += slices[s][lane];
+        *(column < channels ? dchannels + column : drates + (column - channels)) = sum;
     }
-    i64 token = i / (2 * QUADS), n = i % QUADS * 4;
-    store((i / QUADS % 2 ? dq : dk) + token * N + n, from_floats<T>(sum));
 }

@@ -61,15 +61,18 @@ def backward(
     dx, dlogits = new(x.shape, dtype=x.dtype), new(x.shape, dtype=x.dtype)
     dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
     dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
-    dchannels = new(B * segments, G, 2, D, dtype=torch.float32)
-    drates = new((B * segments, G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
+    dchannels = new(G, 2, D, dtype=torch.float32)
+    drates = new((G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
+    parts, columns, tokens = B * segments, dchannels.numel() + drates.numel(), G * B * L
+    rows = new(parts, columns, dtype=torch.float32)
     launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
         *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
-        dx, dlogits, dkeys, dchannels, drates, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+        dx, dlogits, dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
-    tokens = G * B * L
-    launch("backward", "sum_keys", macros, -(-tokens * N // 2 // 128), 128, [dkeys, dk, dq, blocks, tokens])
-    return dx, dlogits, dk, dq, drates.sum(0) if rates_GDN is not None else drates, dchannels.sum(0)
+    launch("backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
+        dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
+    ])  # fmt: skip
+    return dx, dlogits, dk, dq, drates, dchannels
 
 
 def _summarize(recurrence, tensors, reverse, segment_chunks, between, *, spacing: int, gradients: bool) -> None:
