@@ -15,9 +15,6 @@ static_assert(NL == 4);
 constexpr int ROW = WARP_CHANNELS + 8;
 constexpr int QUAD_SUMS = 4 * GROUPS + 8, CHANNEL_SUMS = QUADS * QUAD_SUMS + 4, STATE_SUMS = QUADS * ROW + 8;
 
-struct Yes { static constexpr bool value = true; };
-struct No { static constexpr bool value = false; };
-
 struct Channels {
     alignas(16) T x[TILE][WARP_CHANNELS];
     alignas(16) T logit[TILE][WARP_CHANNELS];
@@ -101,9 +98,8 @@ DEVICE void copy_states(States &to, const States &from) {
         for (int c = 0; c < C; c++) to[n][c] = from[n][c];
 }
 
-// The warp's channels of a tile in fp32, and their gates: what scanning the states needs, and with GRADIENTS the rest
-template <bool GRADIENTS>
-DEVICE void stage_channels(Warp &warp, const Channels &tile, const float *kk, const Place &at) {
+// The warp's channels of a tile in fp32, and their gates: what scanning the states needs, and with `gradients` the rest
+DEVICE void stage_channels(bool gradients, Warp &warp, const Channels &tile, const float *kk, const Place &at) {
     constexpr int ITEMS = TILE / QUADS > 0 ? TILE / QUADS : 1;
     static_assert(TILE % QUADS == 0);
     Floats<C> bias = load<C>(&warp.bias[at.c]), gate[ITEMS], slope[ITEMS];
@@ -123,7 +119,7 @@ DEVICE void stage_channels(Warp &warp, const Channels &tile, const float *kk, co
         int token = at.quad + i * QUADS;
         store(&warp.x[token][at.c], to_floats(load<C>(&tile.x[token][at.c])));
         store(&warp.gate[token][at.c], gate[i]);
-        if (GRADIENTS) {
+        if (gradients) {
             store(&warp.slope[token][at.c], slope[i]);
             store(&warp.dy[token][at.c], to_floats(load<C>(&tile.dy[token][at.c])));
         }
@@ -359,11 +355,11 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         }
         commit_copies();
     };
-    auto stage_next = [&](auto gradients, int tile) {
+    auto stage_next = [&](bool gradients, int tile) {
         wait_for_copies<STAGES - 2>();
         __syncwarp();
         copy_next(warp.stage[stage > 0 ? stage - 1 : STAGES - 1]);
-        stage_channels<decltype(gradients)::value>(warp, warp.stage[stage], &block.keys.kk[tile * TILE], at);
+        stage_channels(gradients, warp, warp.stage[stage], &block.keys.kk[tile * TILE], at);
         stage = stage + 1 < STAGES ? stage + 1 : 0;
         __syncwarp();
     };
@@ -394,7 +390,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             clear_states(S);
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile++) {
-            stage_next(No{}, tile);
+            stage_next(false, tile);
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
                 copy_states(before[2 * tile + half], S);
@@ -406,7 +402,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
 #pragma unroll 1
         for (int tile = tiles - 1; tile >= 0; tile--) {
             int t0 = start + tile * TILE, tokens = min(TILE, end - t0);
-            stage_next(Yes{}, tile);
+            stage_next(true, tile);
             if (tile == tiles - 1 && tokens > HALF) scan_half(S, warp, block.keys, tile * TILE, 0, A, at);
 #pragma unroll 1
             for (int half = tokens > HALF; half >= 0; half--) {
