@@ -27,27 +27,9 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         if (keep && at.valid && t > 0) store_states(kept, S, D);
         kept += N * D;
     };
-    auto step = [&](const Token (&tokens)[UNROLL], int t, int left) {
-        Floats<C> y[UNROLL];
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++) {
-            const Floats<C> &x = tokens[j].value, &gate = tokens[j].gate;
-#pragma unroll
-            for (int c = 0; c < C; c++) y[j].at[c] = skip.at[c] * x.at[c];
-#pragma unroll
-            for (int n = 0; n < NL; n += 4) {
-                Floats<4> k = load<4>(tokens[j].k + n), q = load<4>(tokens[j].q + n);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int c = 0; c < C; c++) {
-                        R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
-                        y[j].at[c] = fmaf(S[n + i][c], q.at[i], y[j].at[c]);
-                    }
-            }
-        }
-        // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half
-        // of those of its partner, until it has few tokens but their whole sums
+    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half of
+    // those of its partner, until it has few tokens but their whole sums
+    auto finish = [&](Floats<C> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
 #pragma unroll
         for (int bit = 1; bit < LANES; bit *= 2) {
@@ -68,6 +50,38 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         for (int j = 0; j < count; j++)
             if (at.valid && at.part < UNROLL && first + j < left) store(ys.at(t + first + j), from_floats<T>(y[j]));
     };
+    // the exchanges wait long for each other: they are left to the next step, whose arithmetic fills the time
+    Floats<C> last_y[UNROLL] = {};
+    int last_t = begin, last_left = 0;
+    auto step = [&](const Token (&tokens)[UNROLL], int t, int left) {
+        Floats<C> y[UNROLL];
+        if (AHEAD) finish(last_y, last_t, last_left);
+#pragma unroll
+        for (int j = 0; j < UNROLL; j++) {
+            const Floats<C> &x = tokens[j].value, &gate = tokens[j].gate;
+#pragma unroll
+            for (int c = 0; c < C; c++) y[j].at[c] = skip.at[c] * x.at[c];
+#pragma unroll
+            for (int n = 0; n < NL; n += 4) {
+                Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int c = 0; c < C; c++) {
+                        R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                        y[j].at[c] = fmaf(S[n + i][c], q.at[i], y[j].at[c]);
+                    }
+            }
+        }
+        if (AHEAD) {
+#pragma unroll
+            for (int j = 0; j < UNROLL; j++) last_y[j] = y[j];
+            last_t = t, last_left = left;
+        } else {
+            finish(y, t, left);
+        }
+    };
     run(block, TOKENS_OF(x), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D, at_chunk,
         step);
+    if (AHEAD) finish(last_y, last_t, last_left);
 }

@@ -44,9 +44,8 @@ struct Place {
 
 // A lane brings four tokens of some neighbouring channels to fp32 and computes their gates, whichever lanes will read them
 struct Staging {
-    static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 4 ? 4 : MOST > 1 ? MOST : 1;
+    static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 2 ? 4 : MOST > 1 ? 2 : 1;
     static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
-    static_assert(32 % ROW == 0);
     int c, first;
     Floats<CHANNELS> bias;
 
@@ -55,12 +54,13 @@ struct Staging {
 #pragma unroll
         for (int i = 0; i < CHANNELS; i++)
             bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
+        if (first >= APART) first = TILE / 4;  // a lane too many
     }
     __device__ __forceinline__ void stage(Warp &warp, const Channels &tile, const Keys<TILE> &keys) const {
 #pragma unroll
         for (int item = 0; item < ITEMS; item++) {
             int t = first + item * APART;
-            if (TILE / 4 % APART != 0 && t >= TILE / 4) break;
+            if ((32 % ROW != 0 || TILE / 4 % APART != 0) && t >= TILE / 4) break;
             Floats<4> kk = load<4>(&keys.kk[4 * t]), values[CHANNELS], gates[CHANNELS];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -111,14 +111,39 @@ DEVICE void store_states(float *kept, const States &S, i64 D) {
     }
 }
 
-// What a lane needs of a token
+// What a lane needs of a token: of key and query its own states. A lane with few of them has the registers to load these
+// ahead.
+constexpr bool AHEAD = NL < 16;
 struct Token {
     Floats<C> value, gate;
-    const float *k, *q;  // the lane's states of them
+    const float *from_k, *from_q;
+    Floats<4> loaded_k[NL / 4], loaded_q[NL / 4];
+    __device__ __forceinline__ Floats<4> k(int n) const { return AHEAD ? loaded_k[n / 4] : load<4>(from_k + n); }
+    __device__ __forceinline__ Floats<4> q(int n) const { return AHEAD ? loaded_q[n / 4] : load<4>(from_q + n); }
 };
 
+DEVICE void load_tokens(Token (&tokens)[UNROLL], const Warp &warp, const Keys<TILE> &keys, int j0, const Place &at) {
+#pragma unroll
+    for (int j = 0; j < UNROLL; j++) {
+        tokens[j].from_k = &keys.k[j0 + j][at.n], tokens[j].from_q = &keys.q[j0 + j][at.n];
+        if (AHEAD)
+#pragma unroll
+            for (int n = 0; n < NL / 4; n++)
+                tokens[j].loaded_k[n] = load<4>(tokens[j].from_k + 4 * n), tokens[j].loaded_q[n] = load<4>(tokens[j].from_q + 4 * n);
+    }
+#pragma unroll
+    for (int j = 0; j < UNROLL; j += 4)
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            Floats<4> value = load<4>(warp.value[(j0 + j) / 4][c * GROUPS + at.group]);
+            Floats<4> gate = load<4>(warp.gate[(j0 + j) / 4][c * GROUPS + at.group]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) tokens[j + i].value.at[c] = value.at[i], tokens[j + i].gate.at[c] = gate.at[i];
+        }
+}
+
 // Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `step(tokens, t, left)` for UNROLL
-// tokens from t on, of which `left` exist, perhaps more
+// tokens from t on, of which `left` exist, perhaps more or none
 template <class AtChunk, class Step>
 DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const T> &logits, const Sequence<const T> &ks,
                 const Sequence<const T> &qs, const float *biases, int begin, int end, i64 L, bool backwards,
@@ -150,24 +175,23 @@ DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const 
         copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);
         staging.stage(warp, warp.stage[stage], tile_keys);
         __syncwarp();
-        int tokens = min(TILE, end - t0);
+        Token tokens[UNROLL];
+        if (AHEAD) {
+            load_tokens(tokens, warp, tile_keys, 0, at);
+#pragma unroll
+            for (int j0 = 0; j0 < TILE; j0 += UNROLL) {
+                Token following[UNROLL];
+                load_tokens(following, warp, tile_keys, j0 + UNROLL < TILE ? j0 + UNROLL : j0, at);
+                step(tokens, t0 + j0, end - t0 - j0);
+#pragma unroll
+                for (int j = 0; j < UNROLL; j++) tokens[j] = following[j];
+            }
+        } else {
 #pragma unroll 1
-        for (int j0 = 0; j0 < tokens; j0 += UNROLL) {
-            Token tokens_here[UNROLL];
-#pragma unroll
-            for (int j = 0; j < UNROLL; j += 4)
-#pragma unroll
-                for (int c = 0; c < C; c++) {
-                    Floats<4> value = load<4>(warp.value[(j0 + j) / 4][c * GROUPS + at.group]);
-                    Floats<4> gate = load<4>(warp.gate[(j0 + j) / 4][c * GROUPS + at.group]);
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        tokens_here[j + i].value.at[c] = value.at[i], tokens_here[j + i].gate.at[c] = gate.at[i];
-                }
-#pragma unroll
-            for (int j = 0; j < UNROLL; j++)
-                tokens_here[j].k = &tile_keys.k[j0 + j][at.n], tokens_here[j].q = &tile_keys.q[j0 + j][at.n];
-            step(tokens_here, t0 + j0, tokens - j0);
+            for (int j0 = 0; j0 < min(TILE, end - t0); j0 += UNROLL) {
+                load_tokens(tokens, warp, tile_keys, j0, at);
+                step(tokens, t0 + j0, end - t0 - j0);
+            }
         }
         stage = stage + 1 < STAGES ? stage + 1 : 0;
         buffer ^= 1;

@@ -36,7 +36,7 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
             const Floats<C> &value = tokens[j].value, &gate = tokens[j].gate;
 #pragma unroll
             for (int n = 0; n < NL; n += 4) {
-                Floats<4> k = load<4>(tokens[j].k + n), q = load<4>(tokens[j].q + n);
+                Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll

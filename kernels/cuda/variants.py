@@ -45,7 +45,7 @@ class Backward(NamedTuple):
 
 
 FORWARD = {
-    "longhorn": [Lanes(16, 4, 4, 12, 500, 475), Lanes(16, 2, 8, 12, 300, 260), Lanes(4, 1, 32, 8, 60, 40, unroll=8)],
+    "longhorn": [Lanes(16, 4, 4, 12, 500, 475), Lanes(16, 2, 8, 12, 300, 260), Lanes(4, 1, 32, 6, 60, 52, warps=2)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 150, unroll=8)],
 }  # fmt: skip
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 240, 200), "selective": Lanes(8, 2, 16, 8, 320, 280)}
