@@ -26,10 +26,6 @@ template <class T, int C>
 struct alignas(C * sizeof(T)) Pack {
     T at[C];
 };
-template <class T>
-struct Pack<T, 3> {  // which no one instruction moves
-    T at[3];
-};
 template <>
 struct alignas(4) Pack<bf16, 2> { unsigned word[1]; };
 template <>
@@ -67,9 +63,8 @@ DEVICE Floats<C> to_floats(Pack<T, C> v) {
     Floats<C> f;
     if constexpr (sizeof(T) == 4) {
         f = v;
-    } else if constexpr (C % 2) {
-#pragma unroll
-        for (int i = 0; i < C; i++) f.at[i] = unpack(T{}, v.at[i].bits).at[0];
+    } else if constexpr (C == 1) {
+        f.at[0] = unpack(T{}, v.at[0].bits).at[0];
     } else {
 #pragma unroll
         for (int i = 0; i < C; i += 2) {
@@ -84,9 +79,8 @@ DEVICE Pack<T, C> from_floats(Floats<C> f) {
     Pack<T, C> v;
     if constexpr (sizeof(T) == 4) {
         v = f;
-    } else if constexpr (C % 2) {
-#pragma unroll
-        for (int i = 0; i < C; i++) v.at[i].bits = pack(T{}, f.at[i], 0);
+    } else if constexpr (C == 1) {
+        v.at[0].bits = pack(T{}, f.at[0], 0);
     } else {
 #pragma unroll
         for (int i = 0; i < C; i += 2) v.word[i / 2] = pack(T{}, f.at[i], f.at[i + 1]);
@@ -311,12 +305,11 @@ struct KeysInFlight {
 // VECTOR of a row at once, as the alignment of the tensors allows
 struct ChannelCopies {
     static constexpr int ROW = WARP_CHANNELS / VECTOR, ITEMS = (TILE * ROW + 31) / 32, TOKENS_APART = 32 / ROW;
+    static_assert(32 % ROW == 0);
     int token, c, skipped;
 
     __device__ __forceinline__ ChannelCopies(i64 warp_d, i64 D)
-        : token(threadIdx.x % 32 / ROW), c(threadIdx.x % 32 % ROW * VECTOR), skipped(warp_d + c < D ? 0 : TILE) {
-        if (token >= TOKENS_APART) token = TILE;  // a lane too many
-    }
+        : token(threadIdx.x % 32 / ROW), c(threadIdx.x % 32 % ROW * VECTOR), skipped(warp_d + c < D ? 0 : TILE) {}
     // where the lane starts to read, kept in registers
     __device__ __forceinline__ Sequence<const T> source(Sequence<const T> channels, i64 warp_d) const {
         channels.data += warp_d + c;
@@ -329,7 +322,7 @@ struct ChannelCopies {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int t = token + i * TOKENS_APART;
-            if (32 % ROW == 0 && TILE % TOKENS_APART == 0 || t < TILE)
+            if (TILE % TOKENS_APART == 0 || t < TILE)
                 copy_async<VECTOR>(&tile[t][c], source.at(t0 + t), t + skipped < min(tokens, TILE));
         }
     }

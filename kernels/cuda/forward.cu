@@ -50,17 +50,20 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         for (int j = 0; j < count; j++)
             if (at.valid && at.part < UNROLL && first + j < left) store(ys.at(t + first + j), from_floats<T>(y[j]));
     };
-    // the exchanges wait long for each other: they are left to the next step, whose arithmetic fills the time
+    // the exchanges wait long for each other: where registers allow, the next step's arithmetic fills the time
     Floats<C> last_y[UNROLL] = {};
     int last_t = begin, last_left = 0;
     auto step = [&](const Token (&tokens)[UNROLL], int t, int left) {
+        // a sum of several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
+        constexpr int CHAINS = !AHEAD && C < 4 ? 4 / C : 1;
         Floats<C> y[UNROLL];
         if (AHEAD) finish(last_y, last_t, last_left);
 #pragma unroll
         for (int j = 0; j < UNROLL; j++) {
-            const Floats<C> &x = tokens[j].value, &gate = tokens[j].gate;
+            Floats<C> x = tokens[j].value(), gate = tokens[j].gate();
+            float sums[CHAINS][C] = {};
 #pragma unroll
-            for (int c = 0; c < C; c++) y[j].at[c] = skip.at[c] * x.at[c];
+            for (int c = 0; c < C; c++) sums[0][c] = skip.at[c] * x.at[c];
 #pragma unroll
             for (int n = 0; n < NL; n += 4) {
                 Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
@@ -69,8 +72,14 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
 #pragma unroll
                     for (int c = 0; c < C; c++) {
                         R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
-                        y[j].at[c] = fmaf(S[n + i][c], q.at[i], y[j].at[c]);
+                        sums[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], sums[i % CHAINS][c]);
                     }
+            }
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                y[j].at[c] = sums[0][c];
+#pragma unroll
+                for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];
             }
         }
         if (AHEAD) {

@@ -1,6 +1,7 @@
 // The layout of the kernels that run straight through a sequence: a lane owns C channels and some or all of their states,
-// in registers from the first token to the last. The warps of a block share keys and queries. A further macro:
+// in registers from the first token to the last. The warps of a block share keys and queries. Further macros:
 //   UNROLL    tokens whose instructions are interleaved and whose sums over lanes are finished together
+//   AHEAD     whether a lane has so few states that there are registers to load the next tokens ahead
 
 static_assert(UNROLL % 4 == 0 && TILE % UNROLL == 0 && CHUNK % TILE == 0);
 
@@ -8,18 +9,6 @@ static_assert(UNROLL % 4 == 0 && TILE % UNROLL == 0 && CHUNK % TILE == 0);
 struct Channels {
     alignas(16) T value[TILE][WARP_CHANNELS];
     alignas(16) T logit[TILE][WARP_CHANNELS];
-};
-
-struct Warp {
-    // in fp32, four tokens of a channel side by side, and first the first channel of every group
-    alignas(16) float value[TILE / 4][WARP_CHANNELS][4];
-    alignas(16) float gate[TILE / 4][WARP_CHANNELS][4];
-    Channels stage[STAGES];
-};
-
-struct Block {
-    Keys<TILE> keys[2];
-    Warp warps[WARPS];
 };
 
 // One warp's place in the grid: a segment of a sequence; and the channels and states of this lane
@@ -42,44 +31,139 @@ struct Place {
     }
 };
 
-// A lane brings four tokens of some neighbouring channels to fp32 and computes their gates, whichever lanes will read them
-struct Staging {
-    static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 2 ? 4 : MOST > 1 ? 2 : 1;
-    static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
-    int c, first;
-    Floats<CHANNELS> bias;
+// The tile as lanes read it. Gates are computed by one lane each, whichever lanes will read them. `Staging` does this,
+// `Token` is what a step of the scan asks for: the lane's channels of value and gate, its states of key and query.
+template <bool AHEAD_>
+struct Staged;
 
-    __device__ __forceinline__ Staging(const float *biases, const Place &at, i64 D)
-        : c(at.lane % ROW * CHANNELS), first(at.lane / ROW) {
+// Reading is little beside the arithmetic of many states: value, key and query are read when they are needed.
+template <>
+struct Staged<false> {
+    alignas(16) float gates[TILE][WARP_CHANNELS];
+
+    struct Staging {
+        static constexpr int ITEMS = TILE * GROUPS / 32, APART = 32 / GROUPS;
+        static_assert(AHEAD || ITEMS * 32 == TILE * GROUPS);
+        int c, first;
+        Floats<C> bias;
+        __device__ __forceinline__ Staging(const float *biases, const Place &at, i64 D)
+            : c(at.lane % GROUPS * C), first(at.lane / GROUPS) {
+            bias = biases && at.warp_d + c < D ? load<C>(biases + at.g * D + at.warp_d + c) : Floats<C>{};
+        }
+        // the items side by side, since each is a long chain
+        __device__ __forceinline__ void stage(Staged &staged, const Channels &tile, const Keys<TILE> &keys) const {
+            Floats<C> gate[ITEMS];
 #pragma unroll
-        for (int i = 0; i < CHANNELS; i++)
-            bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
-        if (first >= APART) first = TILE / 4;  // a lane too many
+            for (int i = 0; i < ITEMS; i++) {
+                Floats<C> logit = to_floats(load<C>(&tile.logit[first + i * APART][c]));
+                float kk = keys.kk[first + i * APART];
+#pragma unroll
+                for (int j = 0; j < C; j++) gate[i].at[j] = R::gate(logit.at[j] + bias.at[j], kk);
+            }
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) store(&staged.gates[first + i * APART][c], gate[i]);
+        }
+    };
+    struct Token {
+        const T *from_value;
+        const float *from_gate, *from_k, *from_q;
+        __device__ __forceinline__ Floats<C> value() const { return to_floats(load<C>(from_value)); }
+        __device__ __forceinline__ Floats<C> gate() const { return load<C>(from_gate); }
+        __device__ __forceinline__ Floats<4> k(int n) const { return load<4>(from_k + n); }
+        __device__ __forceinline__ Floats<4> q(int n) const { return load<4>(from_q + n); }
+    };
+    __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &tile, const Keys<TILE> &keys, int j0,
+                                         const Place &at) const {
+        int c = at.group * C;
+#pragma unroll
+        for (int j = 0; j < UNROLL; j++)
+            tokens[j] = {&tile.value[j0 + j][c], &gates[j0 + j][c], &keys.k[j0 + j][at.n], &keys.q[j0 + j][at.n]};
     }
-    __device__ __forceinline__ void stage(Warp &warp, const Channels &tile, const Keys<TILE> &keys) const {
+};
+
+// With few states reading is much of the work: value and gate are staged so that one vector has four tokens of a channel,
+// first the first channel of every group, and all is read a step ahead.
+template <>
+struct Staged<true> {
+    alignas(16) float values[TILE / 4][WARP_CHANNELS][4];
+    alignas(16) float gates[TILE / 4][WARP_CHANNELS][4];
+
+    // a lane takes four tokens of some neighbouring channels
+    struct Staging {
+        static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 2 ? 4 : MOST > 1 ? 2 : 1;
+        static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
+        int c, first;
+        Floats<CHANNELS> bias;
+        __device__ __forceinline__ Staging(const float *biases, const Place &at, i64 D)
+            : c(at.lane % ROW * CHANNELS), first(at.lane / ROW) {
 #pragma unroll
-        for (int item = 0; item < ITEMS; item++) {
-            int t = first + item * APART;
-            if ((32 % ROW != 0 || TILE / 4 % APART != 0) && t >= TILE / 4) break;
-            Floats<4> kk = load<4>(&keys.kk[4 * t]), values[CHANNELS], gates[CHANNELS];
+            for (int i = 0; i < CHANNELS; i++)
+                bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
+        }
+        __device__ __forceinline__ void stage(Staged &staged, const Channels &tile, const Keys<TILE> &keys) const {
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                Floats<CHANNELS> value = to_floats(load<CHANNELS>(&tile.value[4 * t + j][c]));
-                Floats<CHANNELS> logit = to_floats(load<CHANNELS>(&tile.logit[4 * t + j][c]));
+            for (int item = 0; item < ITEMS; item++) {
+                int t = first + item * APART;
+                if (TILE / 4 % APART != 0 && t >= TILE / 4) break;
+                Floats<4> kk = load<4>(&keys.kk[4 * t]), values[CHANNELS], gates[CHANNELS];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    Floats<CHANNELS> value = to_floats(load<CHANNELS>(&tile.value[4 * t + j][c]));
+                    Floats<CHANNELS> logit = to_floats(load<CHANNELS>(&tile.logit[4 * t + j][c]));
+#pragma unroll
+                    for (int i = 0; i < CHANNELS; i++) {
+                        values[i].at[j] = value.at[i];
+                        gates[i].at[j] = R::gate(logit.at[i] + bias.at[i], kk.at[j]);
+                    }
+                }
 #pragma unroll
                 for (int i = 0; i < CHANNELS; i++) {
-                    values[i].at[j] = value.at[i];
-                    gates[i].at[j] = R::gate(logit.at[i] + bias.at[i], kk.at[j]);
+                    int slot = (c + i) % C * GROUPS + (c + i) / C;
+                    store(staged.values[t][slot], values[i]);
+                    store(staged.gates[t][slot], gates[i]);
                 }
             }
-#pragma unroll
-            for (int i = 0; i < CHANNELS; i++) {
-                int slot = (c + i) % C * GROUPS + (c + i) / C;
-                store(warp.value[t][slot], values[i]);
-                store(warp.gate[t][slot], gates[i]);
-            }
         }
+    };
+    struct Token {
+        Floats<C> read_value, read_gate;
+        Floats<4> read_k[NL / 4], read_q[NL / 4];
+        __device__ __forceinline__ Floats<C> value() const { return read_value; }
+        __device__ __forceinline__ Floats<C> gate() const { return read_gate; }
+        __device__ __forceinline__ Floats<4> k(int n) const { return read_k[n / 4]; }
+        __device__ __forceinline__ Floats<4> q(int n) const { return read_q[n / 4]; }
+    };
+    __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0,
+                                         const Place &at) const {
+#pragma unroll
+        for (int j = 0; j < UNROLL; j++)
+#pragma unroll
+            for (int n = 0; n < NL / 4; n++) {
+                tokens[j].read_k[n] = load<4>(&keys.k[j0 + j][at.n + 4 * n]);
+                tokens[j].read_q[n] = load<4>(&keys.q[j0 + j][at.n + 4 * n]);
+            }
+#pragma unroll
+        for (int j = 0; j < UNROLL; j += 4)
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                Floats<4> value = load<4>(values[(j0 + j) / 4][c * GROUPS + at.group]);
+                Floats<4> gate = load<4>(gates[(j0 + j) / 4][c * GROUPS + at.group]);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    tokens[j + i].read_value.at[c] = value.at[i], tokens[j + i].read_gate.at[c] = gate.at[i];
+            }
     }
+};
+typedef Staged<AHEAD>::Token Token;
+
+struct Warp {
+    Staged<AHEAD> staged;
+    Channels stage[STAGES];
+};
+
+struct Block {
+    Keys<TILE> keys[2];
+    Warp warps[WARPS];
 };
 
 typedef float States[NL][C];
@@ -111,37 +195,6 @@ DEVICE void store_states(float *kept, const States &S, i64 D) {
     }
 }
 
-// What a lane needs of a token: of key and query its own states. A lane with few of them has the registers to load these
-// ahead.
-constexpr bool AHEAD = NL < 16;
-struct Token {
-    Floats<C> value, gate;
-    const float *from_k, *from_q;
-    Floats<4> loaded_k[NL / 4], loaded_q[NL / 4];
-    __device__ __forceinline__ Floats<4> k(int n) const { return AHEAD ? loaded_k[n / 4] : load<4>(from_k + n); }
-    __device__ __forceinline__ Floats<4> q(int n) const { return AHEAD ? loaded_q[n / 4] : load<4>(from_q + n); }
-};
-
-DEVICE void load_tokens(Token (&tokens)[UNROLL], const Warp &warp, const Keys<TILE> &keys, int j0, const Place &at) {
-#pragma unroll
-    for (int j = 0; j < UNROLL; j++) {
-        tokens[j].from_k = &keys.k[j0 + j][at.n], tokens[j].from_q = &keys.q[j0 + j][at.n];
-        if (AHEAD)
-#pragma unroll
-            for (int n = 0; n < NL / 4; n++)
-                tokens[j].loaded_k[n] = load<4>(tokens[j].from_k + 4 * n), tokens[j].loaded_q[n] = load<4>(tokens[j].from_q + 4 * n);
-    }
-#pragma unroll
-    for (int j = 0; j < UNROLL; j += 4)
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            Floats<4> value = load<4>(warp.value[(j0 + j) / 4][c * GROUPS + at.group]);
-            Floats<4> gate = load<4>(warp.gate[(j0 + j) / 4][c * GROUPS + at.group]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) tokens[j + i].value.at[c] = value.at[i], tokens[j + i].gate.at[c] = gate.at[i];
-        }
-}
-
 // Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `step(tokens, t, left)` for UNROLL
 // tokens from t on, of which `left` exist, perhaps more or none
 template <class AtChunk, class Step>
@@ -157,7 +210,7 @@ DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const 
         copies.start(to.logit, logit, t0, end - t0);
         commit_copies();
     };
-    Staging staging(biases, at, D);
+    Staged<AHEAD>::Staging staging(biases, at, D);
     KeysInFlight<TILE, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
     keys.fetch(begin, end - begin);
 #pragma unroll
@@ -173,24 +226,26 @@ DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const 
         // two buffers of keys, so that one barrier a tile is enough
         __syncthreads();
         copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);
-        staging.stage(warp, warp.stage[stage], tile_keys);
+        const Channels &tile = warp.stage[stage];
+        staging.stage(warp.staged, tile, tile_keys);
         __syncwarp();
         Token tokens[UNROLL];
         if (AHEAD) {
-            load_tokens(tokens, warp, tile_keys, 0, at);
+            warp.staged.read(tokens, tile, tile_keys, 0, at);
 #pragma unroll
             for (int j0 = 0; j0 < TILE; j0 += UNROLL) {
                 Token following[UNROLL];
-                load_tokens(following, warp, tile_keys, j0 + UNROLL < TILE ? j0 + UNROLL : j0, at);
+                warp.staged.read(following, tile, tile_keys, j0 + UNROLL < TILE ? j0 + UNROLL : j0, at);
                 step(tokens, t0 + j0, end - t0 - j0);
 #pragma unroll
                 for (int j = 0; j < UNROLL; j++) tokens[j] = following[j];
             }
         } else {
+            int exist = min(TILE, end - t0);
 #pragma unroll 1
-            for (int j0 = 0; j0 < min(TILE, end - t0); j0 += UNROLL) {
-                load_tokens(tokens, warp, tile_keys, j0, at);
-                step(tokens, t0 + j0, end - t0 - j0);
+            for (int j0 = 0; j0 < exist; j0 += UNROLL) {
+                warp.staged.read(tokens, tile, tile_keys, j0, at);
+                step(tokens, t0 + j0, exist - j0);
             }
         }
         stage = stage + 1 < STAGES ? stage + 1 : 0;

@@ -104,14 +104,16 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
     vector = min(vector, groups * channels)
     unroll, warps = variant.unroll if N <= 16 else 4, variant.warps
-    tile = max(min(variant.tile, 1024 // N), unroll)
+    tile = max(min(variant.tile, 1024 // N), unroll, 32 // groups)
     # wider inputs and longer keys take more registers, which fewer blocks leave
     min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
     row = tile * groups * channels
-    block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * (2 * 4 * row + variant.stages * 2 * _align(row * x.element_size()))
+    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * _align(row * x.element_size())
+    block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * warp_bytes
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=min_blocks, UNROLL=unroll, STAGES=variant.stages, VECTOR=vector, BLOCK_BYTES=block_bytes,
+        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=variant.stages, VECTOR=vector,
+        BLOCK_BYTES=block_bytes,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * groups * channels)), block_bytes
 
@@ -161,7 +163,7 @@ def _vector(limit: int, *tensors: Tensor) -> int:
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with their last dimension contiguous and token strides of 32 bits of bytes, as the kernels read them."""
+    """The tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
     return [
         t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
     ]

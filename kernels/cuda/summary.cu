@@ -33,7 +33,7 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
 #pragma unroll
         for (int j = 0; j < UNROLL; j++) {
             if (j >= left) break;
-            const Floats<C> &value = tokens[j].value, &gate = tokens[j].gate;
+            Floats<C> value = tokens[j].value(), gate = tokens[j].gate();
 #pragma unroll
             for (int n = 0; n < NL; n += 4) {
                 Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
