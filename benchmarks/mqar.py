@@ -78,7 +78,7 @@ class Mamba(Longhorn):
 
 
 def causal_conv(u_BTD: Tensor, conv: nn.Conv1d) -> Tensor:
-    """The depthwise convolution as shifted products: for so few channels faster than cuDNN's."""
+    """The depthwise convolution as shifted products, which the compiler fuses."""
     taps = conv.weight.shape[-1]
     padded = F.pad(u_BTD, (0, 0, taps - 1, 0))
     products = [padded[:, i : i + u_BTD.shape[1]] * conv.weight[:, 0, i] for i in range(taps)]
@@ -193,6 +193,7 @@ def train(run: Run, examples: Callable[[Run], tuple], device: torch.device, dead
     start = time.perf_counter()
     (tokens, queries, values), test = examples(run)
     model = RecallModel(run.mixer, run.width, run.length).to(device)
+    logits_of = torch.compile(model) if device.type == "cuda" else model
     run.parameters, run.accuracy = sum(p.numel() for p in model.parameters()), []
     rate = torch.zeros((), device=device)
     optimizer = torch.optim.AdamW(
@@ -205,7 +206,7 @@ def train(run: Run, examples: Callable[[Run], tuple], device: torch.device, dead
         batch = order[first + places]
         first.add_(run.batch)
         optimizer.zero_grad()
-        logits = model(tokens[batch], queries[batch])
+        logits = logits_of(tokens[batch], queries[batch])
         loss = F.cross_entropy(logits.flatten(0, 1), values[batch].flatten())
         loss.backward()
         optimizer.step()
@@ -256,6 +257,7 @@ def work(index: int, device_type: str, hands: list[list[Run]], results, at_a_tim
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 1000  # it counts every shape of every mixer
 
     @functools.cache
     def made(count: int, length: int, pairs: int, seed: int) -> tuple[Tensor, ...]:
@@ -285,10 +287,9 @@ def train_all(runs: list[Run], device: str, at_a_time: int, minutes: float, done
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = torch.cuda.device_count() if device == "cuda" else 1
-    ordered = sorted(runs, key=lambda run: run.cost, reverse=True)
-    hands = [ordered[i::processes] for i in range(processes)]
     deadline = time.time() + 60 * minutes
-    workers = multiprocessing.spawn(work, (device, hands, results, at_a_time, deadline), processes, join=False)
+    arguments = (device, deal(runs, processes), results, at_a_time, deadline)
+    workers = multiprocessing.spawn(work, arguments, processes, join=False)
     missing = len(runs)
     while missing:
         try:
@@ -298,6 +299,18 @@ def train_all(runs: list[Run], device: str, at_a_time: int, minutes: float, done
             workers.join(timeout=0)  # raises what a worker raised
     while not workers.join():
         pass
+
+
+def deal(runs: list[Run], processes: int) -> list[list[Run]]:
+    """A hand for each process: longest runs first, of equal work, and those that differ in the learning rate together,
+    because they share compiled code."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.cost, reverse=True):
+        groups.setdefault((run.mixer, run.length, run.width), []).append(run)
+    hands: list[list[Run]] = [[] for _ in range(processes)]
+    for group in groups.values():
+        min(hands, key=lambda hand: sum(run.cost for run in hand)).extend(group)
+    return hands
 
 
 def best(runs: list[dict]) -> dict[tuple[int, str, int], dict]:
@@ -318,7 +331,8 @@ def markdown(runs: list[dict]) -> str:
     for width, mixer in sorted({key[:2] for key in kept}, key=lambda key: (key[0], list(MIXERS).index(key[1]))):
         row = [kept.get((width, mixer, length)) for length in lengths]
         cells = [f"{run['accuracy'][-1]:.1f} ({run['lr']:g})" if run else "-" for run in row]
-        parameters = " to ".join(f"{n:,}" for n in sorted({run["parameters"] for run in row if run}))
+        counts = [run["parameters"] for run in row if run]
+        parameters = " to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)}))
         lines.append("| " + " | ".join([str(width), mixer, parameters, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
