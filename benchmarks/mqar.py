@@ -179,7 +179,7 @@ class Run:
     @property
     def cost(self) -> float:
         """A guess of how long it takes: the longest runs go first."""
-        return self.train_examples * self.epochs / self.batch * (1 + self.length / 128)
+        return self.train_examples * self.epochs * self.length * self.width
 
 
 def train(run: Run, examples: Callable[[Run], tuple], device: torch.device, deadline: float) -> Iterator[None]:
