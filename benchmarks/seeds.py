@@ -99,7 +99,7 @@ def report(runs: list[dict[str, Any]]) -> str:
         "parameters",
         "top-1 %, mean ± deviation",
         "seeds",
-        "images/s",
+        "s an epoch",
         f"{first} less this (95% interval)",
     ]
     table = [head]
