@@ -284,7 +284,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{first['images']} images: both right {top1['both']}, only the first {top1['only_first']}, only the second "
         f"{top1['only_second']}, neither {top1['neither']}; the same prediction on {paired['agreement']:.2f}%.",
         *(note[0].upper() + note[1:] + "." for note in result["notes"]),
-        "Intervals: top-1 by Wilson, differences by Agresti and Min; the test is exact. Speed and memory are of inference "
-        "on one batch, each model alone. Published numbers are for ImageNet-1k's validation images at 224 pixels.",
+        "Intervals: top-1 by Wilson, differences by Agresti and Min; the test is exact. Speed and memory: inference on "
+        "one batch, each model alone. Published numbers: ImageNet-1k's validation images at 224 pixels.",
     ]
     return markdown_table(table) + "\n" + "\n".join(sentences)
