@@ -187,10 +187,10 @@ def plot_scans(model: VisionLonghorn, images: Tensor, shown: Tensor, blocks: Seq
     figure = Figure(figsize=(1.5 * 7, 1.55 * len(rows) + 0.4), layout="constrained")
     axes = figure.subplots(len(rows), 7, squeeze=False)
     for row, (i, b) in zip(axes, rows):
-        row[0].imshow(shown[i].permute(1, 2, 0))
+        row[0].imshow(shown[i].permute(1, 2, 0).numpy(force=True))
         row[0].set_ylabel(f"block {b}")
         for c, (name, field) in enumerate(columns):
-            maps = patch_maps(model, getattr(traces[b], field)[i : i + 1], images.shape)[0]
+            maps = patch_maps(model, getattr(traces[b], field)[i : i + 1], images.shape)[0].numpy(force=True)
             for g in range(2):
                 axis = row[1 + 2 * c + g]
                 axis.imshow(maps[g], cmap="viridis", vmin=float(min(0, maps.min())), vmax=float(maps.max()))
@@ -209,7 +209,7 @@ def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
     figure = Figure(figsize=(2.6 * len(fields), 2.9), layout="constrained")
     for axis, (title, field_HW) in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields.items()):
         top = float(field_HW.max())
-        axis.imshow(field_HW.clamp(min=top * 1e-4), cmap="magma", norm=LogNorm(top * 1e-4, top))
+        axis.imshow(field_HW.clamp(min=top * 1e-4).numpy(force=True), cmap="magma", norm=LogNorm(top * 1e-4, top))
         axis.set_title(title, fontsize=9)
         axis.set(xticks=[], yticks=[])
     return figure
