@@ -212,6 +212,7 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
     if options.csv:
         outcome.comparison.write_tables(options.csv, outcome.class_names)
     if options.plot:
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.plot, outcome.comparison.plot([settings["model"] for settings in runs]))
     if options.json:
         text = json.dumps(result, indent=2) + "\n"

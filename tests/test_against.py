@@ -156,6 +156,15 @@ def test_a_folder_of_some_imagenet_classes_is_judged_among_these(imagenet_like):
     assert OnlyClasses(torch.nn.Identity(), classes, 1000)(logits).argmax(1).tolist() == [301, 301]
 
 
+def test_folders_named_by_class_numbers_keep_them_as_in_imagenet_v2(tmp_path):
+    for number in range(12):  # in the order of their names 10 would come before 2
+        (tmp_path / "v2" / str(number)).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "v2" / str(number) / "image.png")
+    images, classes = open_test_split(str(tmp_path), "", "v2", 12)
+    assert classes is None
+    assert all(int(images.filename(i).split("/")[0]) == images.reader[i][1] for i in range(12))
+
+
 def test_other_folders_must_have_the_classes_of_the_model(image_folder):
     assert open_test_split(str(image_folder), "", "val", 4)[1] is None
     with pytest.raises(ConfigError, match="has 4 classes but num_classes is 1000"):

@@ -215,30 +215,29 @@ class Speed:
 
 
 @torch.inference_mode()
-def measure_speed(
-    model: nn.Module, images: Tensor, precision: AbstractContextManager, warm_up: int = 3, calls: int = 10
-) -> Speed:
-    """Runs a model, alone, on one batch again and again."""
+def measure_speed(model: nn.Module, images: Tensor, precision: AbstractContextManager, seconds: float = 1.0) -> Speed:
+    """Runs a model, alone, on one batch again and again for so long, after one call to warm up."""
     on_gpu = images.device.type == "cuda"
-    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
-    def run(times: int) -> float:
-        start = time.perf_counter()
+    def call() -> None:
         with precision:
-            for _ in range(times):
-                model(images)
+            model(images)
         if on_gpu:
             torch.cuda.synchronize(images.device)
-        return time.perf_counter() - start
 
-    run(warm_up)
+    call()
+    if on_gpu:
+        before = torch.cuda.memory_allocated(images.device)
+        torch.cuda.reset_peak_memory_stats(images.device)
+    start, calls = time.perf_counter(), 0
+    while calls == 0 or time.perf_counter() - start < seconds:
+        call()
+        calls += 1
+    speed = len(images) * calls / (time.perf_counter() - start)
     if not on_gpu:
-        return Speed(len(images) * calls / run(calls), None)
-    before = torch.cuda.memory_allocated(images.device)
-    torch.cuda.reset_peak_memory_stats(images.device)
-    seconds = run(calls)
-    peak = torch.cuda.max_memory_allocated(images.device) - before + weights + images.nbytes
-    return Speed(len(images) * calls / seconds, peak / 2**20)
+        return Speed(speed, None)
+    own = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), images))
+    return Speed(speed, (torch.cuda.max_memory_allocated(images.device) - before + own) / 2**20)
 
 
 def markdown_table(rows: Iterable[Sequence[str]]) -> str:

@@ -9,6 +9,8 @@ import torch
 from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
+from vil.published import IMAGENET_CLASSES
+
 from . import data
 from .config import ConfigError
 
@@ -24,12 +26,13 @@ def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes:
     """
     images = data.open_split(data_dir, dataset, split)
     names = data.class_names(images)
-    wordnet_ids = ImageNetInfo().label_names() if num_classes == 1000 and 0 < len(names) < 1000 else []
-    if set(names) <= set(wordnet_ids):
-        class_map = {name: number for number, name in enumerate(wordnet_ids) if name in names}
-        if class_map:
-            return data.open_split(data_dir, dataset, split, class_map=class_map), sorted(class_map.values())
-    return data.open_split(data_dir, dataset, split, num_classes), None
+    if not names or len(names) == num_classes:
+        return images, None
+    wordnet_ids = ImageNetInfo().label_names() if num_classes == IMAGENET_CLASSES else []
+    class_map = {name: number for number, name in enumerate(wordnet_ids) if name in names}
+    if len(class_map) < len(names):  # it has others: the error says how many
+        return data.open_split(data_dir, dataset, split, num_classes), None
+    return data.open_split(data_dir, dataset, split, class_map=class_map), sorted(class_map.values())
 
 
 class OnlyClasses(nn.Module):
