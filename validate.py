@@ -88,9 +88,9 @@ def main() -> None:
         device = init_distributed_device(process := SimpleNamespace(device=options.device))
         runs = [resolve_settings(options, "--model")]
         if options.against:
-            runs.append(resolve_settings(second_options(options), "--against-model"))
+            runs.append(second_settings(options, runs[0]))
         models = [load_model(settings).to(device).eval() for settings in runs]
-        outcome = validate(models, runs[0], options, device, process.rank, process.world_size)
+        outcome = validate(models, runs, options, device, process.rank, process.world_size)
         if process.rank == 0:
             report(runs, models, outcome, options)
     except (ConfigError, checkpoint.CheckpointError) as error:
@@ -98,17 +98,6 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def second_options(options: argparse.Namespace) -> argparse.Namespace:
-    """The options as they would be for validating the second model alone."""
-    path = Path(options.against)
-    is_file = path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors", ".bin")
-    second = argparse.Namespace(**vars(options))
-    second.model = options.against_model or (None if is_file else options.against)
-    second.checkpoint = options.against if is_file else None
-    second.model_kwargs, second.use_ema = options.against_model_kwargs, options.against_use_ema
-    return second
 
 
 def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str, Any]:
@@ -123,6 +112,20 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     if not settings["model"]:
         raise ConfigError(f"{model_option} is not given, and no checkpoint of train_imagenet.py says it")
     return settings
+
+
+def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[str, Any]:
+    """The same for the second model, on the data of the first."""
+    path = Path(options.against)
+    is_file = path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors", ".bin")
+    second = argparse.Namespace(**vars(options))
+    second.model = options.against_model or (None if is_file else options.against)
+    second.checkpoint = options.against if is_file else None
+    second.model_kwargs, second.use_ema = options.against_model_kwargs, options.against_use_ema
+    settings = resolve_settings(second, "--against-model")
+    if is_file:  # weights that come with their model say what they are for
+        settings |= {name: settings[name] or first[name] for name in ("num_classes", "img_size")}
+    return settings | {name: first[name] for name in ("data_dir", "dataset", "split", "crop_pct", "interpolation")}
 
 
 def load_model(settings: dict[str, Any]) -> torch.nn.Module:
@@ -145,11 +148,12 @@ class Outcome:
     speeds: list[Speed]
 
 
-def validate(models, settings, options, device: torch.device, rank: int, world_size: int) -> Outcome:
-    """Runs the models over the split of the first one's settings."""
+def validate(models, runs, options, device: torch.device, rank: int, world_size: int) -> Outcome:
+    """Runs the models, of the settings in `runs`, over the split."""
     data.share_cores(device, options.workers)
-    choices = {name: settings[name] for name in ("img_size", "crop_pct", "interpolation")}
-    data_config, *others = [resolve_data_config(choices, model=model) for model in models]
+    settings = runs[0]
+    choices = [{name: run[name] for name in ("img_size", "crop_pct", "interpolation")} for run in runs]
+    data_config, *others = [resolve_data_config(chosen, model=model) for chosen, model in zip(choices, models)]
     num_classes = models[0].num_classes
     if any(model.num_classes != num_classes for model in models):
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
