@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import gpu
@@ -24,9 +23,7 @@ torch.library.define(
     "vil::block",
     "(str recurrence, Tensor x_BLC, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
     " Tensor[] directions, ScalarType dtype, bool keep)"
-    " -> (Tensor x_BLC, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states,"
-    " Tensor in_proj, Tensor out_proj, Tensor conv, Tensor conv_bias, Tensor x_proj, Tensor step_proj, Tensor step_bias,"
-    " Tensor skip, Tensor rates)",
+    " -> (Tensor x_BLC, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states)",
 )
 torch.library.define(
     "vil::block_backward",
@@ -35,11 +32,10 @@ torch.library.define(
 )
 
 
-def unsupported(x_BLC: Tensor, state_size: int) -> str | None:
-    """Why `block` does not run on this device and these states, or None."""
-    if state_size not in gpu.STATE_SIZES or gpu.backend(x_BLC.device) != "cuda":
-        return "the fused block needs the cuda backend and a state size of its own"
-    return None
+def supports(x_BLC: Tensor, state_size: int) -> bool:
+    """Whether `block` takes this residual stream and this number of states, on this machine."""
+    kind = x_BLC.dtype == torch.float32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
+    return kind and gpu.backend(x_BLC.device) == "cuda"
 
 
 def block(
@@ -67,7 +63,7 @@ def block(
 
 
 class Weights(NamedTuple):
-    """The weights as the kernels and products take them: those of projections in the dtype of the products, others fp32."""
+    """The weights as the kernels and products take them: projections in the products' dtype, others in fp32."""
 
     in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
     out_proj: Tensor  # (C, D)
@@ -80,10 +76,12 @@ class Weights(NamedTuple):
     rates: Tensor  # (2, D, N), A; empty if the recurrence has none
 
     @classmethod
-    def of(cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> Weights:
+    def of(
+        cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
+    ) -> Weights:
         packed = elementwise.pack(norm_C, in_proj, out_proj, directions, dtype)
         half = len(directions) // 2
-        A_log = [t.float() for t in directions[6::half]]
+        A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
         return cls(*packed, -torch.stack(A_log).exp() if A_log else packed[0].new_empty(0, dtype=torch.float32))
 
     def project(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -99,8 +97,6 @@ class Weights(NamedTuple):
 
 def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     """The block's output, and what backward needs if `keep`, else empty tensors."""
-    if x_BLC.numel() == 0:
-        return _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep)
     B, L, C = x_BLC.shape
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     xhat_TC, scale_T, out_TC = elementwise.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
@@ -113,15 +109,15 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     )
     gated_BLD, mean_BLD = elementwise.gate(y_2BLD, z_BLD, scale_B, keep)
     _add_product(out_TC, gated_BLD.flatten(0, 1), weights.out_proj.t())
-    saved = [xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights]
+    saved = [xhat_TC, scale_T, uz_BLE, mean_BLD, states]
     return out_TC.view(B, L, C), *(saved if keep else [t.new_empty(0) for t in saved])
 
 
 def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
     """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`."""
-    xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights = saved
-    weights = Weights(*weights)
+    xhat_TC, scale_T, uz_BLE, mean_BLD, states = saved
     (B, L, D), C, dtype = mean_BLD.shape, xhat_TC.shape[1], uz_BLE.dtype
+    weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
     duz_BLE = torch.empty_like(uz_BLE)
     du_BLD, dz_BLD = duz_BLE.chunk(2, dim=-1)
@@ -157,14 +153,8 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     rank, padded = directions[3].shape[1], weights.step_proj.shape[-1]
     if padded > rank:
         dx_proj = torch.cat([dx_proj[:, :rank], dx_proj[:, padded:]], dim=1)
-    by_direction = [
-        dfilters[:, :-1].mT,
-        dfilters[:, -1],
-        dx_proj,
-        dstep_proj[..., :rank],
-        dchannels[:, 1],
-        dchannels[:, 0],
-    ]
+    dskip, dstep_bias = dchannels.unbind(1)
+    by_direction = [dfilters[:, :-1].mT, dfilters[:, -1], dx_proj, dstep_proj[..., :rank], dstep_bias, dskip]
     if recurrence == "selective":
         by_direction.append(drates * weights.rates)  # as d(-exp(A_log)) / dA_log is -exp(A_log)
     gradients = [(dfolded * in_proj).sum(0), dfolded * norm_C, dout_proj]
@@ -197,17 +187,12 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
 @torch.library.register_fake("vil::block")
 def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
-    rank = directions[3].shape[1]
-    N, rank = (directions[2].shape[0] - rank) // 2, rank + -rank % 8
+    N = (directions[2].shape[0] - directions[3].shape[1]) // 2
     kept = (2, B, gpu.boundaries(L), N, D)
-    fp32 = torch.float32
-    K = directions[0].shape[-1]
-    shapes = [
-        ((B * L, C), dtype), ((B * L,), fp32), ((B, L, 2 * D), dtype), ((B, L, D), dtype), (kept, fp32),
-        ((2 * D, C), dtype), ((C, D), dtype), ((2, D, K), fp32), ((2, D), fp32), ((2, rank + 2 * N, D), dtype),
-        ((2, D, rank), dtype), ((2, D), fp32), ((2, D), fp32), ((2, D, N) if recurrence == "selective" else (0,), fp32),
-    ]  # fmt: skip
-    return x_BLC.new_empty(x_BLC.shape), *(x_BLC.new_empty(shape if keep else 0, dtype=t) for shape, t in shapes)
+    shapes = [(B * L, C), (B * L,), (B, L, 2 * D), (B, L, D), kept]
+    dtypes = [dtype, torch.float32, dtype, dtype, torch.float32]
+    saved = [x_BLC.new_empty(shape if keep else 0, dtype=t) for shape, t in zip(shapes, dtypes)]
+    return x_BLC.new_empty(x_BLC.shape), *saved
 
 
 @torch.library.register_fake("vil::block_backward")

@@ -81,7 +81,7 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     return _module("triton", device)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
 def backend(device: torch.device) -> str | None:
     """What "auto" runs on this device: "cuda", "triton", or None for a CPU."""
     if device.type != "cuda":
@@ -111,7 +111,7 @@ scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-    """y and, if `keep`, the states between chunks of `CHUNK` tokens as (G, B, chunks - 1, N, D), else an empty tensor."""
+    """y and, if `keep`, the states between chunks of `CHUNK` tokens (G, B, chunks - 1, N, D), else an empty tensor."""
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
     return _module(backend, x.device).forward(recurrence, x, logits, k, q, rates, skip, bias, list(reverse), keep)

@@ -124,18 +124,6 @@ def assert_right(scan, definition, inputs, dtype, **kwargs):
         assert error < TOLERANCE[dtype] or truth.norm() == 0 == a.norm(), (i, error)
 
 
-@pytest.fixture
-def poison(monkeypatch):
-    """Every new tensor on the GPU is NaN until it is written."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        t = empty(*args, **kwargs)
-        return t.fill_(float("nan")) if t.is_cuda and t.is_floating_point() else t
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 @GPU
 @pytest.mark.gpu
 @SCANS

@@ -190,12 +190,15 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x_BLC: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # which could not compile what is behind it
+        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
             if runs_fused(self, x_BLC):
                 return fused_block(self, x_BLC)
         return x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
 
 
+FUSED_PARTS = {
+    RMSNorm, LonghornMixer, MambaMixer, nn.ModuleList, LonghornDirection, MambaDirection, TokenConv1d, nn.Linear,
+}  # fmt: skip
 _fused = True
 
 
@@ -207,14 +210,14 @@ def set_fused(enable: bool) -> None:
 
 def runs_fused(block: Block, x_BLC: Tensor) -> bool:
     """Whether `fused_block` stands for this block here: on an NVIDIA GPU, with every part as it was built."""
-    if not _fused or not isinstance(x_BLC, Tensor) or x_BLC.dtype != torch.float32 or not x_BLC.is_cuda:
+    if not _fused or not isinstance(x_BLC, Tensor) or not block_operator.supports(x_BLC, block.mixer.state_size):
         return False
-    parts = [module for module in block.modules() if module is not block and module is not block.drop_path]
-    as_built = all(
+    parts = [part for part in block.modules() if part is not block and part is not block.drop_path]
+    dtype = block.norm.weight.dtype
+    return all(
         type(part) in FUSED_PARTS and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
         for part in parts
-    )
-    return as_built and block_operator.unsupported(x_BLC, block.mixer.state_size) is None
+    ) and all(parameter.dtype == dtype for parameter in block.parameters())
 
 
 def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
@@ -230,15 +233,3 @@ def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
         mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
         directions, dtype,
     )  # fmt: skip
-
-
-FUSED_PARTS = {
-    RMSNorm,
-    LonghornMixer,
-    MambaMixer,
-    nn.ModuleList,
-    LonghornDirection,
-    MambaDirection,
-    TokenConv1d,
-    nn.Linear,
-}

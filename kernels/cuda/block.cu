@@ -25,8 +25,8 @@ DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 // The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
 // behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor
 template <class F>
-DEVICE void for_each(i64 n, F f) {
-    for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) f(i);
+DEVICE void for_each(unsigned n, F f) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) f(i);
 }
 DEVICE float value(const PARAMETER *p) {
     return to_floats(load<1>(p)).at[0];
@@ -39,22 +39,23 @@ DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
 extern "C" __global__ void __launch_bounds__(256, 2)
 pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(conv), PAIR(conv_bias), PAIR(x_proj),
      PAIR(step), PAIR(step_bias), PAIR(skip), T *packed_in, T *packed_out, float *packed_conv, float *packed_conv_bias,
-     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 C, i64 D, i64 projections, i64 rank,
-     i64 padded_rank) {
-    for_each(2 * D * C, [&](i64 i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
-    for_each(C * D, [&](i64 i) { put(packed_out + i, value(out_proj + i)); });
-    for_each(2 * projections * D, [&](i64 i) {
-        i64 row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
+     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width, i64 channels, i64 projections_,
+     i64 rank_, i64 padded_rank_) {
+    unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+    for_each(2 * D * C, [&](unsigned i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
+    for_each(C * D, [&](unsigned i) { put(packed_out + i, value(out_proj + i)); });
+    for_each(2 * projections * D, [&](unsigned i) {
+        unsigned row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
         const PARAMETER *p = i < projections * D ? x_proj_0 : x_proj_1;
         put(packed_x + i, row >= rank && row < padded_rank ? 0 : value(p + from * D + i % D));
     });
-    for_each(2 * D * padded_rank, [&](i64 i) {
-        i64 r = i % padded_rank, d = i / padded_rank;
+    for_each(2 * D * padded_rank, [&](unsigned i) {
+        unsigned r = i % padded_rank, d = i / padded_rank;
         put(packed_step + i, r < rank ? value((d < D ? step_0 : step_1) + d % D * rank + r) : 0);
     });
-    for_each(2 * D * TAPS, [&](i64 i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
-    for_each(2 * D, [&](i64 i) {
-        i64 d = i % D;
+    for_each(2 * D * TAPS, [&](unsigned i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
+    for_each(2 * D, [&](unsigned i) {
+        unsigned d = i % D;
         packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
         packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
         packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
@@ -208,7 +209,14 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
 // Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes V channels a lane and one
 // stretch of tokens after another, from STEP tokens before it on; the sums of a block's warps are added before it writes
 // its part of dfilters, (parts, 2, TAPS + 1, D) with the biases last.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 4 ? 3 : 4)
+template <class E>
+constexpr int FITTING = 3;  // blocks on a multiprocessor, as the registers allow
+template <>
+constexpr int FITTING<bf16> = 4;
+template <>
+constexpr int FITTING<float> = 2;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, FITTING<T>)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv,
                   const float *__restrict__ weights, const float *__restrict__ biases, T *__restrict__ du, i64 du_stride,
                   float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch, i64 parts) {
@@ -217,14 +225,14 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     i64 blocks = (D + 32 * V - 1) / (32 * V), part = blockIdx.x / blocks, d = (blockIdx.x % blocks * 32 + lane) * V;
     bool valid = d < D;
-    i64 stretches = (L + stretch - 1) / stretch, loaded_d = min(d, D - V);
-    int stride = u_stride, dv_stride = D;
+    i64 loaded_d = min(d, D - V);
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches, stride = u_stride, dv_stride = D;
     Filter<V> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
-    for (i64 item = part * WARPS + warp; item < B * stretches; item += parts * WARPS) {
+    for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
         i64 b = item / stretches;
-        int begin = item % stretches * stretch, end = min(L, begin + stretch), t = begin - STEP;
+        int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
         const T *us = u + (b * L + t + BACK) * stride + loaded_d, *dv_1 = dv + ((B + b) * L + t) * D + loaded_d;
         const T *dv_0 = dv + (b * L + t + BACK) * D + loaded_d;
         T *dus = du + (b * L + t) * du_stride + d;

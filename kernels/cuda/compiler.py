@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -114,10 +115,23 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
+        _bind(index)
     kernel = _kernel(name, entry, index, tuple(macros.items()), shared_bytes)
     stream = _stream(torch.cuda.current_stream(index).cuda_stream, index)
     values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
     _launcher()(stream, _config(grid, block, shared_bytes), kernel, *values)
+
+
+_thread = threading.local()
+
+
+def _bind(index: int) -> None:
+    """Gives this thread the device's context, without which nothing can be launched."""
+    from cuda.core import Device
+
+    Device(index).set_current()
+    _thread.bound = True
 
 
 @functools.cache

@@ -11,19 +11,23 @@ from .scan import INPUT, _multiprocessors, _vector_of
 WARPS = 4  # of a block, as in block.cu
 
 
-def pack(norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def pack(
+    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
     """The weights of a block, all of one dtype, as `block.Weights` wants them."""
     (C, D), half = out_proj.shape, len(directions) // 2
     conv, _, x_proj, step, *_ = directions[:half]
     taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
     padded = rank + -rank % 8
-    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections + padded - rank, D), (2, D, padded), (2, D), (2, D)]
+    projections += padded - rank
+    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
     fp32 = torch.float32
     dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
     packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
     pairs = [t.contiguous() for pair in list(zip(directions[:half], directions[half:]))[:6] for t in pair]
-    arguments = [norm_C, in_proj.contiguous(), out_proj.contiguous(), *pairs, *packed, C, D, shapes[4][1], rank, padded]
-    launch("block", "pack", _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype), 2 * _multiprocessors(norm_C.device), 256, arguments)
+    arguments = [norm_C, in_proj.contiguous(), out_proj.contiguous(), *pairs, *packed, C, D, projections, rank, padded]
+    macros = _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype)
+    launch("block", "pack", macros, 8 * _multiprocessors(norm_C.device), 256, arguments)
     return packed
 
 
@@ -33,7 +37,7 @@ def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tens
     xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
     scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
     copy_TC = torch.empty_like(x_TC)
-    _launch("rms_norm", _macros(xhat_TC, _vector_of(4, C), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
+    _launch("rms_norm", _macros(xhat_TC, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
     return xhat_TC, scale_T, copy_TC
 
 
@@ -42,7 +46,7 @@ def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresid
     T, C = xhat_TC.shape
     dx_TC = torch.empty_like(dresidual_TC)
     arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, T]
-    _launch("rms_norm_backward", _macros(xhat_TC, _vector_of(4, C), width=C), T, arguments)
+    _launch("rms_norm_backward", _macros(xhat_TC, _vector(4, dresidual_TC), width=C), T, arguments)
     return dx_TC
 
 
@@ -59,9 +63,7 @@ def convolve(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor) -> Tensor:
     return v_2BLD
 
 
-def convolve_backward(
-    u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor
-) -> Tensor:
+def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor) -> Tensor:
     """Writes du_BLD; returns the gradients of weights and biases as (2, K + 1, D) in fp32, the biases last."""
     B, L, D = u_BLD.shape
     taps = conv_2DK.shape[2]
@@ -72,7 +74,8 @@ def convolve_backward(
     parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     arguments = [
-        u_BLD, u_BLD.stride(1), dv_2BLD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1), dfilters, B, L, D, stretch, parts,
+        u_BLD, u_BLD.stride(1), dv_2BLD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1), dfilters,
+        B, L, D, stretch, parts,
     ]  # fmt: skip
     launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
     return dfilters.sum(0)
