@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict
 
 import pytest
@@ -12,6 +13,7 @@ from vil.kernels import longhorn_scan, selective_scan
 from benchmarks import mqar, seeds
 
 CPU = torch.device("cpu")
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
 
 
 def a_run(**changes):
@@ -135,3 +137,12 @@ def test_the_published_results_are_those_of_the_files(request):
     assert mqar.markdown(json.loads((docs / "results" / "mqar.json").read_text())["runs"]) in text
     for name in ("digits", "digits_few"):
         assert seeds.report(json.loads((docs / "results" / f"{name}.json").read_text())["runs"]) in text
+
+
+def test_the_readme_quotes_no_result_that_the_pages_do_not_hold(request):
+    root = request.config.rootpath
+    section = (root / "README.md").read_text().split("\n## Results\n")[1].split("\n## ")[0]
+    held = set(NUMBER.findall("".join((root / "docs" / name).read_text() for name in ("results.md", "benchmarks.md"))))
+    quoted = NUMBER.findall(section)
+    assert len(quoted) > 20
+    assert [number for number in quoted if number not in held] == []
