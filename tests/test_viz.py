@@ -1,8 +1,11 @@
 """vil.viz: what it shows is what the model computes."""
 
+import sys
+
 import pytest
 import timm
 import torch
+from processes import run
 from vil.kernels import longhorn_scan, selective_scan
 
 import vil  # noqa: F401  registers the models
@@ -124,6 +127,17 @@ def test_pictures_are_drawn(images, tmp_path):
     plot_receptive_fields({"a": effective_receptive_field(model, images)}).savefig(tmp_path / "fields.png")
     assert (tmp_path / "scans.png").stat().st_size > 5000
     assert (tmp_path / "fields.png").stat().st_size > 5000
+
+
+def test_the_command_draws_a_checkpoint_on_a_folder(uninterrupted, image_folder, tmp_path):
+    words = ["--checkpoint", str(uninterrupted / "run" / "last.pt"), "--out", str(tmp_path / "new" / "folder")]
+    words += ["--images", str(image_folder / "val" / "ant"), str(image_folder / "val" / "bee"), "--count", "2"]
+    result = run([sys.executable, "-m", "vil.viz", *words])
+    assert "over 14 images" in result.stdout
+    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == {"scans.png", "fields.png"}
+    (tmp_path / "empty").mkdir()
+    refused = run([sys.executable, "-m", "vil.viz", *words[:4], "--images", str(tmp_path / "empty")], check=False)
+    assert "there are no images in" in refused.stderr
 
 
 def test_other_models_and_tokens_are_refused(images):

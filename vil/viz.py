@@ -167,7 +167,7 @@ def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str 
 
 
 def plot_scans(model: VisionLonghorn, images: Tensor, shown: Tensor, blocks: Sequence[int] | None = None) -> Figure:
-    """A picture: for each image and block, relevance, step and state norm along both directions.
+    """A picture: for each image and block, relevance, step and state norm along both directions, on one scale a pair.
 
     Args:
         model: Any VisionLonghorn.
@@ -184,16 +184,17 @@ def plot_scans(model: VisionLonghorn, images: Tensor, shown: Tensor, blocks: Seq
         (name, field) for name, field in zip(("relevance", step, "state norm"), ("relevance", "step", "state_norm"))
     ]
     rows = [(i, b) for i in range(len(images)) for b in blocks]
-    figure = Figure(figsize=(1.5 * 7, 1.55 * len(rows) + 0.4), layout="constrained")
+    figure = Figure(figsize=(1.5 * 7, 1.7 * len(rows) + 0.4), layout="constrained")
     axes = figure.subplots(len(rows), 7, squeeze=False)
     for row, (i, b) in zip(axes, rows):
         row[0].imshow(shown[i].permute(1, 2, 0).numpy(force=True))
         row[0].set_ylabel(f"block {b}")
         for c, (name, field) in enumerate(columns):
             maps = patch_maps(model, getattr(traces[b], field)[i : i + 1], images.shape)[0].numpy(force=True)
+            row[1 + 2 * c].set_xlabel(f"{maps.min():.3g} to {maps.max():.3g}", fontsize=7)
             for g in range(2):
                 axis = row[1 + 2 * c + g]
-                axis.imshow(maps[g], cmap="viridis", vmin=float(min(0, maps.min())), vmax=float(maps.max()))
+                axis.imshow(maps[g], cmap="viridis", vmin=maps.min(), vmax=maps.max())
                 if (i, b) == rows[0]:
                     axis.set_title(f"{name},\n{DIRECTIONS[g]}", fontsize=8)
     for axis in axes.flat:
@@ -239,10 +240,12 @@ def main() -> None:
     torch.manual_seed(0)
     untrained, model = build().eval(), build().eval()
     checkpoint.load_weights(model, options.checkpoint)
-    data_config = resolve_data_config({"crop_pct": config["crop_pct"]}, model=model)
+    data_config = resolve_data_config({name: config[name] for name in ("img_size", "crop_pct")}, model=model)
     transform = create_transform(**data_config)
     folders = [sorted(path.rglob("*.*")) if path.is_dir() else [path] for path in options.images]
     files = [path for files in zip(*folders) for path in files]  # one of each folder, then the next of each
+    if not files:
+        parser.error("there are no images in " + " ".join(map(str, options.images)))
     images = torch.stack([transform(Image.open(path).convert("RGB")) for path in files[:64]])
     mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
