@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from conftest import CLASSES, VAL_IMAGES
 from PIL import Image
 from processes import run, script
@@ -90,6 +91,25 @@ def test_predictions_keep_five_classes_of_each_model_in_order():
     targets, best = predictions.gather()
     assert targets.tolist() == list(range(7))
     assert (best == logits.transpose(0, 1).topk(5).indices.numpy()).all()
+
+
+def test_images_of_several_processes_are_gathered_in_the_order_of_the_split(monkeypatch):
+    """Which ReaL labels an image gets depends on it. Process r of two sees images r, r + 2, ..."""
+    shares = []
+    for images in ([0, 2, 4], [1, 3]):
+        share = Predictions()
+        share(torch.tensor(images), [F.one_hot(torch.tensor(images), 6).float()] * 2)
+        shares.append(share.gather())
+
+    def all_gather_object(parts, mine):
+        parts[:] = shares
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    targets, best = share.gather()
+    assert targets.tolist() == [0, 1, 2, 3, 4]
+    assert best[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 def predictions_by_hand(model, folder):
