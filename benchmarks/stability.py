@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--img-size", type=int, default=112)
     parser.add_argument("--noise", type=float, default=1.0)
     parser.add_argument("--picture", type=Path, help="draw the curves as this PNG")
     parser.add_argument("--device", default="cuda")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import io
+import itertools
 import json
 import re
 import statistics
@@ -34,8 +35,7 @@ import vil  # noqa: F401  registers the models
 from vil.training.summary import write_atomically
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
-SIZES = ("small", "tiny")
-MODELS = [model.format(size) for size in SIZES for model in ("vil_{}", "vim_{}", "deit_{}_patch16_224")]
+MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
 RESOLUTIONS = (224, 384, 512, 768, 1024, 1280, 1536)
 PATCHES = 128 * 14**2  # of a training batch, at any resolution: 128 images of 224 pixels
 
@@ -85,10 +85,10 @@ GOALS = {
 # group: the kernels whose name matches, where none before it does
 GROUPS = {
     "scan forward": r"scan_forward",
-    "scan backward": r"scan_backward|sum_keys",
+    "scan backward": r"scan_backward|sum_keys|sum_parts",
     "scan segments": r"scan_summary|scan_combine",
     "attention": r"flash|fmha|sdpa|attention",
-    "convolution, small projections": r"convol|^_project|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
+    "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
     "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas",
     "norm, gate": r"norm|gate|gammabeta",
     "optimizer": r"adam|multi_tensor_apply",
@@ -135,14 +135,16 @@ def main() -> None:
     print("| case | model |", *(f"{mode} |" for mode in modes), "best | published ViM | must | aim |")
     print("| --- | --- |", *("--- |" for _ in modes), "--- | --- | --- | --- |")
     results: list[list[Result]] = []
-    for case in cases:
-        for model in models:
+    try:
+        for case, model in itertools.product(cases, models):
             results.append(measure(model, case, modes, device))
             print(row(results[-1]), flush=True)
             if args.json:
                 records = [{**asdict(r), "case": r.case._asdict()} for of_model in results for r in of_model]
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(args.json, json.dumps(records, indent=1))
+    except KeyboardInterrupt:
+        print("\ninterrupted: the rest was not measured")
     print("\nMilliseconds of GPU time of a step in the best mode, by group of kernels, and of the step itself:\n")
     print("| case | model | mode |", *(f"{group} |" for group in GROUPS), "sum | step |")
     print("| --- | --- | --- |", *("--- |" for _ in GROUPS), "--- | --- |")
@@ -158,13 +160,14 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
     """A result for each mode."""
     results = []
     for compiled in (False, True):
-        step = None
+        step = kernel_ms = None
         for mode in (mode for mode in modes if mode.startswith("compiled") == compiled):
             result = Result(model, case, mode)
             results.append(result)
             try:
                 step = step or build_step(model, case, compiled, device)
                 measure_step(step, result, device)
+                kernel_ms = result.kernel_ms = kernel_ms or kernel_milliseconds(step, device)
             except Exception as error:  # of whatever kind: the table is about what works
                 result.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         del step
@@ -211,7 +214,6 @@ def measure_step(step: Callable[[], object], result: Result, device: torch.devic
     result.images_per_second = result.case.batch / seconds(call, device)
     if device.type == "cuda":
         result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-        result.kernel_ms = kernel_milliseconds(call)
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
@@ -244,15 +246,17 @@ def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, l
     return statistics.median(round_of(calls) for _ in range(rounds))
 
 
-def kernel_milliseconds(call: Callable[[], object], calls: int = 3) -> dict[str, float]:
-    """GPU time of a call by group of kernels."""
+def kernel_milliseconds(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict[str, float] | None:
+    """GPU time of a step by group of kernels, which are the same with and without a CUDA graph."""
+    if device.type != "cuda":
+        return None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
     groups = dict.fromkeys(GROUPS, 0.0)
     for event in profiler.key_averages():
-        groups[group_of(event.key)] += event.self_device_time_total / 1e3 / calls
+        groups[group_of(event.key)] += event.self_device_time_total / 1e3 / steps
     return groups
 
 

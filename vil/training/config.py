@@ -72,6 +72,9 @@ class Config:
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
     aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none")
     train_interpolation: str = _option("bicubic", "interpolation of the training crops")
+    augment_on_device: bool = _option(
+        False, "decode and augment training images on the training device (nvJPEG on a GPU), not in the loader"
+    )
     reprob: float = _option(0.25, "probability of random erasing")
     remode: str = _option("pixel", "what it fills in: 'const', 'rand' or 'pixel'")
     mixup: float = _option(0.8, "mixup alpha")
