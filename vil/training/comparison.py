@@ -198,7 +198,7 @@ class Comparison:
         differences.axvline(0, color="grey", linewidth=1)
         differences.set(ylim=(-0.5, 1.6), yticks=[], xlabel=f"{labels[0]} less {labels[1]}, points, 95% interval")
         rows = self.classes({})
-        by_class.plot([0, 100], [0, 100], color="grey", linewidth=1)
+        by_class.axline((100, 100), slope=1, color="grey", linewidth=1)
         by_class.scatter([r["top1_second"] for r in rows], [r["top1_first"] for r in rows], s=9, alpha=0.5)
         by_class.set(xlabel=f"{labels[1]}, top-1 of a class (%)", ylabel=f"{labels[0]} (%)")
         png = io.BytesIO()
@@ -267,7 +267,7 @@ def markdown(result: dict[str, Any]) -> str:
 
     table = [
         row("", lambda r: r["model"], "first less second (95% interval), McNemar's test"),
-        row("weights", lambda r: Path(r["checkpoint"]).name if r["checkpoint"] else "pretrained"),
+        row("weights", lambda r: r["checkpoint"] or "pretrained"),
         row(
             "top-1 %", lambda r: "{:.2f} ({:.2f} to {:.2f})".format(r["top1"], *r["top1_interval"]), difference("top1")
         ),
@@ -278,6 +278,8 @@ def markdown(result: dict[str, Any]) -> str:
         row("images/s", lambda r: f"{r['images_per_second']:.0f}", ratio("images_per_second")),
         row("peak MiB", lambda r: f"{r['peak_mib']:.0f}" if r["peak_mib"] else "-", ratio("peak_mib")),
     ]
+    if not any(r["published"] for r in rows):
+        table = [cells for cells in table if not cells[0].startswith("published")]
     top1 = paired["top1"]
     sentences = [
         f"{first['images']} images: both right {top1['both']}, only the first {top1['only_first']}, only the second "
