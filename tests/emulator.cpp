@@ -37,7 +37,7 @@ ucontext_t scheduler;
 constexpr int STACK = 1 << 18;
 }  // namespace emulator
 
-static emulator::Index blockIdx, blockDim;
+static emulator::Index blockIdx, blockDim, gridDim;
 static emulator::Thread *current;
 static char *shared_memory;
 
@@ -92,6 +92,7 @@ static unsigned to_bf16(float f) {
     unsigned bits = bits_of<unsigned>(f);
     return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
 static float from_fp16(unsigned bits) { return bits_of<_Float16>((unsigned short)bits); }
 
@@ -105,6 +106,8 @@ template <class P>
 P argument(i64 v) {
     if constexpr (std::is_pointer_v<P>)
         return (P)v;
+    else if constexpr (std::is_floating_point_v<P>)
+        return bits_of<P>(v);
     else
         return v;
 }
@@ -175,6 +178,7 @@ extern "C" void launch(int entry, const i64 *arguments, int count, unsigned grid
     for (auto &t : emulator::threads) t.stack = (char *)malloc(emulator::STACK);
     shared_memory = (char *)aligned_alloc(128, shared_bytes / 128 * 128 + 128);
     blockDim.x = block;
+    gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
         memset(shared_memory, 0xff, shared_bytes);
         emulator::run_block();

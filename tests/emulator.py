@@ -1,8 +1,9 @@
-"""Runs the CUDA kernels of the scan on a CPU, compiled by g++: `launch` is that of `vil.kernels.cuda.compiler`."""
+"""Runs the CUDA kernels on a CPU, compiled by g++: `launch` is that of `vil.kernels.cuda.compiler`."""
 
 import ctypes
 import functools
 import re
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -36,7 +37,7 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
     assert "asm" not in kernels, "the emulator does not know what this PTX means"
-    entries = re.findall(r"^(?:extern .* )?(scan_\w+|sum_parts)\(", kernels, re.M)
+    entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', kernels)
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
     program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
@@ -48,6 +49,10 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
 
 def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
     library, entries = _library(name, tuple(sorted(macros.items())))
-    values = [t.data_ptr() if isinstance(t, torch.Tensor) else int(t or 0) for t in arguments]
+    values = [t.data_ptr() if isinstance(t, torch.Tensor) else _bits(t or 0) for t in arguments]
     array = (ctypes.c_longlong * len(values))(*values)
     library.launch(entries.index(entry), array, len(values), grid, block, ctypes.c_longlong(shared_bytes))
+
+
+def _bits(number: int | float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0] if isinstance(number, float) else int(number)
