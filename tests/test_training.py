@@ -22,6 +22,8 @@ from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
 from vil.training.models import create_model
 
+MEASURED = ("images_per_second", "data_wait_percent", "peak_memory_gib")  # these differ from run to run
+
 
 def small_config(image_folder, **options) -> Config:
     return Config(**SMALL | dict(data_dir=str(image_folder), workers=0, experiment="run") | options)
@@ -29,7 +31,7 @@ def small_config(image_folder, **options) -> Config:
 
 def summary(folder):
     with open(folder / "run" / "summary.csv") as file:
-        return [{k: float(v) for k, v in row.items() if k != "images_per_second"} for row in csv.DictReader(file)]
+        return [{k: float(v) for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
 
 
 # configs

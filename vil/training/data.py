@@ -11,7 +11,10 @@ import math
 import multiprocessing
 import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
+from itertools import islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .config import Config, ConfigError
+from .synthetic import SyntheticImages, SyntheticLoader
 
 _logger = logging.getLogger(__name__)
 
@@ -74,6 +78,9 @@ def open_splits(config: Config):
     Raises:
         ConfigError: A split or the number of classes is missing, or the two splits do not agree on the classes.
     """
+    if config.synthetic:
+        num_classes = config.num_classes or 1000
+        return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
     val = open_split(*location, config.val_split)
@@ -181,27 +188,35 @@ class TrainingBatches:
         self.num_images, self.micro_batch, self.rank, self.world_size = num_images, micro_batch, rank, world_size
         self.seed, self.global_batch = config.seed, config.global_batch_size
         self.repeats = max(1, config.aug_repeats)
-        self.epoch = 0
+        self.set_epoch(0)
         if num_images < self.global_batch:
             raise ConfigError(
                 f"the training split has {num_images} images, less than one global batch of {self.global_batch}: "
                 "lower global_batch_size"
             )
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Chooses the epoch, and where in it to begin: a run may have been interrupted after `first_step` steps."""
+        self.epoch, self.first_step = epoch, first_step
 
     @property
     def steps(self) -> int:
         return self.num_images // self.global_batch
 
     def __len__(self) -> int:
-        return self.steps * (self.global_batch // self.world_size // self.micro_batch)
+        return (self.steps - self.first_step) * self.accumulation
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch // self.world_size // self.micro_batch
+
+    def sizes(self) -> Iterator[int]:
+        return repeat(self.micro_batch, len(self))
 
     def first_positions(self) -> Iterator[int]:
         """The position in the epoch of each micro-batch's first image."""
         share = self.global_batch // self.world_size
-        for step in range(self.steps):
+        for step in range(self.first_step, self.steps):
             start = step * self.global_batch + self.rank * share
             yield from range(start, start + share, self.micro_batch)
 
@@ -218,6 +233,15 @@ class TrainingBatches:
             yield batch
 
 
+def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int = 0):
+    """A training loader's ((images, targets), position of the first image) of an epoch from a step of it on."""
+    batches.set_epoch(epoch, first_step)
+    if hasattr(loader.dataset, "set_epoch"):  # a stream shuffles by itself: what was seen is read again and dropped
+        loader.dataset.set_epoch(epoch)
+        loader = islice(loader, first_step * batches.accumulation, None)
+    return zip(loader, batches.first_positions())
+
+
 class EvaluationBatches:
     """Batch sampler: every image exactly once over all processes, in order."""
 
@@ -230,6 +254,9 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for start in range(0, len(self.indices), self.batch_size):
             yield [(i, 0) for i in self.indices[start : start + self.batch_size]]
+
+    def sizes(self) -> Iterator[int]:
+        return map(len, self)
 
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
@@ -269,6 +296,8 @@ def evaluation_loader(
 
 def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size):
     is_training = isinstance(batches, TrainingBatches)
+    if isinstance(dataset, SyntheticImages):
+        return SyntheticLoader(dataset, batches, batch_size, data_config["input_size"], device)
     if isinstance(dataset, IterableImageDataset):  # it streams, in an order of its own
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=workers)
@@ -282,9 +311,25 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         collate_fn=fast_collate,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
+        worker_init_fn=_heed_the_parent_alone,
         **order,
     )
     return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+
+
+def _heed_the_parent_alone(worker: int) -> None:
+    """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    parent = multiprocessing.parent_process().pid
+
+    def wait() -> None:
+        while True:
+            notice = signal.sigwaitinfo(signals)
+            if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
+                os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def unreadable_images(loader) -> int:
