@@ -125,10 +125,18 @@ class Trainer:
             self.restore(resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
-        self.wrapped: nn.Module = self.model
-        if world_size > 1:
-            gpu = [device] if device.type == "cuda" else None
-            self.wrapped = DistributedDataParallel(self.model, gpu, gradient_as_bucket_view=True)
+        self.wrapped = self.distribute(data_config["input_size"]) if world_size > 1 else self.model
+
+    def distribute(self, input_size: tuple[int, ...]) -> nn.Module:
+        """The model as one whose backward adds up the gradients of all processes."""
+        gpu = [self.device] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(self.model, gpu, gradient_as_bucket_view=True)
+        # DDP settles on its buckets, so on the order of its additions, in its first backward: that is not to be in the
+        # middle of a run, where it would depend on when the run was interrupted
+        with self.precision:
+            wrapped(torch.zeros(2, *input_size, device=self.device)).sum().backward()
+        self.optimizer.zero_grad()
+        return wrapped
 
     def run(self) -> None:
         report = Reporter(self.folder, self.config, self.saved_config) if self.rank == 0 else None

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It is missing, corrupt, or not one of ours.
     """
-    checkpoint = _guarded(path, lambda: _load(path))
+    checkpoint = _guarded(path, lambda: _load_intact(path))
     if not _is_ours(checkpoint):
         raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
     if checkpoint["version"] > VERSION:
@@ -92,6 +93,16 @@ def _load(path: str | Path):
     # ViM's training script keeps its options beside the weights; nothing else that runs code on loading is let in
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _load_intact(path: str | Path):
+    """Raises if a byte of the file has changed: PyTorch writes a checksum of each tensor, but does not look at it."""
+    loaded = _load(path)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if broken := file.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
+    return loaded
 
 
 def _is_ours(checkpoint: Any) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import Mixup, create_dataset, create_transform
+from timm.data import Mixup, create_dataset, create_transform, get_img_extensions
 from timm.data.dataset import IterableImageDataset
 from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.random_erasing import RandomErasing
@@ -72,6 +72,21 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
     return images
 
 
+def _refuse_empty_classes(images) -> None:
+    """timm leaves out a class folder without images, and the classes after it have other numbers then."""
+    folder, known = Path(getattr(images.reader, "root", None) or ""), class_names(images)
+    if not known or not folder.is_dir():
+        return
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
+    others = [entry for entry in folders if entry.name not in known]
+    empty = sorted(e.name for e in others if not any(p.suffix.lower() in get_img_extensions() for p in e.rglob("*")))
+    if empty:
+        raise ConfigError(
+            f"class folders of {folder} have no images: {', '.join(empty[:5])}{', ...' if empty[5:] else ''}. Copy the "
+            "images or remove the folders"
+        )
+
+
 def open_splits(config: Config):
     """The training split, the validation split and the number of classes.
 
@@ -83,6 +98,7 @@ def open_splits(config: Config):
         return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
+    _refuse_empty_classes(train)
     val = open_split(*location, config.val_split)
     num_classes = len(class_names(train)) or config.num_classes
     if not num_classes:

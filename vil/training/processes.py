@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,22 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     """Meets the other processes, if there are any; returns this one's device, its rank and their number."""
     # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
-    process = SimpleNamespace(device=device, dist_backend=backend)
+    process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
     device = init_distributed_device(process)
     return device, process.rank, process.world_size
+
+
+def _rendezvous(url: str, **kwargs):
+    """PyTorch's, by environment variables, but processes that torchrun has restarted do not find those of before.
+
+    torchrun keeps its store over restarts, and in it the addresses of processes that are gone.
+    """
+    for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        yield dist.PrefixStore(f"start {start}", store), rank, world_size
+
+
+dist.register_rendezvous_handler("vil", _rendezvous)
 
 
 def sum_over_processes(value: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class EpochMeter:
         self.norms: list[float] = []
         self.seconds = self.waited = 0.0  # in all, and for the loader
         self.pending: list[Tensor] = []  # still on the device
+        self.clock = time.perf_counter()
 
     @property
     def steps(self) -> int:
@@ -44,6 +45,7 @@ class EpochMeter:
     def add(self, loss: Tensor, norm: Tensor) -> None:
         """Notes a step without waiting for the device."""
         self.pending.append(torch.stack([loss, norm]))
+        self._lap()
 
     def collect(self) -> None:
         """Waits for the steps noted. All processes must do so after the same steps."""
@@ -53,17 +55,19 @@ class EpochMeter:
             values /= dist.get_world_size() if dist.is_initialized() else 1
             losses, norms = values.T.tolist()
             self.losses, self.norms, self.pending = self.losses + losses, self.norms + norms, []
+            self._lap()
 
     def timed(self, batches: Iterable) -> Iterator:
-        """The batches, while the time for them and for what is done with them is taken."""
-        then = time.perf_counter()
+        """The batches, while the wait for them is timed."""
+        then = self.clock = time.perf_counter()
         for batch in batches:
-            ready = time.perf_counter()
-            self.waited += ready - then
+            self.waited += time.perf_counter() - then
             yield batch
-            now = time.perf_counter()
-            self.seconds += now - then
-            then = now
+            then = time.perf_counter()
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
         """The columns of summary.csv that training fills, once all steps are collected."""
@@ -78,7 +82,7 @@ class EpochMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "pending"}
+        return {name: getattr(self, name) for name in ("losses", "norms", "seconds", "waited")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -196,7 +200,7 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
     """A PNG of the summary's columns by epoch."""
     from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
 
-    figure = Figure(figsize=(10, 9), layout="constrained")
+    figure = Figure(figsize=(12, 9), layout="constrained")
     epochs = [row["epoch"] for row in history]
     for axis, (title, columns) in zip(figure.subplots(3, 3).flat, PICTURE.items()):
         for name, label in columns.items():
@@ -208,5 +212,5 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
         if len(axis.get_lines()) > 1:
             axis.legend()
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
+    figure.savefig(png, format="png", dpi=100)
     return png.getvalue()
