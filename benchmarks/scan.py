@@ -115,7 +115,7 @@ def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[t
     """Microseconds that issuing the fp32 instructions and moving the bytes take at least, for each pass."""
     G, size = len(REVERSE), dtype.itemsize
     elements, keys = G * B * L * D, G * B * L * STATE_SIZE
-    kept = elements * STATE_SIZE * 4 / gpu.CHUNK
+    kept = G * B * D * ((L - 1) // gpu.CHUNK) * STATE_SIZE * 4
     per_second = torch.cuda.get_device_properties(0).multi_processor_count * LANES * clock
     forward_bytes = (3 * elements + 2 * keys) * size + kept
     backward_bytes = (5 * elements + 4 * keys) * size + kept

@@ -1,76 +1,327 @@
-"""Images a second and peak memory of whole models on a GPU: training steps and inference, bf16 autocast, eager.
+"""Speed and memory of whole models on a GPU, and where the time of a step goes: ours beside timm's DeiT.
 
-    python benchmarks/throughput.py [--models vil_small deit_small_patch16_224]
+    python benchmarks/throughput.py --json output/throughput.json          # the tables of docs/benchmarks.md
+    python benchmarks/throughput.py --models vil_small --cases train,224,128 infer,224,1 --modes eager graph
+    python benchmarks/throughput.py --picture docs/throughput.png          # training against resolution
 
-A training step is forward, backward and fused AdamW on random images that lie on the device.
+A training step is forward, backward and fused AdamW; both tasks run under bf16 autocast, on random images that lie on
+the device. Modes: `eager`; `compiled`, the whole model by torch.compile without graph breaks; `graph` and
+`compiled+graph`, the whole step of either replayed as a CUDA graph. A cell is images/s / peak GiB allocated. A mode
+that fails is named so, and its error stands below the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import io
+import itertools
+import json
+import re
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
+from scan import commit
+from torch.profiler import ProfilerActivity, profile
 
 import vil  # noqa: F401  registers the models
+from vil.training.summary import write_atomically
 
-MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
+MODES = ("eager", "graph", "compiled", "compiled+graph")
+MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
+RESOLUTIONS = (224, 384, 512, 768, 1024, 1280, 1536)
+PATCHES = 128 * 14**2  # of a training batch, at any resolution: 128 images of 224 pixels
+
+
+class Case(NamedTuple):
+    task: str  # train or infer
+    img_size: int
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        task, img_size, batch = text.split(",")
+        if task not in ("train", "infer"):
+            raise ValueError(task)
+        return cls(task, int(img_size), int(batch))
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.img_size}, B {self.batch}"
+
+
+class Goal(NamedTuple):
+    """Images a second on an H200: of the published ViM as measured there, and of ViL what it must and should reach."""
+
+    published_vim: float
+    must: float
+    must_gib: float | None
+    aims: tuple[float, ...]
+
+
+CASES = [
+    Case("train", 224, 128),
+    Case("infer", 224, 256),
+    Case("infer", 224, 1),
+    Case("infer", 1248, 8),
+    Case("train", 1248, 4),
+]
+GOALS = {
+    ("vil_small", CASES[0]): Goal(586, 3400, 4.84, (5244, 7780)),
+    ("vil_tiny", CASES[0]): Goal(1080, 7000, 2.58, (10000, 13434)),
+    ("vil_small", CASES[1]): Goal(2402, 13000, None, (19395, 26525)),
+    ("vil_tiny", CASES[1]): Goal(4615, 26000, None, (34266, 54438)),
+    ("vil_small", CASES[2]): Goal(329, 700, None, (1300, 2095)),
+    ("vil_small", CASES[3]): Goal(107, 480, None, (640,)),
+    ("vil_small", CASES[4]): Goal(21.5, 110, 4.61, (150,)),
+}
+
+# group: the kernels whose name matches, where none before it does
+GROUPS = {
+    "scan forward": r"scan_forward",
+    "scan backward": r"scan_backward|sum_keys|sum_parts",
+    "scan segments": r"scan_summary|scan_combine",
+    "attention": r"flash|fmha|sdpa|attention",
+    "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
+    "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas",
+    "norm, gate": r"norm|gate|gammabeta",
+    "optimizer": r"adam|multi_tensor_apply",
+    "other": r"",
+}
+
+
+@dataclass
+class Result:
+    model: str
+    case: Case
+    mode: str
+    images_per_second: float = 0.0
+    peak_gib: float = 0.0
+    kernel_ms: dict[str, float] | None = None  # of a step, by group
+    error: str | None = None
+
+    def cell(self) -> str:
+        digits = 1 if self.images_per_second < 100 else 0
+        return "failed" if self.error else f"{self.images_per_second:.{digits}f} / {self.peak_gib:.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--img-size", type=int, default=224)
-    parser.add_argument("--train-batch", type=int, default=128)
-    parser.add_argument("--infer-batch", type=int, default=256)
-    options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, timm {timm.__version__}")
-    print("| model | train images/s | peak GiB | infer images/s |")
-    print("| --- | --- | --- | --- |")
-    for name in options.models:
-        train, peak = train_throughput(name, options.img_size, options.train_batch)
-        infer = infer_throughput(name, options.img_size, options.infer_batch)
-        print(f"| {name} | {train:.0f} | {peak:.2f} | {infer:.0f} |", flush=True)
+    parser.add_argument("--models", nargs="+", default=None)
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="TASK,PIXELS,BATCH")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--picture", type=Path, help="train against resolution instead of the cases, and draw this PNG")
+    parser.add_argument("--resolutions", nargs="+", type=int, default=RESOLUTIONS, help="of the picture")
+    parser.add_argument("--json", type=Path, help="write every result to this file")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    if args.picture:
+        models = args.models or ["vil_small", "deit_small_patch16_224"]
+        cases = [Case("train", size, max(1, PATCHES // (size // 16) ** 2)) for size in args.resolutions]
+    else:
+        models, cases = args.models or MODELS, args.cases
+    device = torch.device(args.device)
+    modes = [mode for mode in MODES if mode in args.modes]
+
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    print(f"{name}, torch {torch.__version__}, timm {timm.__version__}, commit {commit()}, bf16 autocast")
+    print()
+    print("| case | model |", *(f"{mode} |" for mode in modes), "best | published ViM | must | aim |")
+    print("| --- | --- |", *("--- |" for _ in modes), "--- | --- | --- | --- |")
+    results: list[list[Result]] = []
+    try:
+        for case, model in itertools.product(cases, models):
+            results.append(measure(model, case, modes, device))
+            print(row(results[-1]), flush=True)
+            if args.json:
+                records = [{**asdict(r), "case": r.case._asdict()} for of_model in results for r in of_model]
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(args.json, json.dumps(records, indent=1))
+    except KeyboardInterrupt:
+        print("\ninterrupted: the rest was not measured")
+    print("\nMilliseconds of GPU time of a step in the best mode, by group of kernels, and of the step itself:\n")
+    print("| case | model | mode |", *(f"{group} |" for group in GROUPS), "sum | step |")
+    print("| --- | --- | --- |", *("--- |" for _ in GROUPS), "--- | --- |")
+    for of_model in results:
+        print(profile_row(of_model))
+    for result in (r for of_model in results for r in of_model if r.error):
+        print(f"\n{result.model}, {result.case}, {result.mode}: {result.error}")
+    if args.picture:
+        write_atomically(args.picture, plot(results))
 
 
-def train_throughput(name: str, img_size: int, batch_size: int) -> tuple[float, float]:
-    """Images a second, and GiB at the peak."""
-    model = timm.create_model(name, img_size=img_size).cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    images = torch.randn(batch_size, 3, img_size, img_size, device="cuda")
-    targets = torch.randint(1000, (batch_size,), device="cuda")
+def measure(model: str, case: Case, modes: list[str], device: torch.device) -> list[Result]:
+    """A result for each mode."""
+    results = []
+    for compiled in (False, True):
+        step = kernel_ms = None
+        for mode in (mode for mode in modes if mode.startswith("compiled") == compiled):
+            result = Result(model, case, mode)
+            results.append(result)
+            try:
+                step = step or build_step(model, case, compiled, device)
+                measure_step(step, result, device)
+                kernel_ms = result.kernel_ms = kernel_ms or kernel_milliseconds(step, device)
+            except Exception as error:  # of whatever kind: the table is about what works
+                result.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        del step
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
 
-    def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+
+def build_step(model_name: str, case: Case, compiled: bool, device: torch.device) -> Callable[[], object]:
+    """A step of training or inference that has run a few times, so that it is compiled and its memory is allocated."""
+    torch.manual_seed(0)
+    model = timm.create_model(model_name, img_size=case.img_size).to(device)
+    images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)
+    targets = torch.randint(1000, (case.batch,), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=device.type == "cuda")
+    model.train(case.task == "train")
+    if compiled:
+        model = torch.compile(model, fullgraph=True, dynamic=False)
+
+    def train() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
             loss = F.cross_entropy(model(images), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    torch.cuda.reset_peak_memory_stats()
-    return batch_size / seconds(step), torch.cuda.max_memory_allocated() / 2**30
+    def infer() -> torch.Tensor:
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
+            return model(images)
+
+    step = train if case.task == "train" else infer
+    for _ in range(3):
+        step()
+    return step
 
 
-def infer_throughput(name: str, img_size: int, batch_size: int) -> float:
-    model = timm.create_model(name, img_size=img_size).cuda().eval()
-    images = torch.randn(batch_size, 3, img_size, img_size, device="cuda")
-    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        return batch_size / seconds(lambda: model(images))
+def measure_step(step: Callable[[], object], result: Result, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    call = capture(step) if result.mode.endswith("graph") else step
+    result.images_per_second = result.case.batch / seconds(call, device)
+    if device.type == "cuda":
+        result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
 
 
-def seconds(f: Callable[[], object], warm_up: int = 4, calls: int = 10) -> float:
-    """Seconds of a call, the mean of some after the GPU has caught up with the first ones."""
-    for _ in range(warm_up):
-        f()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        f()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
+def capture(step: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a CUDA graph of a step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd remembers streams: let it see no other before the capture
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, least: float = 0.2) -> float:
+    """Seconds of a call: the median of rounds, each of as many calls as take `least` seconds."""
+
+    def round_of(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    round_of(2)
+    calls = max(2, round(least / round_of(2)))
+    return statistics.median(round_of(calls) for _ in range(rounds))
+
+
+def kernel_milliseconds(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict[str, float] | None:
+    """GPU time of a step by group of kernels, which are the same with and without a CUDA graph."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    groups = dict.fromkeys(GROUPS, 0.0)
+    for event in profiler.key_averages():
+        groups[group_of(event.key)] += event.self_device_time_total / 1e3 / steps
+    return groups
+
+
+def group_of(kernel: str) -> str:
+    return next(group for group, pattern in GROUPS.items() if re.search(pattern, kernel, re.IGNORECASE))
+
+
+def best_of(results: list[Result]) -> Result | None:
+    return max((r for r in results if not r.error), key=lambda r: r.images_per_second, default=None)
+
+
+def row(results: list[Result]) -> str:
+    """A line of the table of speeds."""
+    model, case, best = results[0].model, results[0].case, best_of(results)
+    cells = [str(case), model, *(r.cell() for r in results), best.mode if best else "-"]
+    goal = GOALS.get((model, case))
+    if goal is None or best is None:
+        cells += ["-"] * 3
+    else:
+        fits = goal.must_gib is None or best.peak_gib <= goal.must_gib
+        memory = "" if goal.must_gib is None else f" / {goal.must_gib:.2f}"
+        cells += [
+            f"{goal.published_vim:g}",
+            f"{goal.must:.0f}{memory}: {'yes' if best.images_per_second >= goal.must and fits else 'NO'}",
+            ", ".join(f"{aim:.0f}: {'yes' if best.images_per_second >= aim else 'no'}" for aim in goal.aims),
+        ]
+    return f"| {' | '.join(cells)} |"
+
+
+def profile_row(results: list[Result]) -> str:
+    """A line of the table of kernels."""
+    model, case, best = results[0].model, results[0].case, best_of(results)
+    times = best.kernel_ms if best and best.kernel_ms else {}
+    cells = [str(case), model, best.mode if best else "-"]
+    cells += [f"{times[group]:.2f}" if times.get(group) else "-" for group in GROUPS]
+    cells.append(f"{sum(times.values()):.2f}")
+    cells.append(f"{1e3 * case.batch / best.images_per_second:.2f}" if best else "-")
+    return f"| {' | '.join(cells)} |"
+
+
+def plot(results: list[list[Result]]) -> bytes:
+    """A PNG of training speed and memory against resolution, each model in its best mode at each."""
+    from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    best = [b for b in map(best_of, results) if b]
+    for model in dict.fromkeys(b.model for b in best):
+        of_model = [b for b in best if b.model == model]
+        sizes = [b.case.img_size for b in of_model]
+        speed.plot(sizes, [b.images_per_second for b in of_model], "o-", label=model)
+        memory.plot(sizes, [b.peak_gib / b.case.batch for b in of_model], "o-", label=model)
+    for axis, title in ((speed, "training, images/s"), (memory, "training, peak GiB per image of the batch")):
+        sizes = sorted({b.case.img_size for b in best})
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.set_title(title)
+        axis.set_xlabel(f"image side in pixels; batches of at most {PATCHES:,} patches")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens between the states that forward keeps for backward: 1 byte for each element of x at N = 16
+CHUNK = 64  # tokens between the states that forward keeps for backward: at most 1 byte for an element of x at N = 16
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # which of them are reversed is a mask of 64 bits
@@ -81,6 +81,19 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     return _module("triton", device)
 
 
+@torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
+def backend(device: torch.device) -> str | None:
+    """What "auto" runs on this device: "cuda", "triton", or None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return "triton" if _module("auto", device).__name__.endswith("triton_scan") else "cuda"
+
+
+def boundaries(L: int) -> int:
+    """Those between chunks of `L` tokens, where forward keeps a state."""
+    return max(L - 1, 0) // CHUNK
+
+
 # Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.
 torch.library.define(
     "vil::scan",
@@ -98,7 +111,7 @@ scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-    """y and, if `keep`, the state before every `CHUNK` tokens as (G, B, chunks, N, D), else an empty tensor."""
+    """y and, if `keep`, the states between chunks of `CHUNK` tokens (G, B, chunks - 1, N, D), else an empty tensor."""
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
     return _module(backend, x.device).forward(recurrence, x, logits, k, q, rates, skip, bias, list(reverse), keep)
@@ -116,7 +129,7 @@ def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, 
 @torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
     G, B, L, D = x.shape
-    kept = (G, B, (L + CHUNK - 1) // CHUNK, k.shape[-1], D) if keep else (0,)
+    kept = (G, B, boundaries(L), k.shape[-1], D) if keep else (0,)
     return x.new_empty(x.shape), x.new_empty(kept, dtype=torch.float32)
 
 
@@ -129,6 +142,7 @@ def _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, b
 
 
 def _save_for_backward(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no gradient of zeros for the states
     ctx.backend, ctx.recurrence, *tensors, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 64  # tokens between the states that forward keeps
+CHUNK = 64  # tokens between the states that forward keeps; the first, which is 0, it does not
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
 CHANNELS = 2**16  # of all sequences: what fills a large GPU in blocks of 64
 
@@ -170,8 +170,8 @@ def _forward_kernel(
         next_row = row + tl.where(t + 1 < end, stride, 0)
         following = _token(x, logits, k, q, next_row, D, d_1D, n_N1, bias_1D, N)
         if KEEP:  # noqa: SIM102 (Triton leaves out what a constant rules out only if nothing else is in the condition)
-            if t % CHUNK == 0:
-                kept_ND = states + ((sequence * tl.cdiv(L, CHUNK) + t // CHUNK) * N + n_N1) * D + d_1D
+            if (t % CHUNK == 0) & (t > 0):
+                kept_ND = states + ((sequence * (tl.cdiv(L, CHUNK) - 1) + t // CHUNK - 1) * N + n_N1) * D + d_1D
                 tl.store(kept_ND, S_ND, mask=d_1D < D)
         gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
         S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
@@ -207,7 +207,8 @@ def _backward_kernel(
             start = begin + (segment_chunks - 1 - i) * CHUNK
             tokens = tl.minimum(CHUNK, end - start)
             # the chunk once more, keeping the state before each token
-            S_ND = tl.load(states + ((sequence * chunks + start // CHUNK) * N + n_N1) * D + d_1D, mask=inside, other=0)
+            kept_ND = states + ((sequence * (chunks - 1) + start // CHUNK - 1) * N + n_N1) * D + d_1D
+            S_ND = tl.load(kept_ND, mask=d_1D < tl.where(start > 0, D, 0), other=0)
             row = first + stride * start
             x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
             tl.debug_barrier()
@@ -266,12 +267,12 @@ def forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y_GBLD, and the state before every `CHUNK` tokens if `keep`."""
+    """y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`."""
     x, logits, k, q = (t.contiguous() for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, before = torch.empty_like(x), None
     span, segments, block_d = _cut(x, 32)
-    states = x.new_empty((G, B, triton.cdiv(L, CHUNK), N, D) if keep else 0, dtype=torch.float32)
+    states = x.new_empty((G, B, triton.cdiv(L, CHUNK) - 1, N, D) if keep else 0, dtype=torch.float32)
     with _on(x.device):
         if segments > 1:
             before = _summarize(recurrence, x, logits, k, q, rates_GDN, bias_GD, reverse, gradients=False)

@@ -37,3 +37,18 @@ def uninterrupted(tmp_path_factory, image_folder):
     folder = tmp_path_factory.mktemp("uninterrupted")
     run(train_command(folder, image_folder))
     return folder
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Every new tensor on the GPU is NaN until it is written."""
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            t = make(*args, **kwargs)
+            return t.fill_(float("nan")) if t.is_cuda and t.is_floating_point() else t
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

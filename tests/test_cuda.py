@@ -92,10 +92,12 @@ def test_the_cost_model_gives_a_lane_more_where_there_is_more():
     assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(8, 768, 6085) > lane(1, 768, 197)
 
 
-def test_memory_kept_for_backward_is_a_byte_for_each_element():
-    x, k = (torch.empty(1, 2, 640, n, device="meta") for n in (96, 16))
+@pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
+def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L):
+    x, k = (torch.empty(1, 2, L, n, device="meta") for n in (96, 16))
     _, states = gpu._fake_scan("cuda", "longhorn", x, x, k, k, None, None, None, [False], True)
-    assert states.numel() * states.element_size() == x.numel()
+    assert states.shape == (1, 2, (L - 1) // 64, 16, 96)
+    assert states.numel() * states.element_size() <= x.numel()
 
 
 def test_tensors_on_the_cpu_are_refused():
@@ -120,18 +122,6 @@ def assert_right(scan, definition, inputs, dtype, **kwargs):
         assert a.dtype == t.dtype
         error = relative_error(a, truth)
         assert error < TOLERANCE[dtype] or truth.norm() == 0 == a.norm(), (i, error)
-
-
-@pytest.fixture
-def poison(monkeypatch):
-    """Every new tensor on the GPU is NaN until it is written."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        t = empty(*args, **kwargs)
-        return t.fill_(float("nan")) if t.is_cuda and t.is_floating_point() else t
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @GPU

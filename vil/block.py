@@ -12,6 +12,7 @@ from timm.layers import DropPath
 from timm.models import register_notrace_function
 from torch import Tensor, nn
 
+from .kernels import block as block_operator
 from .kernels import longhorn_scan, selective_scan
 
 
@@ -69,6 +70,11 @@ class LonghornDirection(nn.Module):
         step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
         return v_BLD, F.linear(step_BLR, self.step_proj.weight), k_BLN, q_BLN
 
+    def fused_parameters(self) -> list[Tensor]:
+        """The weights in the order in which `vil::block` takes them."""
+        conv1d, step_proj = self.conv1d, self.step_proj
+        return [conv1d.weight, conv1d.bias, self.x_proj.weight, step_proj.weight, step_proj.bias, self.skip]
+
 
 class MambaDirection(LonghornDirection):
     """The same with the rates of Mamba's states, and its initialisation (Gu & Dao, 2023, section 3.6)."""
@@ -87,6 +93,9 @@ class MambaDirection(LonghornDirection):
         self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # softplus of this is dt
         self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log())
 
+    def fused_parameters(self) -> list[Tensor]:
+        return [*super().fused_parameters(), self.A_log]
+
 
 class BidirectionalMixer(nn.Module):
     """Mixes the tokens of an image by one recurrence from the first to the last and one from the last to the first.
@@ -99,11 +108,13 @@ class BidirectionalMixer(nn.Module):
     """
 
     direction: type[LonghornDirection]
+    recurrence: str
 
     def __init__(self, dim: int, expand: int = 2, state_size: int = 16, conv_width: int = 4, device=None, dtype=None):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         inner, rank = expand * dim, math.ceil(dim / 16)
+        self.state_size = state_size
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **dd)
         self.directions = nn.ModuleList(
             [self.direction(inner, state_size, rank, conv_width, reverse=reverse, **dd) for reverse in (False, True)]
@@ -132,6 +143,7 @@ class LonghornMixer(BidirectionalMixer):
     """Longhorn's online associative recall (Liu et al., 2024) in both directions."""
 
     direction = LonghornDirection
+    recurrence = "longhorn"
 
     def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
         return bidirectional_longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, self.skip(), self.step_bias())
@@ -141,6 +153,7 @@ class MambaMixer(BidirectionalMixer):
     """Mamba's selective state space (Gu & Dao, 2023) in both directions, as in Vision Mamba (Zhu et al., 2024)."""
 
     direction = MambaDirection
+    recurrence = "selective"
 
     def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
         A_2DN = -at_least_fp32(torch.stack([direction.A_log for direction in self.directions])).exp()
@@ -177,4 +190,46 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x_BLC: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
+            if runs_fused(self, x_BLC):
+                return fused_block(self, x_BLC)
         return x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
+
+
+FUSED_PARTS = {
+    RMSNorm, LonghornMixer, MambaMixer, nn.ModuleList, LonghornDirection, MambaDirection, TokenConv1d, nn.Linear,
+}  # fmt: skip
+_fused = True
+
+
+def set_fused(enable: bool) -> None:
+    """Switches the fused kernels of a block on (the default) or off, for debugging. Not a part of a compiled graph."""
+    global _fused
+    _fused = enable
+
+
+def runs_fused(block: Block, x_BLC: Tensor) -> bool:
+    """Whether `fused_block` stands for this block here: on an NVIDIA GPU, with every part as it was built."""
+    if not _fused or not isinstance(x_BLC, Tensor) or not block_operator.supports(x_BLC, block.mixer.state_size):
+        return False
+    parts = [part for part in block.modules() if part is not block and part is not block.drop_path]
+    dtype = block.norm.weight.dtype
+    return all(
+        type(part) in FUSED_PARTS and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
+        for part in parts
+    ) and all(parameter.dtype == dtype for parameter in block.parameters())
+
+
+def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
+    """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
+    norm, mixer = block.norm, block.mixer
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else norm.weight.dtype
+    scale_B = None
+    if block.training and isinstance(block.drop_path, DropPath):
+        scale_B = block.drop_path(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+    directions = [parameter for direction in mixer.directions for parameter in direction.fused_parameters()]
+    return block_operator.block(
+        mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
+        directions, dtype,
+    )  # fmt: skip

@@ -47,6 +47,19 @@ except ImportError:  # timm 1.0.29 keeps no record of the size of the images, as
         pass
 
 
+class PatchProjection(nn.Conv2d):
+    """The convolution of patches; as a matrix product, several times faster on a GPU, if they do not overlap."""
+
+    def forward(self, x_B3HW: Tensor) -> Tensor:
+        height, width = self.kernel_size
+        if self.stride != self.kernel_size:
+            return self._conv_forward(x_B3HW, self.weight, self.bias)
+        h, w = x_B3HW.shape[2] // height, x_B3HW.shape[3] // width
+        x_B3HW = x_B3HW[:, :, : h * height, : w * width]
+        patches = x_B3HW.unflatten(3, (w, width)).unflatten(2, (h, height)).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
 @register_notrace_module  # its checks branch on the size of the image
 class PatchEmbed(nn.Module):
     """Image (B, 3, H, W) to patches (B, h, w, C) by a convolution; patches overlap if the stride is below their size.
@@ -75,7 +88,7 @@ class PatchEmbed(nn.Module):
         self.patch_size = to_2tuple(patch_size)
         self.stride = to_2tuple(stride or patch_size)
         self.dynamic_img_size = dynamic_img_size
-        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.stride, device=device, dtype=dtype)
+        self.proj = PatchProjection(in_chans, embed_dim, self.patch_size, self.stride, device=device, dtype=dtype)
         self.set_input_size(img_size)
         self.reset_parameters()
 
@@ -101,7 +114,7 @@ class PatchEmbed(nn.Module):
             )
         if patch_size != self.patch_size:
             old = self.proj
-            self.proj = nn.Conv2d(old.in_channels, old.out_channels, patch_size, stride, **get_device_dtype(old))
+            self.proj = PatchProjection(old.in_channels, old.out_channels, patch_size, stride, **get_device_dtype(old))
             with torch.no_grad():
                 self.proj.weight.copy_(resample_patch_embed(old.weight, list(patch_size)))
                 self.proj.bias.copy_(old.bias)

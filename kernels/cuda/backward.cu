@@ -1,4 +1,4 @@
-// Gradients of the scan. Forward kept a state every CHUNK tokens. For each chunk, from the last to the first:
+// Gradients of the scan. Forward kept the state between chunks. For each chunk, from the last to the first:
 //   1. scan it once more, keeping the state before every TILE tokens;
 //   2. for each tile, from the last to the first, and each half of it: scan to the half, then on through it, keeping what
 //      the gradients need of each token in registers, then walk back through it with G = dL/dS.
@@ -109,6 +109,13 @@ DEVICE void load_states(States &S, const float *p, i64 stride) {
 #pragma unroll
         for (int c = 0; c < C; c++) S[n][c] = v.at[c];
     }
+}
+
+DEVICE void clear_states(States &S) {
+#pragma unroll
+    for (int n = 0; n < NL; n++)
+#pragma unroll
+        for (int c = 0; c < C; c++) S[n][c] = 0;
 }
 
 DEVICE void copy_states(States &to, const States &from) {
@@ -305,7 +312,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     Sequence<float> dkeys_out({dkeys + all_keys, B * L * 2 * N, L * 2 * N, 2 * N}, at.g, at.b, L, backwards);
     i64 first = at.segment * segment_chunks, last = min(chunks, first + segment_chunks) - 1;
     i64 end = min(L, (last + 1) * CHUNK);
-    const float *kept_states = states + state_offset(at.g, at.b, 0, 4 * at.quad, at.loaded_d, B, chunks, D);
+    const float *kept_states = states + state_offset(at.g, at.b, -1, 4 * at.quad, at.loaded_d, B, chunks - 1, D);
 
     States A, dA = {}, S, G = {};
 #pragma unroll
@@ -318,7 +325,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         store(&warp.bias[at.c], biases ? load<C>(biases + at.g * D + at.loaded_d) : Floats<C>{});
     }
     if (at.segment < segments - 1 && at.valid)
-        load_states(G, later + state_offset(at.g, at.b, at.segment, 4 * at.quad, at.d, B, segments, D), D);
+        load_states(G, later + state_offset(at.g, at.b, at.segment, 4 * at.quad, at.d, B, segments - 1, D), D);
 
     ChannelSums sums = {};
     ChannelsInFlight next;
@@ -343,7 +350,10 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
 
         // indexed at run time, so in local memory, which suits states that a lane keeps for itself and needs rarely
         States before_tile[TILES];
-        load_states(S, kept_states + chunk * N * D, D);
+        if (chunk > 0)
+            load_states(S, kept_states + chunk * N * D, D);
+        else
+            clear_states(S);
 #pragma unroll 1
         for (int tile = 0; tile < tiles - 1; tile++) {
             copy_states(before_tile[tile], S);

@@ -6,13 +6,20 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
 
 SOURCES = Path(__file__).parent
 OLDEST = (8, 0)
-HEADERS = {"forward": ["lanes.cuh"], "summary": ["lanes.cuh"], "backward": []}
+SCAN = ["types.cuh", "common.cuh"]
+HEADERS = {
+    "forward": [*SCAN, "lanes.cuh"],
+    "summary": [*SCAN, "lanes.cuh"],
+    "backward": SCAN,
+    "block": ["types.cuh"],
+}
 
 
 @functools.cache
@@ -30,7 +37,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def source(name: str) -> str:
-    return "\n".join((SOURCES / file).read_text() for file in ("common.cuh", *HEADERS[name], f"{name}.cu"))
+    return "\n".join((SOURCES / file).read_text() for file in (*HEADERS[name], f"{name}.cu"))
 
 
 def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], log=None) -> bytes:
@@ -82,7 +89,8 @@ def _kernel(name: str, entry: str, device_index: int, macros: tuple[tuple[str, o
     from cuda.core import ObjectCode
 
     major, minor = torch.cuda.get_device_capability(device_index)
-    kernel = ObjectCode.from_cubin(cached_cubin(name, f"sm_{major}{minor}", macros)).get_kernel(entry)
+    cubin = cached_cubin(name, f"sm_{major}{minor}", tuple(sorted(macros)))
+    kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)
     if shared_bytes > 48 * 1024:  # more than every kernel may take without asking
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
@@ -101,13 +109,33 @@ def _config(grid: int, block: int, shared_bytes: int):
 def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments: list, shared_bytes: int = 0) -> None:
     """Runs a kernel of `name`.cu on the device of the first tensor argument and on PyTorch's stream there.
 
-    Arguments are tensors (or None), passed as pointers, and ints, passed in 64 bits.
+    Arguments are tensors (or None), passed as pointers, and ints and floats, passed in 64 bits.
     """
-    import cuda.core
+    index = next(a for a in arguments if isinstance(a, torch.Tensor)).device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
+        _bind(index)
+    kernel = _kernel(name, entry, index, tuple(macros.items()), shared_bytes)
+    stream = _stream(torch.cuda.current_stream(index).cuda_stream, index)
+    values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
+    _launcher()(stream, _config(grid, block, shared_bytes), kernel, *values)
 
-    device = next(t for t in arguments if isinstance(t, torch.Tensor)).device
-    with torch.cuda.device(device):
-        kernel = _kernel(name, entry, device.index, tuple(sorted(macros.items())), shared_bytes)
-        stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-        values = [0 if a is None else int(a) if isinstance(a, (int, bool)) else a.data_ptr() for a in arguments]
-        cuda.core.launch(stream, _config(grid, block, shared_bytes), kernel, *values)
+
+_thread = threading.local()
+
+
+def _bind(index: int) -> None:
+    """Gives this thread the device's context, without which nothing can be launched."""
+    from cuda.core import Device
+
+    Device(index).set_current()
+    _thread.bound = True
+
+
+@functools.cache
+def _launcher():
+    from cuda.core import launch
+
+    return launch

@@ -1,4 +1,4 @@
-// y_t = S_t . q_t + skip x_t for the tokens of a segment, from the state before it. Keeps a state every CHUNK tokens.
+// y_t = S_t . q_t + skip x_t for the tokens of a segment, from the state before it. Keeps the state between chunks.
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
@@ -16,7 +16,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<T> ys({y, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     i64 begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    float *kept = states + state_offset(at.g, at.b, begin / CHUNK, at.n, at.d, B, chunks, D);
+    float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, chunks - 1, D);
 
     States A, S = {};
     load_rates(A, rates, at, D);
@@ -26,8 +26,8 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     if (begin > 0 && at.valid) load_states(S, kept, D);
 
     T *y_t = ys.at(begin) + at.d;
-    auto at_chunk = [&] {
-        if (keep && at.valid) store_states(kept, S, D);
+    auto at_chunk = [&](i64 t) {
+        if (keep && at.valid && t > 0) store_states(kept, S, D);
         kept += N * D;
     };
     float sums[UNROLL][C];

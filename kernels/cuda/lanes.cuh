@@ -114,7 +114,7 @@ DEVICE void store_states(float *kept, const States &S, i64 D) {
     }
 }
 
-// Runs from token `begin` to `end`, tile by tile: `at_chunk()` before each chunk; for each token `step(j, exists, value,
+// Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk; for each token `step(j, exists, value,
 // gate, k, q)`, with the lane's channels and its states of key and query; after every UNROLL of them `after(tokens)`, of
 // which so many exist
 template <class AtChunk, class Step, class After>
@@ -132,7 +132,7 @@ DEVICE void run(Warp &warp, const Sequence<const T> &values, const Sequence<cons
     int stage = 0;
 #pragma unroll 1
     for (i64 t0 = begin; t0 < end; t0 += TILE) {
-        if ((t0 - begin) % CHUNK == 0) at_chunk();
+        if ((t0 - begin) % CHUNK == 0) at_chunk(t0);
         wait_for_copies<STAGES - 2>();
         __syncwarp();
         keys.put(warp.keys);

@@ -20,7 +20,7 @@ def forward(
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
     plan: tuple[Lanes, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y_GBLD, and the states that backward needs if `keep`: the one before every `CHUNK` tokens.
+    """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
     `plan`, a variant and the chunks of a segment, overrides the cost model's.
     """
@@ -29,7 +29,7 @@ def forward(
     variant, segment_chunks = plan or choose("forward", recurrence, G * B, D, L, N, _multiprocessors(x.device))
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
-    states = torch.empty((G, B, chunks, N, D) if keep or segments > 1 else 0, device=x.device, dtype=torch.float32)
+    states = torch.empty((G, B, chunks - 1, N, D) if keep or segments > 1 else 0, device=x.device, dtype=torch.float32)
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
         _summarize(recurrence, tensors, reverse, segment_chunks, states, spacing=segment_chunks, gradients=False)
@@ -53,7 +53,7 @@ def backward(
     segments = -(-chunks // segment_chunks)
     later = None
     if segments > 1:
-        later = torch.empty(G, B, segments, N, D, device=x.device, dtype=torch.float32)
+        later = torch.empty(G, B, segments - 1, N, D, device=x.device, dtype=torch.float32)
         tensors = dy, logits, k, q, rates_GDN, bias_GD
         _summarize(recurrence, tensors, reverse, segment_chunks, later, spacing=1, gradients=True)
     macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
@@ -72,23 +72,23 @@ def backward(
     return dx, dlogits, dk, dq, drates.sum(0) if rates_GDN is not None else drates, dchannels.sum(0)
 
 
-def _summarize(recurrence, tensors, reverse, segment_chunks, before, *, spacing: int, gradients: bool) -> None:
-    """Writes the state before each segment into every `spacing`-th entry of `before` (G, B, entries, N, D).
+def _summarize(recurrence, tensors, reverse, segment_chunks, between, *, spacing: int, gradients: bool) -> None:
+    """Writes the state between segments into every `spacing`-th entry of `between` (G, B, boundaries, N, D).
 
-    With `gradients`, the gradient of the state after each segment instead.
+    With `gradients`, its gradient instead.
     """
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     variant = SUMMARY[recurrence]
-    ends, decays = torch.empty(2, G, B, segments, N, D, device=value.device, dtype=torch.float32)
+    ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     macros, blocks, shared = _lanes(variant, recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
-    launch("summary", "scan_summary", macros, G * B * segments * blocks, 32 * variant.warps, [
+    launch("summary", "scan_summary", macros, G * B * (segments - 1) * blocks, 32 * variant.warps, [
         *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, ends, decays,
         B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
     states = G * B * N * D
-    arguments = [ends, decays, before, G * B, segments, N * D, spacing, before.shape[2]]
+    arguments = [ends, decays, between, G * B, segments, N * D, spacing, between.shape[2]]
     launch("summary", "scan_combine", macros, -(-states // 128), 128, arguments)
 
 

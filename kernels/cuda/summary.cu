@@ -1,6 +1,6 @@
 // For sequences cut into segments that run in parallel. `scan_summary` runs a segment from a zero state and writes the
 // state it ends in and the product of its decays; `scan_combine` passes from segment to segment what that makes of the
-// states between them. With GRADIENTS the same for G = dL/dS, whose recurrence runs the other way.
+// states between them. The segment that no other follows is left out. With GRADIENTS the same for G = dL/dS, whose recurrence runs the other way.
 //   states       S_t = decay_t S_{t-1} + drive_t
 //   gradients    G_t = decay_{t+1} G_{t+1} + dy_t q_t
 
@@ -13,8 +13,9 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
     Warp &warp = reinterpret_cast<Warp *>(shared)[threadIdx.x / 32];
 
     i64 chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
-    Place at(B, D, segments);
-    i64 begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
+    Place at(B, D, segments - 1);
+    i64 segment = at.segment + GRADIENTS, begin = segment * segment_chunks * CHUNK;
+    i64 end = min(L, begin + segment_chunks * CHUNK);
     bool backwards = (reverse >> at.g & 1) != GRADIENTS;
     if (GRADIENTS) {  // the tokens of the segment, counted from the other end
         i64 first = L - end;
@@ -49,25 +50,24 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
                 }
         }
     };
-    run(warp, values, logits, ks, qs, biases, begin, end, key_vectors, at, D, [] {}, step, [](int) {});
+    run(warp, values, logits, ks, qs, biases, begin, end, key_vectors, at, D, [](i64) {}, step, [](int) {});
     if (at.valid) {
-        i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments, D);
+        i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments - 1, D);
         store_states(ends + offset, S, D);
         store_states(decays + offset, decay, D);
     }
 }
 
-// before[s] = the state before segment s, or with GRADIENTS the gradient after it; one thread for each state. `before`
-// has `spacing` entries a segment, `entries` in all, and may be `ends` itself.
-extern "C" __global__ void scan_combine(const float *ends, const float *decays, float *before, i64 sequences,
-                                        i64 segments, i64 ND, i64 spacing, i64 entries) {
+// The states between segments, or with GRADIENTS their gradients, into every `spacing`-th of the `boundaries` of a
+// sequence; one thread for each state
+extern "C" __global__ void scan_combine(const float *ends, const float *decays, float *between, i64 sequences,
+                                        i64 segments, i64 ND, i64 spacing, i64 boundaries) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float carried = 0;
-    for (i64 j = 0; j < segments; j++) {
-        i64 s = GRADIENTS ? segments - 1 - j : j, at = (sequence * segments + s) * ND + state;
-        float end = ends[at], decay = decays[at];
-        before[(sequence * entries + s * spacing) * ND + state] = carried;
-        carried = fmaf(decay, carried, end);
+    for (i64 j = 0; j < segments - 1; j++) {
+        i64 boundary = GRADIENTS ? segments - 2 - j : j, at = (sequence * (segments - 1) + boundary) * ND + state;
+        carried = fmaf(decays[at], carried, ends[at]);
+        between[(sequence * boundaries + (boundary + 1) * spacing - 1) * ND + state] = carried;
     }
 }

@@ -79,6 +79,9 @@ class Config:
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
     aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none")
     train_interpolation: str = _option("bicubic", "interpolation of the training crops")
+    augment_on_device: bool = _option(
+        False, "decode and augment training images on the training device (nvJPEG on a GPU), not in the loader"
+    )
     reprob: float = _option(0.25, "probability of random erasing")
     remode: str = _option("pixel", "what it fills in: 'const', 'rand' or 'pixel'")
     mixup: float = _option(0.8, "mixup alpha")
@@ -107,7 +110,7 @@ class Config:
         interval = self.checkpoint_interval
         if interval is not None and not re.fullmatch(r"0*[1-9]\d*m?", interval):
             raise ConfigError(
-                f"checkpoint_interval {interval!r} is neither minutes such as '30m' nor steps such as '500'"
+                f"checkpoint_interval {interval!r} is neither minutes ('30m') nor optimizer steps ('500')"
             )
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")

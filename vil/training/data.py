@@ -6,6 +6,7 @@ in the epoch alone: not on the number of processes, loader workers or accumulati
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 
@@ -23,16 +25,19 @@ from PIL import Image
 from timm.data import Mixup, create_dataset, create_transform, get_img_extensions
 from timm.data.dataset import IterableImageDataset
 from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .config import Config, ConfigError
+from .device_loader import DeviceLoader, DrawingTransform, EncodedImage, collate_encoded, is_plain_jpeg
 from .synthetic import SyntheticImages, SyntheticLoader
 
 _logger = logging.getLogger(__name__)
 
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
+IMAGE_ERRORS = (OSError, SyntaxError, Image.DecompressionBombError)  # PIL's ways to say that a file is broken
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
 # Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
 # the draws do not depend on their number as long as each holds a multiple of it.
@@ -45,9 +50,19 @@ def derive_seed(*key: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and PyTorch, the CPU and the GPU in use.
+
+    `torch.manual_seed` would also note the seed for every backend that nobody has started, with a stack trace that
+    takes ten times as long as the rest: too slow for every image.
+    """
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for backend in (torch.cuda, torch.xpu):
+        if backend.is_initialized():
+            backend.manual_seed(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
 
 
 def share_cores(device: torch.device, workers: int) -> None:
@@ -184,13 +199,38 @@ class ImageReader(Dataset):
             try:
                 file, target = self.dataset.reader[i]
                 return Image.open(file).convert("RGB"), target
-            except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL's ways to say it is broken
+            except IMAGE_ERRORS as error:
                 _logger.warning("skipped an unreadable image: %s (%s)", self.dataset.reader.filename(i), error)
                 with self._skipped.get_lock():
                     self._skipped.value += 1
         if self.is_training:
             raise OSError("no image of the training split can be read")
         return Image.new("RGB", (256, 256)), UNREADABLE
+
+
+class EncodedReader(ImageReader):
+    """For training as `ImageReader`, but what a device can decode comes as an `EncodedImage`."""
+
+    def __init__(self, dataset, transform, draw: DrawingTransform):
+        super().__init__(dataset, transform, is_training=True)
+        self.draw = draw
+
+    def __getitem__(self, key: tuple[int, int]):
+        index, seed = key
+        try:
+            file, target = self.dataset.reader[index]
+            data = file.read()
+            header = Image.open(io.BytesIO(data))
+        except IMAGE_ERRORS:  # `finish` says so
+            return self.finish(key)
+        if not is_plain_jpeg(data, header):
+            return self.finish(key)
+        seed_everything(seed)
+        return EncodedImage(key, data, self.draw(header)), target
+
+    def finish(self, key: tuple[int, int]):
+        """The image as timm's transform augments it on the CPU: the same draws, the same care for broken files."""
+        return super().__getitem__(key)
 
 
 class TrainingBatches:
@@ -290,7 +330,8 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
-    return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch)
+    draw = DrawingTransform(transform) if config.augment_on_device else None
+    return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch, draw)
 
 
 def evaluation_loader(
@@ -310,26 +351,30 @@ def evaluation_loader(
     return _create_loader(dataset, transform, data_config, device, workers, batches, batch_size)
 
 
-def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size):
+def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size, draw=None):
     is_training = isinstance(batches, TrainingBatches)
     if isinstance(dataset, SyntheticImages):
         return SyntheticLoader(dataset, batches, batch_size, data_config["input_size"], device)
+    if draw and isinstance(dataset, IterableImageDataset):
+        raise ConfigError("augment_on_device reads images by their index, which a dataset that streams does not have")
     if isinstance(dataset, IterableImageDataset):  # it streams, in an order of its own
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=workers)
         order = dict(batch_size=batch_size, drop_last=is_training)
     else:
-        dataset = ImageReader(dataset, transform, is_training)
+        dataset = EncodedReader(dataset, transform, draw) if draw else ImageReader(dataset, transform, is_training)
         order = dict(batch_sampler=batches)
     loader = DataLoader(
         dataset,
         num_workers=workers,
-        collate_fn=fast_collate,
-        pin_memory=device.type == "cuda",
+        collate_fn=partial(collate_encoded, size=draw.size) if draw else fast_collate,
+        pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
         persistent_workers=workers > 0,
         worker_init_fn=_heed_the_parent_alone,
         **order,
     )
+    if draw:
+        return DeviceLoader(loader, draw, data_config, device)
     return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
 
 
@@ -361,7 +406,7 @@ class BatchAugmentation:
         self.erase = RandomErasing(config.reprob, mode=config.remode, device=device) if config.reprob > 0 else None
         self.mix = None
         if config.mixing:
-            self.mix = Mixup(
+            self.mix = GroupMixup(
                 mixup_alpha=config.mixup,
                 cutmix_alpha=config.cutmix,
                 prob=config.mixup_prob,
@@ -372,12 +417,44 @@ class BatchAugmentation:
 
     def __call__(self, images: Tensor, targets: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         """Changes `images` in place. `position` is the first image's in the epoch. Targets become soft if mixed."""
-        mixed = []
+        draws = []
         for start in range(0, len(images), MIXUP_GROUP):
             group = images[start : start + MIXUP_GROUP]
             seed_everything(derive_seed(self.seed, epoch, position + start, 1))
             if self.erase:
                 self.erase(group)
             if self.mix:
-                mixed.append(self.mix(group, targets[start : start + MIXUP_GROUP])[1])
-        return images, torch.cat(mixed) if mixed else targets
+                draws.append(self.mix.draw(group.shape))
+        return self.mix(images, targets, draws) if self.mix else (images, targets)
+
+
+class GroupMixup(Mixup):
+    """timm's mixup, in which each `MIXUP_GROUP` images have a draw of their own and are mixed among themselves.
+
+    The groups are drawn one after the other and mixed all at once: launching each by itself would take longer than
+    what is launched.
+    """
+
+    def draw(self, shape: torch.Size) -> tuple[float, ...]:
+        """Top, bottom, left and right of a box, the share that an image keeps inside it, and in its target."""
+        share, use_cutmix = self._params_per_batch()
+        if not use_cutmix or share == 1:
+            return 0, shape[-2], 0, shape[-1], share, share
+        box, share = cutmix_bbox_and_lam(shape, share, self.cutmix_minmax, self.correct_lam)
+        return *box, 0, share
+
+    def __call__(self, images: Tensor, targets: Tensor, draws: list[tuple[float, ...]]) -> tuple[Tensor, Tensor]:
+        device = images.device
+        partners = torch.cat([group.flip(0) for group in torch.arange(len(images)).split(MIXUP_GROUP)])
+        partners = partners.to(device, non_blocking=True)
+        of_groups = torch.tensor(draws, dtype=torch.float32)
+        of_images = of_groups.repeat_interleave(MIXUP_GROUP, dim=0)[: len(images)].to(device, non_blocking=True)
+        top, bottom, left, right, share, target_share = of_images[:, :, None, None, None].unbind(1)
+        y = torch.arange(images.shape[-2], device=device)[:, None]
+        x = torch.arange(images.shape[-1], device=device)
+        inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)
+        kept = torch.where(inside, share, 1)
+        others = images[partners].mul_(1 - kept)
+        soft = mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
+        target_share = target_share[:, :, 0, 0]
+        return images.mul_(kept).add_(others), soft * target_share + soft[partners] * (1 - target_share)

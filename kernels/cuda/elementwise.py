@@ -1,0 +1,128 @@
+"""Launches the kernels of block.cu: norm, convolutions and gate, on rows of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compiler import launch
+from .scan import INPUT, _multiprocessors, _vector_of
+
+WARPS = 4  # of a block, as in block.cu
+
+
+def pack(
+    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """The weights of a block, all of one dtype, as `block.Weights` wants them."""
+    (C, D), half = out_proj.shape, len(directions) // 2
+    conv, _, x_proj, step, *_ = directions[:half]
+    taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
+    padded = rank + -rank % 8
+    projections += padded - rank
+    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
+    fp32 = torch.float32
+    dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
+    packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+    pairs = [t.contiguous() for pair in list(zip(directions[:half], directions[half:]))[:6] for t in pair]
+    arguments = [norm_C, in_proj.contiguous(), out_proj.contiguous(), *pairs, *packed, C, D, projections, rank, padded]
+    macros = _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype)
+    launch("block", "pack", macros, 8 * _multiprocessors(norm_C.device), 256, arguments)
+    return packed
+
+
+def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and a copy of x, which costs little here."""
+    T, C = x_TC.shape
+    xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
+    scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
+    copy_TC = torch.empty_like(x_TC)
+    _launch("rms_norm", _macros(xhat_TC, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
+    return xhat_TC, scale_T, copy_TC
+
+
+def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> Tensor:
+    """The gradient of x, of which xhat is one use and the residual stream the other."""
+    T, C = xhat_TC.shape
+    dx_TC = torch.empty_like(dresidual_TC)
+    arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, T]
+    _launch("rms_norm_backward", _macros(xhat_TC, _vector(4, dresidual_TC), width=C), T, arguments)
+    return dx_TC
+
+
+def convolve(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor) -> Tensor:
+    """v_2BLD, convolution and SiLU of both directions; the last of the K taps is the token itself."""
+    B, L, D = u_BLD.shape
+    v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    macros = _macros(u_BLD, _vector(4, u_BLD), taps=conv_2DK.shape[2])
+    threads = B * D // macros["VECTOR"]
+    stretch = _stretch(64, L, threads, u_BLD.device)
+    arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
+    blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
+    launch("block", "convolve", macros, blocks, 32 * WARPS, arguments)
+    return v_2BLD
+
+
+def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor) -> Tensor:
+    """Writes du_BLD; returns the gradients of weights and biases as (2, K + 1, D) in fp32, the biases last."""
+    B, L, D = u_BLD.shape
+    taps = conv_2DK.shape[2]
+    macros = _macros(u_BLD, _vector(4, u_BLD, du_BLD), taps=taps)
+    blocks = -(-D // (32 * min(2, macros["VECTOR"])))
+    stretch = _stretch(128, L, 32 * B * blocks, u_BLD.device)
+    # no more parts than keep the GPU busy: each is written, and added by another kernel
+    parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
+    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
+    arguments = [
+        u_BLD, u_BLD.stride(1), dv_2BLD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1), dfilters,
+        B, L, D, stretch, parts,
+    ]  # fmt: skip
+    launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
+    return dfilters.sum(0)
+
+
+def _stretch(longest: int, L: int, threads: int, device: torch.device) -> int:
+    """Tokens that a thread takes: few enough for the `threads` of each stretch to fill the GPU together, and even."""
+    stretch = longest
+    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(device):
+        stretch //= 2
+    pieces = -(-L // stretch)
+    return -(-L // (4 * pieces)) * 4
+
+
+def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """scale * mean * silu(z) of the mean of both directions; and that mean if `keep`, else an empty tensor."""
+    _, B, L, D = y_2BLD.shape
+    gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
+    mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
+    means = mean_BLD if keep else None
+    arguments = [y_2BLD, z_BLD, z_BLD.stride(1), scale_B, gated_BLD, means, B * L, L, D]
+    _launch("gate", _macros(y_2BLD, _vector(4, z_BLD)), B * L, arguments)
+    return gated_BLD, mean_BLD
+
+
+def gate_backward(
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
+) -> Tensor:
+    """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
+    B, L, D = mean_BLD.shape
+    gated_BLD = torch.empty_like(mean_BLD)
+    arguments = [
+        dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dy_BLD.stride(1), dz_BLD, dz_BLD.stride(1),
+        gated_BLD, B * L, L, D,
+    ]  # fmt: skip
+    _launch("gate_backward", _macros(mean_BLD, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
+    return gated_BLD
+
+
+def _macros(t: Tensor, vector: int, width: int = 4, taps: int = 4, parameter: torch.dtype = torch.float32) -> dict:
+    return dict(INPUT=INPUT[t.dtype], PARAMETER=INPUT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
+
+
+def _vector(limit: int, *tensors: Tensor) -> int:
+    """Neighbouring channels, at most `limit`, that one instruction can move in every token of every tensor."""
+    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors)
+
+
+def _launch(entry: str, macros: dict, tokens: int, arguments: list) -> None:
+    launch("block", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)

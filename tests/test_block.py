@@ -1,0 +1,294 @@
+"""The fused block against the plain one: its algebra on a CPU with plain kernels, and on a GPU as it is."""
+
+import copy
+import io
+import re
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from vil.kernels import block as operator
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.cuda import compiler
+
+from vil import block as vil_block
+from vil.block import Block, LonghornMixer, MambaMixer
+
+MIXERS = [LonghornMixer, MambaMixer]
+
+
+def make_block(mixer, dim, drop_path=0.0, seed=0, **dd):
+    """A block none of whose parameters is at a special value."""
+    torch.manual_seed(seed)
+    block = Block(dim, mixer, drop_path=drop_path)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if name.endswith(("bias", "skip", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return block.to(**dd)
+
+
+def outcome(block, x, dy, autocast=None):
+    """Output and every gradient, by name."""
+    x = x.detach().clone().requires_grad_()
+    block.zero_grad()
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        y = block(x)
+    y.backward(dy.to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+def relative_error(value, truth):
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def gradients(function, inputs, dy):
+    """Gradients of `function(*inputs)` by autograd, None for inputs that are None."""
+    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        y = function(*inputs)
+    found = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
+    return [None if t is None else next(found) for t in inputs]
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, y):
+        return y * self.scale[:, None, None]
+
+
+class PlainKernels:
+    """The kernels that the fused block calls, in plain PyTorch; their gradients by autograd."""
+
+    @staticmethod
+    def rms_norm(x, eps, dtype):
+        scale = (x.square().mean(-1) + eps).rsqrt()
+        return (x * scale[:, None]).to(dtype), scale, x.clone()
+
+    @staticmethod
+    def rms_norm_backward(dxhat, xhat, scale, dresidual):
+        return dresidual + scale[:, None] * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))
+
+    @staticmethod
+    def pack(norm, in_proj, out_proj, directions, dtype):
+        half = len(directions) // 2
+        conv, conv_bias, x_proj, step, step_bias, skip = [
+            torch.stack(pair).to(dtype) for pair in list(zip(directions[:half], directions[half:]))[:6]
+        ]
+        rank = step.shape[2]
+        x_proj = torch.cat([F.pad(x_proj[:, :rank], (0, 0, 0, -rank % 8)), x_proj[:, rank:]], 1)
+        step = F.pad(step, (0, -rank % 8))
+        return [in_proj * norm, out_proj.clone(), conv.squeeze(2), conv_bias, x_proj, step, step_bias, skip]
+
+    @staticmethod
+    def convolve(u, conv, conv_bias):
+        def one(u, weight, bias):
+            taps = weight.shape[1]
+            return F.silu(F.conv1d(F.pad(u.mT, (taps - 1, 0)), weight[:, None], bias, groups=len(weight)).mT)
+
+        return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
+
+    @classmethod
+    def convolve_backward(cls, u, dv, conv, conv_bias, du):
+        found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
+        du.copy_(found)
+        return torch.cat([dconv.mT, dconv_bias[:, None]], 1)
+
+    @staticmethod
+    def gate(y, z, scale, keep):
+        mean = y.mean(0)
+        return mean * F.silu(z) * (1 if scale is None else scale[:, None, None]), mean
+
+    @classmethod
+    def gate_backward(cls, dgated, mean, z, scale, dy, dz):
+        def one(mean, z):
+            return cls.gate(mean[None], z, scale, True)[0]
+
+        dmean, found = gradients(one, [mean, z], dgated)
+        dy.copy_(dmean / 2)
+        dz.copy_(found)
+        return one(mean, z)
+
+    @staticmethod
+    def scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
+        if recurrence == "longhorn":
+            return longhorn_scan(x, logits, k, q, skip, bias, reverse=reverse), x.new_empty(0)
+        return selective_scan(x, logits, rates, k, q, skip, bias, reverse=reverse), x.new_empty(0)
+
+    @classmethod
+    def scan_backward(cls, backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
+        def one(*inputs):
+            return cls.scan(backend, recurrence, *inputs, reverse, False)[0]
+
+        *found, dskip, dbias = gradients(one, [x, logits, k, q, rates, skip, bias], dy)
+        return *found, torch.stack([dskip, dbias], 1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, monkeypatch):
+    """In fp64, kernels aside: folding, projections and every derivative by hand."""
+    monkeypatch.setattr(operator, "elementwise", PlainKernels)
+    monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
+    monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    block = make_block(mixer, 24, dtype=torch.float64)
+    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
+    scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
+    if scaled:
+        block.drop_path = Scale(scale)
+    expected = outcome(block, x, dy)
+
+    norm, m = block.norm, block.mixer
+    weights = norm.weight, m.in_proj.weight, m.out_proj.weight
+    directions = [p for direction in m.directions for p in direction.fused_parameters()]
+    with torch.no_grad():
+        y, *saved = operator._block(m.recurrence, x, scale, norm.eps, *weights, directions, x.dtype, True)
+        dx, *found = operator._block_backward(m.recurrence, dy, scale, *weights, directions, saved)
+    torch.testing.assert_close(y, expected["y"])
+    torch.testing.assert_close(dx, expected["x"])
+    names = [name for weight in (*weights, *directions) for name, p in block.named_parameters() if p is weight]
+    assert len(names) == len(found) == len(list(block.parameters()))
+    torch.testing.assert_close(dict(zip(names, found)), {name: expected[name] for name in names})
+
+
+def test_plain_path_is_taken_without_a_gpu():
+    assert not vil_block.runs_fused(make_block(LonghornMixer, 16), torch.randn(1, 5, 16))
+
+
+def test_compiles_without_graph_breaks():
+    block = make_block(LonghornMixer, 16)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
+
+
+NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
+
+
+@NVRTC
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
+def test_kernels_of_the_block_compile_without_spills(arch, dtype):
+    for width in (192, 768):
+        macros = dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4)
+        log = io.StringIO()
+        assert compiler.compile_cubin("block", arch, tuple(sorted(macros.items())), log)
+        assert set(re.findall(r"(\d+) bytes spill stores", log.getvalue())) == {"0"}, (macros, log.getvalue())
+
+
+# With a GPU
+
+
+def gpu_test(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
+
+
+@pytest.fixture
+def plain():
+    """Switches the fused kernels off and, after the test, on."""
+    yield lambda: vil_block.set_fused(False)
+    vil_block.set_fused(True)
+
+
+# channels that do and do not fill vectors and warps, one token, more tokens than a stretch, a batch of several parts
+SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18)]
+TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+
+
+@gpu_test
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, poison, plain):
+    """Outputs and every gradient; in low precision with no larger an error than that of the plain block."""
+    block = make_block(mixer, shape[2], device="cuda")
+    x, dy = torch.randn(2, *shape, device="cuda")
+    truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double())
+    for autocast, tolerance in TOLERANCE.items():
+        assert vil_block.runs_fused(block, x)
+        fused, again = outcome(block, x, dy, autocast), outcome(block, x, dy, autocast)
+        plain()
+        reference = outcome(block, x, dy, autocast)
+        vil_block.set_fused(True)
+        for name, expected in truth.items():
+            assert torch.equal(fused[name], again[name]), name
+            if expected.norm() == 0:  # of rates that only the token behind the first could show
+                assert fused[name].norm() == 0, name
+                continue
+            error = relative_error(fused[name], expected)
+            assert error < max(tolerance, 2 * relative_error(reference[name], expected)), (autocast, name, error)
+
+
+@gpu_test
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_stochastic_depth_is_that_of_the_plain_block(mixer, plain):
+    block = make_block(mixer, 64, drop_path=0.5, device="cuda").train()
+    x, dy = torch.randn(2, 16, 9, 64, device="cuda")
+    torch.manual_seed(1)
+    fused = outcome(block, x, dy)
+    plain()
+    torch.manual_seed(1)
+    for name, expected in outcome(block, x, dy).items():
+        torch.testing.assert_close(fused[name], expected, atol=1e-4, rtol=1e-4)
+    dropped = (fused["y"] == x).flatten(1).all(1)
+    assert 0 < dropped.sum() < 16
+
+
+@gpu_test
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_block_operator_keeps_to_the_rules_of_pytorch(mixer):
+    block = make_block(mixer, 32, device="cuda")
+    weights = [block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight]
+    directions = [p for direction in block.mixer.directions for p in direction.fused_parameters()]
+    x = torch.randn(2, 70, 32, device="cuda", requires_grad=True)
+    arguments = (mixer.recurrence, x, None, 1e-5, *weights, directions, torch.float32, True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
+
+
+@gpu_test
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autocast):
+    block = make_block(LonghornMixer, 64, device="cuda")
+    x, dy = torch.randn(2, 4, 70, 64, device="cuda")
+    expected = outcome(block, x, dy, autocast)
+    compiled = torch.compile(block, fullgraph=True)
+    for name, value in outcome(block, x, dy, autocast).items():
+        assert torch.equal(value, expected[name])
+    with torch.autocast("cuda", autocast, enabled=autocast is not None):
+        torch.testing.assert_close(compiled(x), expected["y"])
+        checkpointed = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        block.zero_grad()
+        checkpointed.backward(dy)
+        for name, parameter in block.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            captured = block(x)
+        captured.fill_(float("nan"))
+        graph.replay()
+    assert torch.equal(captured, expected["y"])
+
+
+@gpu_test
+def test_model_in_every_dtype_and_layout_and_a_part_replaced_or_hooked(plain):
+    model = timm.create_model("vil_tiny", img_size=64, depth=2, num_classes=5).cuda().eval()
+    x = torch.randn(2, 3, 64, 64, device="cuda")
+    fused = model(x)
+    torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), fused)
+    half = copy.deepcopy(model).bfloat16()
+    assert vil_block.runs_fused(half.blocks[0], half.embed(x.bfloat16()))
+    assert relative_error(half(x.bfloat16()), fused) < 3e-2
+    called = []
+    handle = model.blocks[0].mixer.in_proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
+    assert called
+    handle.remove()
+    model.blocks[1].mixer.out_proj = torch.nn.Sequential(model.blocks[1].mixer.out_proj)
+    torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
+    plain()
+    torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,332 @@
+"""Augmentation on the training device against timm's and PIL's on the CPU: pixels, draws, batches and training."""
+
+import csv
+import functools
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from processes import run, train_command
+from scipy.stats import ks_2samp
+from sklearn.datasets import load_sample_images
+from timm.data import Mixup, auto_augment, create_transform
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as pil
+
+from vil.training import batched_transforms, data, device_loader
+from vil.training.config import Config, ConfigError
+
+DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
+IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+FILL = (124, 116, 104)
+PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]  # a temple, a flower: 427 x 640 pixels
+
+PHOTO = PHOTOS[0].resize((60, 40))
+
+
+@pytest.fixture(params=DEVICES, ids=str)
+def device(request):
+    return request.param
+
+
+def tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def difference(images, expected):
+    """The largest difference in grey levels, and the share of values that differ."""
+    levels = (images.cpu().int() - torch.stack(expected).int()).abs()
+    return levels.max().item(), (levels > 0).float().mean().item()
+
+
+# pixels
+
+
+@pytest.mark.parametrize(("interpolation", "most", "share"), [("bicubic", 1, 1e-3), ("bilinear", 2, 1e-2)])
+def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, most, share):
+    random.seed(0)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 1300, 3), dtype=np.uint8))
+    photos = [PHOTOS[0], PHOTOS[1], noise] * 8
+    boxes = [RandomResizedCropAndInterpolation.get_params(photo, (0.08, 1.0), (0.2, 14.0)) for photo in photos]
+    flips = [random.random() < 0.5 for _ in photos]
+    expected = []
+    for photo, box, flip in zip(photos, boxes, flips):
+        crop = pil.resized_crop(photo, *box, (96, 64), InterpolationMode(interpolation))
+        expected.append(tensor(pil.hflip(crop) if flip else crop))
+    images = batched_transforms.crop_resize_flip(
+        [tensor(photo).to(device) for photo in photos], np.array(boxes), np.array(flips), (96, 64), interpolation
+    )
+    assert difference(images, expected) <= (most, share)
+
+
+def test_few_pixels_are_resized_at_a_time():
+    sides = np.array([200, 5000, 256, 257, 4900, 8])
+    groups = [rows.tolist() for rows in batched_transforms._rows_of_similar_size(sides, most_pixels=2 * 256**2)]
+    assert groups == [[0, 2], [5], [3], [1], [4]]
+
+
+@pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("name", [*batched_transforms.POINTWISE, *batched_transforms.GEOMETRIC])
+def test_operations_are_those_of_timm(device, name, resample):
+    """Of a batch in which each image has an argument of its own."""
+    # of the sizes that timm draws; AutoContrast, Equalize and Invert take none
+    values = {
+        "Posterize": [0, 1, 4],
+        "Solarize": [0, 26, 256],
+        "SolarizeAdd": [0, 99, 110],
+        "Rotate": [30.0, -27.3, 0.1],
+    }
+    values |= {key: [0.1, 1.0, 1.87] for key in ("Color", "Contrast", "Brightness", "Sharpness")}
+    values |= {key: [30.2, -11.0, 0.0] for key in ("TranslateX", "TranslateY")}
+    values |= {key: [0.3, -0.27, 0.411] for key in ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")}
+    arguments = [(value,) for value in values.get(name, [])] or [()] * 3
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 120, 3), dtype=np.uint8))
+    images = [PHOTOS[0].resize((120, 80)), PHOTOS[1].resize((120, 80)), noise]
+    method = getattr(Image.Resampling, resample.upper())
+    expected = [
+        tensor(auto_augment.NAME_TO_OP[name](image, *argument, resample=method, fillcolor=FILL))
+        for image, argument in zip(images, arguments)
+    ]
+    samples = [
+        (device_loader.EncodedImage((0, 0), b"", device_loader.Draws(operations=[(name, argument)])), 0)
+        for argument in arguments
+    ]
+    batch = device_loader.collate_encoded(samples, size=(80, 120))
+    batch_BCHW = torch.stack([tensor(image) for image in images]).to(device)
+    given = batch_BCHW.clone()
+    result = batched_transforms.apply_operations(
+        batch_BCHW, batch.names, torch.from_numpy(batch.arguments).to(device), FILL, resample
+    )
+    assert difference(result, expected) <= (1, 0.02)
+    assert torch.equal(batch_BCHW, given)
+
+
+def test_every_image_goes_through_its_own_operations_in_order(device):
+    names = np.array([["Invert", "Brightness"], ["Brightness", "Invert"], ["", "Brightness"], ["", ""]])
+    arguments = torch.zeros(4, 2, 6, device=device)
+    arguments[:, :, 0] = torch.tensor([[0, 0.5], [0.25, 0], [0, 0.75], [0, 0]])
+    images = torch.full((4, 3, 2, 2), 200, dtype=torch.uint8, device=device)
+    result = batched_transforms.apply_operations(images, names, arguments, FILL, "bicubic")
+    assert result[:, 0, 0, 0].tolist() == [27, 205, 150, 200]
+    assert (result == result[:, :1, :1, :1]).all()
+
+
+# draws
+
+
+def timm_transform(**options):
+    options = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, interpolation="bicubic") | options
+    return create_transform(32, is_training=True, use_prefetcher=True, **options, **IMAGENET)
+
+
+def watch_timm(aa, seeds):
+    """What timm's transform draws by itself, noted while it transforms an image."""
+    crop, flip, augment, _ = timm_transform(auto_augment=aa).transforms
+    noted = device_loader.Draws()
+
+    def note_box(*arguments):
+        noted.box = RandomResizedCropAndInterpolation.get_params(*arguments)
+        return noted.box
+
+    def note_operation(name, image, *arguments, **_):
+        noted.operations.append((name.removesuffix("Increasing"), arguments))
+        return image
+
+    crop.get_params = note_box
+    for operation in augment.ops:
+        operation.aug_fn = functools.partial(note_operation, operation.name)
+    draws = []
+    for seed in seeds:
+        data.seed_everything(seed)
+        noted = device_loader.Draws()
+        cropped = crop(PHOTO)
+        flipped = flip(cropped)
+        noted.flip = flipped is not cropped
+        augment(flipped)
+        draws.append(noted)
+    return draws
+
+
+def draw(aa, seeds):
+    transform = device_loader.DrawingTransform(timm_transform(auto_augment=aa))
+    draws = []
+    for seed in seeds:
+        data.seed_everything(seed)
+        draws.append(transform(PHOTO))
+    return draws
+
+
+POLICIES = ["rand-m9-mstd0.5-inc1", "rand-m5-n3-p0.8-tweights"]
+
+
+@pytest.mark.parametrize("aa", POLICIES)
+def test_a_seed_draws_what_it_draws_in_timm(aa):
+    assert draw(aa, range(300)) == watch_timm(aa, range(300))
+
+
+@pytest.mark.parametrize("aa", POLICIES)
+def test_draws_are_distributed_as_timms(aa):
+    """Of other seeds: Kolmogorov-Smirnov tests of boxes, flips, operations and their arguments."""
+    ours, theirs = draw(aa, range(2000)), watch_timm(aa, range(10_000, 12_000))
+    quantities = {f"box {i}": lambda d, i=i: [d.box[i]] for i in range(4)}
+    quantities |= {"flip": lambda d: [d.flip], "operations": lambda d: [len(d.operations)]}
+    names = sorted({name for d in theirs for name, _ in d.operations})
+    assert len(names) == 15
+    quantities["operation"] = lambda d: [names.index(name) for name, _ in d.operations]
+    for name in names:  # Invert and the like have no argument
+        quantities[name] = lambda d, name=name: [(*argument, 0)[0] for n, argument in d.operations if n == name]
+    for quantity, of in quantities.items():
+        samples = [[number for d in draws for number in of(d)] for draws in (ours, theirs)]
+        assert ks_2samp(*samples).pvalue > 1e-3, quantity
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"auto_augment": "rand-m9-t3a"}, "the operation of aa 'Desaturate'"),
+        ({"auto_augment": "augmix-m5"}, "the transform 'AugMixAugment'"),
+        ({"auto_augment": "original"}, "the transform 'AutoAugment'"),
+        ({"interpolation": "random"}, "the train_interpolation 'random'"),
+    ],
+)
+def test_a_transform_that_is_not_known_is_refused(options, message):
+    with pytest.raises(ConfigError, match=f"augment_on_device does not know {message}; it knows "):
+        device_loader.DrawingTransform(timm_transform(**options))
+
+
+def test_groups_are_mixed_as_by_timm():
+    """All of a batch's groups at once against timm's `Mixup` on one after the other."""
+    images, targets = torch.randn(20, 3, 32, 32), torch.arange(20) % 10
+    for options in ({}, {"mixup_prob": 0.5}, {"cutmix": 0.0}, {"mixup": 0.0}):
+        config = Config(reprob=0.0, **options)
+        mixed = data.BatchAugmentation(config, 10, torch.device("cpu"))(images.clone(), targets, epoch=2, position=40)
+        mixup = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob, label_smoothing=0.1, num_classes=10)
+        expected = []
+        for start in range(0, 20, data.MIXUP_GROUP):
+            group = slice(start, start + data.MIXUP_GROUP)
+            data.seed_everything(data.derive_seed(config.seed, 2, 40 + start, 1))
+            expected.append(mixup(images[group].clone(), targets[group]))
+        for ours, theirs in zip(mixed, zip(*expected)):
+            torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-6, atol=1e-6)
+
+
+# batches
+
+
+def encode(image, **options):
+    file = io.BytesIO()
+    image.save(file, **dict(format="JPEG", quality=90) | options)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photo_folder(tmp_path_factory):
+    """{train,val}/{a,b}: crops of photos as JPEG files, and some that a device does not decode or nobody can."""
+    root = tmp_path_factory.mktemp("photos")
+    rng = random.Random(0)
+    for split, photos in (("train", 14), ("val", 2)):
+        for name, photo in zip("ab", PHOTOS):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(photos):
+                left, top = rng.randrange(400), rng.randrange(200)
+                crop = photo.crop((left, top, left + rng.randrange(60, 240), top + rng.randrange(60, 227)))
+                (folder / f"{i}.jpg").write_bytes(encode(crop))
+    for name, photo in zip("ab", PHOTOS):
+        small = photo.resize((90, 60))
+        whole = encode(small)
+        odd = {
+            "grey": encode(small.convert("L")),
+            "full colour": encode(small, subsampling=0),
+            "progressive": encode(small, progressive=True),
+            "cmyk": encode(small.convert("CMYK")),
+            "png": encode(small, format="PNG"),
+            "truncated": whole[: len(whole) // 2],
+            "no header": whole[:100],
+        }
+        for kind, content in odd.items():
+            (root / "train" / name / f"{kind}.jpg").write_bytes(content)
+    return root
+
+
+def training_batches(folder, device, world_size=1, rank=0, **options):
+    options = dict(data_dir=str(folder), global_batch_size=20, workers=0, aug_repeats=0) | options
+    config = Config(**options)
+    dataset = data.open_split(config.data_dir, "", "train", is_training=True)
+    micro_batch, _ = data.split_global_batch(config, world_size)
+    batches = data.TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
+    loader = data.training_loader(dataset, config, dict(input_size=(3, 48, 48), **IMAGENET), device, batches)
+    return loader, [(levels(images), targets.tolist()) for images, targets in loader]
+
+
+def levels(images):
+    """Grey levels of normalised images."""
+    mean, std = (torch.tensor(IMAGENET[name]).view(3, 1, 1) for name in ("mean", "std"))
+    return 255 * (images.cpu() * std + mean)
+
+
+@pytest.mark.parametrize("options", [{}, {"aa": None}, {"workers": 2, "train_interpolation": "bilinear", "hflip": 0.0}])
+def test_batches_are_those_of_timms_loader(photo_folder, device, options):
+    timm, expected = training_batches(photo_folder, device, **options)
+    ours, batches = training_batches(photo_folder, device, augment_on_device=True, **options)
+    assert len(batches) == len(ours) == 2
+    differences = []
+    for (images, targets), (expected_images, expected_targets) in zip(batches, expected):
+        assert targets == expected_targets
+        differences += (images - expected_images).abs().mean(dim=(1, 2, 3)).tolist()
+    # a decoder's rounding can bring a pixel over the threshold of an operation; nvJPEG has another upsampling of chroma
+    exact, most = (0.03, 0.3) if device.type == "cpu" else (1.5, 8.0)
+    assert np.median(differences) < exact
+    assert max(differences) < most
+    assert ours.dataset.skipped == timm.dataset.skipped == 4
+
+
+def test_images_do_not_depend_on_processes(photo_folder, device):
+    (_, whole) = training_batches(photo_folder, device, augment_on_device=True)
+    parts = [training_batches(photo_folder, device, 10, rank, augment_on_device=True)[1] for rank in range(10)]
+    for step, (images, targets) in enumerate(whole):
+        shares = [part[step] for part in parts]
+        assert targets == [target for _, share in shares for target in share]
+        # other images beside it change in what order a pixel's sum is taken
+        different = (images - torch.cat([share for share, _ in shares])).abs() > 0.01
+        assert different.float().mean() < 1e-3
+
+
+def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, monkeypatch):
+    _, expected = training_batches(photo_folder, device)
+
+    def refuse(files, mode, device):
+        raise RuntimeError("Error while decoding JPEG images")
+
+    monkeypatch.setattr(device_loader, "decode_jpeg", refuse)
+    ours, batches = training_batches(photo_folder, device, augment_on_device=True)
+    assert [targets for _, targets in batches] == [targets for _, targets in expected]
+    assert torch.equal(torch.stack([images for images, _ in batches]), torch.stack([images for images, _ in expected]))
+    assert ours.dataset.skipped == 4
+
+
+def test_a_dataset_that_streams_is_refused(photo_folder):
+    streaming = data.IterableImageDataset.__new__(data.IterableImageDataset)
+    config = Config(augment_on_device=True)
+    batches = data.TrainingBatches(4, Config(global_batch_size=4), 4, 0, 1)
+    with pytest.raises(ConfigError, match="a dataset that streams does not have"):
+        data.training_loader(streaming, config, dict(input_size=(3, 48, 48), **IMAGENET), torch.device("cpu"), batches)
+
+
+# training
+
+
+def test_training_follows_the_curve_of_timms_loader(photo_folder, tmp_path):
+    losses = {}
+    for on_device in (False, True):
+        options = dict(augment_on_device=on_device, num_classes=2)
+        run(train_command(tmp_path, photo_folder, experiment=str(on_device), **options))
+        with open(tmp_path / str(on_device) / "summary.csv") as file:
+            losses[on_device] = [float(row["train_loss"]) for row in csv.DictReader(file)]
+    assert len(losses[True]) == 2
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+    assert losses[True] != losses[False]  # another path it was
