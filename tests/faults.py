@@ -20,7 +20,7 @@ from processes import SMALL
 from vil.training import checkpoint
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train_imagenet", "matplotlib.figure", "PIL.PngImagePlugin"])
+CONTEXT.set_forkserver_preload(["train_imagenet", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"])
 # eight steps an epoch, so that there is much of it to be interrupted in
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
 

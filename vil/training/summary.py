@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import resource
+import secrets
 import statistics
 import sys
 import time
@@ -151,7 +152,7 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
         raise ConfigError("log_wandb needs a package: pip install wandb") from error
     known = folder / "wandb_id.txt"  # a resumed run goes on with its page
     if not known.exists():
-        write_atomically(known, wandb.util.generate_id())
+        write_atomically(known, secrets.token_hex(4))
     run = wandb.init(
         project="vision-longhorn",
         name=config.experiment,
