@@ -49,6 +49,7 @@ class DivergenceError(RuntimeError):
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
+    status = 0
     try:
         config = load_config(__doc__)
         Trainer(config, *join_processes(config.device or default_device())).run()
@@ -57,10 +58,10 @@ def main() -> None:
     except PreemptedError as notice:
         if os.environ.get("RANK", "0") == "0":
             print(notice, file=sys.stderr)
-        sys.exit(PREEMPTED)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        status = PREEMPTED
+    if dist.is_initialized():  # not after an error: it would wait for processes that may be gone
+        dist.destroy_process_group()
+    sys.exit(status)
 
 
 class Trainer:
@@ -131,8 +132,8 @@ class Trainer:
         """The model as one whose backward adds up the gradients of all processes."""
         gpu = [self.device] if self.device.type == "cuda" else None
         wrapped = DistributedDataParallel(self.model, gpu, gradient_as_bucket_view=True)
-        # DDP settles on its buckets, so on the order of its additions, in its first backward: that is not to be in the
-        # middle of a run, where it would depend on when the run was interrupted
+        # DDP settles on its buckets, and so on the order of its additions, after a first backward: this one, so that no
+        # step's sums depend on where the run was interrupted
         with self.precision:
             wrapped(torch.zeros(2, *input_size, device=self.device)).sum().backward()
         self.optimizer.zero_grad()
@@ -172,11 +173,12 @@ class Trainer:
                 continue
             self.meter.add(loss, self.update())
             loss = torch.zeros_like(loss)
-            if self.meter.steps % self.config.log_interval == 0 or self.meter.steps == self.batches.steps:
+            if self.meter.steps % self.config.log_interval == 0:
                 self.check_finite()
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
+        self.check_finite()
 
     def backward(self, images: Tensor, targets: Tensor, synchronize: bool) -> Tensor:
         """Adds a micro-batch's gradient to this process's, or to all processes'; returns its share of the loss."""

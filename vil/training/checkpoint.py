@@ -97,12 +97,11 @@ def _load(path: str | Path):
 
 def _load_intact(path: str | Path):
     """Raises if a byte of the file has changed: PyTorch writes a checksum of each tensor, but does not look at it."""
-    loaded = _load(path)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
             if broken := file.testzip():
                 raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
-    return loaded
+    return _load(path)
 
 
 def _is_ours(checkpoint: Any) -> bool:
