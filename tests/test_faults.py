@@ -354,17 +354,30 @@ def test_an_empty_class_folder_is_refused(start, image_folder, tmp_path):
     ROWS.append(("an empty class folder in the training split", "refused with its name before anything is trained"))
 
 
+def children(process: subprocess.Popen) -> list[int]:
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as pids:
+        return [int(pid) for pid in pids.read().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as status:
+            return status.read().rsplit(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_torchrun_starts_a_run_again_that_lost_a_process(uninterrupted, image_folder, tmp_path):
     command = train_command(tmp_path, image_folder, 2, checkpoint_interval="1")
     place = command.index("torch.distributed.run") + 1
     command[place:place] = ["--max-restarts=1", "--monitor-interval=0.1"]
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    last = tmp_path / "run" / "last.pt"
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
-        while not (tmp_path / "run" / "last.pt").exists():
+        while not last.exists():
             assert torchrun.poll() is None
             time.sleep(0.01)
-        with open(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children") as children:
-            os.kill(int(children.read().split()[-1]), signal.SIGKILL)
+        os.kill(children(torchrun)[-1], signal.SIGKILL)
         errors = torchrun.communicate(timeout=200)[1]
     assert torchrun.returncode == 0, errors[-3000:]
     result, truth = (checkpoint.read_checkpoint(f / "run" / "last.pt") for f in (tmp_path, uninterrupted))
@@ -377,3 +390,21 @@ def test_torchrun_starts_a_run_again_that_lost_a_process(uninterrupted, image_fo
             "torchrun names the worker and the signal and starts all again, which go on from the checkpoint and finish",
         )
     )
+
+
+def test_processes_do_not_outlive_torchrun(image_folder, tmp_path):
+    command = train_command(tmp_path, image_folder, 2, epochs=1000)
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as torchrun:
+        while not (tmp_path / "run" / "last.pt").exists():
+            assert torchrun.poll() is None
+            time.sleep(0.01)
+        workers = children(torchrun)
+        torchrun.kill()
+    assert len(workers) == 2
+    begin = time.monotonic()
+    while any(map(is_running, workers)):
+        assert time.monotonic() - begin < 60
+        time.sleep(0.01)
+    assert checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["progress"]["losses"]
+    ROWS.append(("SIGKILL to torchrun itself", "its processes notice, write a checkpoint and end"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +15,14 @@ import torch.distributed as dist
 from timm.utils import init_distributed_device
 from torch import Tensor
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
+
 
 def join_processes(device: str) -> tuple[torch.device, int, int]:
     """Meets the other processes, if there are any; returns this one's device, its rank and their number."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # where torchrun itself is killed, its processes would go on, beside those of the next start
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
