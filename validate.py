@@ -5,7 +5,14 @@
     torchrun --nproc_per_node=8 validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet
 
 A checkpoint of train_imagenet.py knows its model, image size and data; options override what it says. Under torchrun
-each image is counted exactly once.
+each image is counted exactly once. Two models on the same images, with what can be said of their difference:
+
+    python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet \\
+        --against vim_t_midclstok_76p1acc.pth --against-model vim_tiny
+    python validate.py --checkpoint output/vil_tiny/best.pt --data-dir /imagenet --against deit_tiny_patch16_224
+
+Other test sets are other splits, such as --data-dir /data --split imagenetv2-matched-frequency-format-val. A folder
+with some of ImageNet's classes, by their WordNet ids, is judged among these alone, as ImageNet-A and ImageNet-R are.
 """
 
 from __future__ import annotations
@@ -14,6 +21,8 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +36,10 @@ from tqdm import tqdm
 import vil  # noqa: F401  registers the models
 from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
+from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError, parse_key_values
 from vil.training.evaluation import Evaluation, autocast, default_device, evaluate
+from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model
 from vil.training.summary import write_atomically
 
@@ -51,7 +62,23 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default=default_device(), help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
-    return parser.parse_args()
+    parser.add_argument(
+        "--real-labels", nargs="?", const="", metavar="FILE",
+        help="judge by ImageNet's reassessed labels (ReaL): those that come with timm, or a JSON file of them",
+    )  # fmt: skip
+    two = parser.add_argument_group("comparison with a second model")
+    two.add_argument("--against", metavar="FILE|MODEL", help="its weights, or a timm model with pretrained ones")
+    two.add_argument(
+        "--against-model", metavar="MODEL", help="timm model of these weights; the checkpoint's if it says"
+    )
+    two.add_argument("--against-model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="its arguments")
+    two.add_argument("--against-use-ema", action="store_true", help="the moving average of its weights")
+    two.add_argument("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv there")
+    two.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
+    options = parser.parse_args()
+    if not options.against and (options.csv or options.plot or options.against_model):
+        parser.error("--against-model, --csv and --plot are for a comparison: give --against")
+    return options
 
 
 def main() -> None:
@@ -59,14 +86,13 @@ def main() -> None:
     options = parse_options()
     try:
         device = init_distributed_device(process := SimpleNamespace(device=options.device))
-        settings = resolve_settings(options)
-        model = load_model(settings, options).to(device).eval()
-        result = validate(model, settings, options, device, process.rank, process.world_size)
+        runs = [resolve_settings(options, "--model")]
+        if options.against:
+            runs.append(second_settings(options, runs[0]))
+        models = [load_model(settings).to(device).eval() for settings in runs]
+        outcome = validate(models, runs, options, device, process.rank, process.world_size)
         if process.rank == 0:
-            print(validation_line(settings["model"], model.num_classes, result))
-            if options.json:
-                text = json.dumps(as_dict(settings, options, model, result), indent=2) + "\n"
-                sys.stdout.write(text) if options.json == "-" else write_atomically(Path(options.json), text)
+            report(runs, models, outcome, options)
     except (ConfigError, checkpoint.CheckpointError) as error:
         sys.exit(f"error: {error}")
     finally:
@@ -74,7 +100,7 @@ def main() -> None:
             dist.destroy_process_group()
 
 
-def resolve_settings(options: argparse.Namespace) -> dict[str, Any]:
+def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str, Any]:
     """What the checkpoint says of its model and data, overridden by the command line."""
     saved = checkpoint.saved_config(options.checkpoint) if options.checkpoint else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
@@ -82,39 +108,128 @@ def resolve_settings(options: argparse.Namespace) -> dict[str, Any]:
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
     settings["model_kwargs"] = {**saved.get("model_kwargs", {}), **parse_key_values(options.model_kwargs)}
+    settings |= {"checkpoint": options.checkpoint, "use_ema": options.use_ema}
     if not settings["model"]:
-        raise ConfigError("--model is not given, and no checkpoint of train_imagenet.py says it")
+        raise ConfigError(f"{model_option} is not given, and no checkpoint of train_imagenet.py says it")
     return settings
 
 
-def load_model(settings: dict[str, Any], options: argparse.Namespace) -> torch.nn.Module:
+def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[str, Any]:
+    """The same for the second model, on the data of the first."""
+    path = Path(options.against)
+    is_file = path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors", ".bin")
+    second = argparse.Namespace(**vars(options))
+    second.model = options.against_model or (None if is_file else options.against)
+    second.checkpoint = options.against if is_file else None
+    second.model_kwargs, second.use_ema = options.against_model_kwargs, options.against_use_ema
+    settings = resolve_settings(second, "--against-model")
+    if is_file:  # weights that come with their model say what they are for
+        settings |= {name: settings[name] or first[name] for name in ("num_classes", "img_size")}
+    return settings | {name: first[name] for name in ("data_dir", "dataset", "split", "crop_pct", "interpolation")}
+
+
+def load_model(settings: dict[str, Any]) -> torch.nn.Module:
     arguments = {name: settings[name] for name in ("num_classes", "img_size") if settings[name]}
-    model = create_model(
-        settings["model"], pretrained=options.checkpoint is None, **arguments, **settings["model_kwargs"]
-    )
-    if options.checkpoint:
-        checkpoint.load_weights(model, options.checkpoint, options.use_ema)
+    path = settings["checkpoint"]
+    model = create_model(settings["model"], pretrained=path is None, **arguments, **settings["model_kwargs"])
+    if path:
+        checkpoint.load_weights(model, path, settings["use_ema"])
     return model
 
 
-def validate(model, settings, options, device: torch.device, rank: int, world_size: int) -> Evaluation:
+@dataclass
+class Outcome:
+    """A result for each model, what a reader of it has to know, and what there is beside it for two models."""
+
+    results: list[Evaluation]
+    notes: list[str]
+    class_names: dict[int, str]
+    comparison: Comparison | None
+    speeds: list[Speed]
+
+
+def validate(models, runs, options, device: torch.device, rank: int, world_size: int) -> Outcome:
+    """Runs the models, of the settings in `runs`, over the split."""
     data.share_cores(device, options.workers)
-    choices = {name: settings[name] for name in ("img_size", "crop_pct", "interpolation")}
-    data_config = resolve_data_config(choices, model=model)
-    images = data.open_split(settings["data_dir"], settings["dataset"], settings["split"], model.num_classes)
+    settings = runs[0]
+    choices = [{name: run[name] for name in ("img_size", "crop_pct", "interpolation")} for run in runs]
+    data_config, *others = [resolve_data_config(chosen, model=model) for chosen, model in zip(choices, models)]
+    num_classes = models[0].num_classes
+    if any(model.num_classes != num_classes for model in models):
+        raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
+    judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
+    images, classes = open_test_split(settings["data_dir"], settings["dataset"], settings["split"], num_classes)
+    notes = []
+    if classes:
+        judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
+        notes.append(f"judged among the {len(classes)} classes of this split")
+    labels = None
+    if options.real_labels is not None:
+        labels = real_labels(images, num_classes, options.real_labels or None)
+        notes.append("judged by ReaL labels, without the images that have none")
     loader = data.evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
-    loader = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
-    return evaluate([model], loader, device, autocast(device, options.amp, "bfloat16"))[0]
+    batches = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
+    predictions, precision = Predictions(), autocast(device, options.amp, "bfloat16")
+    results = evaluate(judged, batches, device, precision, predictions)
+    if results[0].unreadable:
+        notes.append(f"{results[0].unreadable} unreadable images were left out")
+    comparison = None
+    if labels is not None or len(models) > 1:
+        comparison = Comparison.of(*predictions.gather(), labels)
+        results = [comparison.judge(result, m) for m, result in enumerate(results)]
+    speeds = []
+    if len(models) > 1 and rank == 0:
+        batch = next(iter(loader))[0]
+        speeds = [measure_speed(model, batch, precision) for model in models]
+    names = {number: name for name, number in data.class_names(images).items()}
+    return Outcome(results, notes, names, comparison, speeds)
 
 
-def validation_line(name: str, num_classes: int, result: Evaluation) -> str:
+def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, Any]) -> torch.nn.Module:
+    """The second model on images that are prepared for the first.
+
+    Raises:
+        ConfigError: They are of another size.
+    """
+    if own["input_size"] != shared["input_size"]:
+        sizes = "{} and {}".format(shared["input_size"][1:], own["input_size"][1:])
+        raise ConfigError(f"the models take images of {sizes}: give one --img-size for both")
+    for name in ("crop_pct", "crop_mode", "interpolation"):
+        if own[name] != shared[name]:
+            logging.warning(
+                "both models see images prepared with %s %s; the second's own is %s", name, shared[name], own[name]
+            )
+    if (own["mean"], own["std"]) == (shared["mean"], shared["std"]):
+        return model
+    return Renormalized(model, shared, own)
+
+
+def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: Outcome, options) -> None:
+    """Prints what was found and writes the files that were asked for."""
+    rows = [as_dict(*parts) for parts in zip(runs, models, outcome.results)]
+    if options.against:
+        result = as_comparison(rows, outcome)
+        print(markdown(result))
+    else:
+        result = rows[0]
+        print(validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes))
+    if options.csv:
+        outcome.comparison.write_tables(options.csv, outcome.class_names)
+    if options.plot:
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.plot, outcome.comparison.plot([settings["model"] for settings in runs]))
+    if options.json:
+        text = json.dumps(result, indent=2) + "\n"
+        sys.stdout.write(text) if options.json == "-" else write_atomically(Path(options.json), text)
+
+
+def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequence[str] = ()) -> str:
     low, high = result.top1_interval
     line = (
         f"{name}: top-1 {result.top1:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {result.top5:.2f}%, "
         f"loss {result.loss:.4f} on {result.images} images, {result.images_per_second:.0f} images/s"
     )
-    if result.unreadable:
-        line += f"; {result.unreadable} unreadable images were left out"
+    line = "; ".join([line, *notes])
     if num_classes != IMAGENET_CLASSES:
         return line + f"; published numbers are for ImageNet-1k, not for these {num_classes} classes"
     published = [
@@ -123,11 +238,9 @@ def validation_line(name: str, num_classes: int, result: Evaluation) -> str:
     return line + ("; published top-1 on ImageNet-1k: " + ", ".join(published) if published else "")
 
 
-def as_dict(settings: dict[str, Any], options: argparse.Namespace, model, result: Evaluation) -> dict[str, Any]:
+def as_dict(settings: dict[str, Any], model: torch.nn.Module, result: Evaluation) -> dict[str, Any]:
     return {
         **settings,
-        "checkpoint": options.checkpoint,
-        "use_ema": options.use_ema,
         "parameters": sum(p.numel() for p in model.parameters()),
         "images": result.images,
         "unreadable": result.unreadable,
@@ -138,6 +251,14 @@ def as_dict(settings: dict[str, Any], options: argparse.Namespace, model, result
         "images_per_second": result.images_per_second,
         "published": published_for(settings["model"]) if model.num_classes == IMAGENET_CLASSES else {},
     }
+
+
+def as_comparison(rows: list[dict[str, Any]], outcome: Outcome) -> dict[str, Any]:
+    found = outcome.comparison
+    for row, speed in zip(rows, outcome.speeds):
+        row |= asdict(speed)  # in place of the speed of both models and the loader together
+    paired = {"top1": found.top1.as_dict(), "top5": found.top5.as_dict(), "agreement": found.agreement}
+    return {"models": rows, "paired": paired, "notes": outcome.notes}
 
 
 if __name__ == "__main__":

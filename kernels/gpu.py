@@ -20,6 +20,7 @@ CHUNK = 64  # tokens between the states that forward keeps for backward: at most
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # which of them are reversed is a mask of 64 bits
+TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # counted in 32 bits, also in bytes of fp32 between tokens
 
 
 class Backend:
@@ -38,6 +39,9 @@ class Backend:
         if state_size > STATE_SIZES[-1] or directions > DIRECTIONS:
             limits = f"{STATE_SIZES[-1]} states and {DIRECTIONS} directions"
             return f"the {self.name} backend takes up to {limits}, not {state_size} and {directions}"
+        *_, L, D = x.shape
+        if L > TOKENS or D > CHANNELS:
+            return f"the {self.name} backend takes up to {TOKENS} tokens and {CHANNELS} channels, not {L} and {D}"
         return None
 
     def longhorn_scan(self, x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD, reverse) -> Tensor:

@@ -3,7 +3,9 @@
 import copy
 import io
 import re
+import shutil
 
+import emulator
 import pytest
 import timm
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, elementwise
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -179,6 +181,55 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         log = io.StringIO()
         assert compiler.compile_cubin("block", arch, tuple(sorted(macros.items())), log)
         assert set(re.findall(r"(\d+) bytes spill stores", log.getvalue())) == {"0"}, (macros, log.getvalue())
+
+
+def close(value, truth, dtype, name):
+    """Rounded once, from sums in fp32."""
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
+    assert value.shape == truth.shape, name
+    assert relative_error(value, truth) < (tolerance if value.dtype == dtype else max(1e-6, tolerance / 4)), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(elementwise, "launch", emulator.launch)
+    monkeypatch.setattr(elementwise, "_multiprocessors", lambda device: 1)
+    (B, L, C, D), taps = shape, 4
+    torch.manual_seed(0)
+
+    def tokens(*sizes, dtype=dtype):
+        return torch.randn(*sizes).to(dtype)
+
+    def compare(name, *inputs, writes=(), rounded=None):
+        """Runs a kernel and the plain one; `writes` are the sizes of tensors that it is given to write."""
+        written = [torch.empty(*size, dtype=dtype) for size in writes]
+        exactly = [t.double() if isinstance(t, torch.Tensor) else t for t in (*inputs, *written)]
+        values = getattr(elementwise, name)(*inputs, *written)
+        truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
+        for value, truth in zip(
+            [*([values] if isinstance(values, torch.Tensor) else values), *written],
+            [*([truths] if isinstance(truths, torch.Tensor) else truths), *exactly[len(inputs) :]],
+        ):
+            close(value, truth, dtype, name)
+
+    compare("rms_norm", tokens(B * L, C, dtype=torch.float32), 1e-5, dtype, rounded=torch.float64)
+    scale, residual = torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)
+    compare("rms_norm_backward", tokens(B * L, C), tokens(B * L, C), scale, residual)
+    u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
+    conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
+    compare("convolve", u, conv, conv_bias)
+    compare("convolve_backward", u, tokens(2, B, L, D), conv, conv_bias, writes=[(B, L, D)])
+    for scale in (None, torch.rand(B)):
+        compare("gate", tokens(2, B, L, D), z, scale, True)
+        compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    packed = elementwise.pack(*weights, directions, dtype)
+    for value, truth in zip(packed, PlainKernels.pack(*weights, directions, torch.float32)):
+        close(value, truth, dtype, "pack")
 
 
 # With a GPU

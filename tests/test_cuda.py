@@ -4,7 +4,9 @@ import io
 import multiprocessing
 import os
 import re
+import shutil
 
+import emulator
 import naive
 import pytest
 import torch
@@ -89,7 +91,7 @@ def test_the_cost_model_gives_a_lane_more_where_there_is_more():
         variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, H200)
         return variant.states * variant.channels
 
-    assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(8, 768, 6085) > lane(1, 768, 197)
+    assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(8, 768, 6085) == lane(1, 768, 197) == 4
 
 
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
@@ -104,6 +106,57 @@ def test_tensors_on_the_cpu_are_refused():
     x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match="needs tensors on a GPU; x is on cpu"):
         longhorn_scan(x, x, k, k, backend="cuda")
+
+
+def outputs_and_gradients_for(f, inputs, dy, **kwargs):
+    y = f(*inputs, **kwargs)
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device):
+    make, definition = {
+        "longhorn": (longhorn_inputs, naive.longhorn),
+        "selective": (selective_inputs, naive.selective),
+    }[recurrence]
+    pair = [[t if t.dim() == 3 else t.float() for t in make(*shape, dtype, seed)] for seed in (0, 1)]
+    x, logits, *rest = (torch.stack(tensors).detach().to(device) for tensors in zip(*pair))
+    A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
+    reverse = [False, True]
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    truth = [
+        outputs_and_gradients_for(definition, exact([t.detach() for t in inputs]), dy[g].double(), reverse=reverse[g])
+        for g, inputs in enumerate(pair)
+    ]
+    tensors = x, logits, k, q, A, skip, bias
+    _, states = scan.forward(recurrence, *tensors, reverse, True)
+    for variant in variants.FORWARD[recurrence]:
+        y, kept = scan.forward(recurrence, *tensors, reverse, True, (variant, segment_chunks))
+        assert max(relative_error(y[g].cpu(), truth[g][0]) for g in range(2)) < TOLERANCE[dtype], variant
+        torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
+    for variant in variants.BACKWARD[recurrence]:
+        plan = variant, segment_chunks
+        dx, dlogits, dk, dq, dA, dchannels = scan.backward(recurrence, dy.to(device), *tensors, states, reverse, plan)
+        dA = [dA] if A is not None else []
+        for g in range(2):
+            actual = [dx[g], dlogits[g], *(t[g] for t in dA), dk[g], dq[g], *dchannels[g]]
+            errors = [relative_error(a.cpu(), t) for a, t in zip(actual, truth[g][1:])]
+            assert max(errors) < TOLERANCE[dtype], (variant, errors)
+
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@needs_gxx
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "segment_chunks"), [(torch.float32, (1, 150, 40, 16), 2), (torch.bfloat16, (1, 70, 7, 16), 1)]
+)
+def test_every_variant_emulated_on_a_cpu_equals_the_definition(
+    recurrence, dtype, shape, segment_chunks, monkeypatch, poison
+):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
+    assert_every_variant_right(recurrence, dtype, shape, segment_chunks, "cpu")
 
 
 # With a GPU
@@ -152,39 +205,7 @@ def test_extreme_shapes(scan, definition, make_inputs, shape, poison):
 @pytest.mark.parametrize("segment_chunks", [1, 2, 3])
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 def test_every_variant_and_segments_in_parallel_equal_the_definition(recurrence, segment_chunks, poison):
-    make, definition = {
-        "longhorn": (longhorn_inputs, naive.longhorn),
-        "selective": (selective_inputs, naive.selective),
-    }[recurrence]
-    one, two = make(2, 200, 72, 16, torch.float32, 0), make(2, 200, 72, 16, torch.float32, 1)
-    stacked = [torch.stack(pair).detach().cuda() for pair in zip(one, two)]
-    x, logits, *rest = stacked
-    A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
-    reverse = [False, True]
-    dy = torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    y, states = scan.forward(recurrence, x, logits, k, q, A, skip, bias, reverse, True)
-    truth = [
-        outputs_and_gradients_for(definition, exact(t), dy[g].cpu().double(), reverse=r)
-        for g, (t, r) in enumerate(zip((one, two), reverse))
-    ]
-    for variant in variants.FORWARD[recurrence]:
-        y, kept = scan.forward(recurrence, x, logits, k, q, A, skip, bias, reverse, True, (variant, segment_chunks))
-        assert max(relative_error(y[g].cpu(), truth[g][0]) for g in range(2)) < 1e-6
-        torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
-    for variant in variants.BACKWARD[recurrence]:
-        plan = variant, segment_chunks
-        dx, dlogits, dk, dq, dA, dchannels = scan.backward(
-            recurrence, dy, x, logits, k, q, A, skip, bias, states, reverse, plan
-        )
-        dA = [dA] if A is not None else []
-        for g in range(2):
-            actual = [dx[g], dlogits[g], *(t[g] for t in dA), dk[g], dq[g], *dchannels[g]]
-            assert max(relative_error(a.cpu(), t) for a, t in zip(actual, truth[g][1:])) < 1e-5
-
-
-def outputs_and_gradients_for(f, inputs, dy, **kwargs):
-    y = f(*inputs, **kwargs)
-    return [y, *torch.autograd.grad(y, inputs, dy)]
+    assert_every_variant_right(recurrence, torch.float32, (2, 200, 72, 16), segment_chunks, "cuda")
 
 
 @GPU

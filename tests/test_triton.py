@@ -91,6 +91,9 @@ def test_refuses_what_it_cannot_take():
     wide = torch.zeros(1, 2, 65, device=DEVICE)
     with pytest.raises(ValueError, match="65"):
         longhorn_scan(x.float(), x.float(), wide, wide, backend="triton")
+    x = torch.zeros(1, device=DEVICE).expand(1, 2, 2**29)
+    with pytest.raises(ValueError, match="536870912"):
+        longhorn_scan(x, x, k, k, backend="triton")
 
 
 @pytest.mark.gpu

@@ -16,3 +16,9 @@ PUBLISHED = {
 def published_for(model: str) -> dict[str, tuple[float, float | None]]:
     """The published numbers for models of the size of, say, "vil_tiny"; none for a name that ends in no size."""
     return PUBLISHED.get(model.split(".")[0].rsplit("_", 1)[-1], {})
+
+
+def published(model: str) -> tuple[float | None, float | None]:
+    """The published (top-1, top-5) of one model, such as "vil_tiny"."""
+    name = model.split(".")[0].replace("_", "-").lower()
+    return next((numbers for peer, numbers in published_for(model).items() if peer.lower() == name), (None, None))

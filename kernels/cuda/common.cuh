@@ -7,6 +7,8 @@
 //   TILE            tokens whose inputs are staged at once
 //   WARPS           warps of a block
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor, which bounds the registers
+//   STAGES          tiles on their way from memory at once
+//   VECTOR          channels copied by one instruction, as the alignment of the tensors allows
 //
 // G directions    B batch    L tokens    D channels    N states. Tokens are counted in the order a direction reads them.
 
@@ -22,7 +24,7 @@ constexpr int CHUNK = 64;  // tokens between the states that forward keeps for b
 // Longhorn (Liu et al., 2024, Algorithm 1, eq. 6): gate is eps = beta / (1 + beta k.k) = 1 / (1 + exp(-logit) + k.k)
 //   S_t = (1 - eps k^2) S_{t-1} + eps k x = S_{t-1} + eps k (x - k S_{t-1})
 struct Longhorn {
-    static constexpr bool HAS_RATES = false;
+    static constexpr bool HAS_RATES = false, HAS_NORM = true;
     DEVICE float rate(float) { return 0; }
     // where exp overflows to infinity eps is 0, its limit
     DEVICE float gate(float logit, float kk) { return reciprocal(1 + kk + exp_fast(-logit)); }
@@ -50,7 +52,7 @@ struct Longhorn {
 // Mamba (Gu & Dao, 2023, Algorithm 2): gate is dt = softplus(logit), k is b, and A is a rate of the channel's state
 //   S_t = exp(A dt) S_{t-1} + dt b x
 struct SelectiveStateSpace {
-    static constexpr bool HAS_RATES = true;
+    static constexpr bool HAS_RATES = true, HAS_NORM = false;
     DEVICE float rate(float A) { return A * LOG2E; }
     DEVICE float gate(float logit, float) { return logit > 20 ? logit : log1pf(exp_fast(logit)); }
     DEVICE float slope(float logit, float) { return reciprocal(1 + exp_fast(-logit)); }
@@ -86,17 +88,22 @@ struct Tokens {
 #define TOKENS(T, name) T *name##_data, i64 name##_stride_G, i64 name##_stride_B, i64 name##_stride_L
 #define TOKENS_OF(name) {name##_data, name##_stride_G, name##_stride_B, name##_stride_L}
 
-// The same for one sequence in the order it is read: token t is at data + t * stride. The stride is 32 bits, which the
-// host checks, so that a step from a 64-bit base is one instruction.
+// The same for one sequence in the order it is read. Tokens are counted in 32 bits and strides in 32 bits of bytes, which
+// the host checks, so that the address of a token is one instruction: a 64-bit base and the 64-bit product of both.
 template <class T>
 struct Sequence {
     T *data;
     int stride;
     __device__ __forceinline__ Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
         : data(x.data + g * x.stride_G + b * x.stride_B + (reverse ? (L - 1) * x.stride_L : 0)),
-          stride(reverse ? -x.stride_L : x.stride_L) {}
-    __device__ __forceinline__ T *at(i64 t) const { return data + t * stride; }
-    __device__ __forceinline__ T *at(i64 t, int further) const { return at(t) + i64(further) * stride; }
+          stride(int(reverse ? -x.stride_L : x.stride_L) * int(sizeof(T))) {
+        asm("" : "+r"(stride));  // or the compiler would compute it again for every token
+    }
+    __device__ __forceinline__ T *at(int t) const {
+        i64 offset;
+        asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
+        return (T *)((char *)data + offset);
+    }
 };
 
 typedef RECURRENCE R;
@@ -109,12 +116,20 @@ constexpr int GROUPS = 32 / LANES;  // groups of C channels in a warp
 constexpr int WARP_CHANNELS = GROUPS * C;
 constexpr int QUADS = N / 4;
 
+// Of the lanes of a warp, bit 0 says which part of a channel's states it has and bit 1 which group of channels: shared
+// memory serves a vector twice as fast if each lane has the same address as its neighbour or the one after.
+DEVICE int part_of(int lane) { return LANES == 1 ? 0 : lane % 2 | (lane / 2 & LANES - 2); }
+DEVICE int group_of(int lane) { return LANES == 1 ? lane : lane / 2 % 2 | lane / (2 * LANES) * 2; }
+// how far apart lanes are that differ in this bit of the part, or of the group
+DEVICE constexpr int part_distance(int bit) { return bit == 1 ? 1 : 2 * bit; }
+DEVICE constexpr int group_distance(int bit) { return LANES == 1 ? bit : bit == 1 ? 2 : bit * LANES; }
+
 // Keys and queries of some tokens in fp32; kk is k.k
 template <int TOKENS>
 struct Keys {
     alignas(16) float k[TOKENS][N];
     alignas(16) float q[TOKENS][N];
-    float kk[TOKENS];
+    alignas(16) float kk[TOKENS];
 };
 
 // The same on its way from memory: a thread moves 4 neighbouring states of a key or query at a time, always the same 4.
@@ -123,25 +138,29 @@ template <int TOKENS, int THREADS>
 struct KeysInFlight {
     static constexpr int ITEMS = (TOKENS * 2 * QUADS + THREADS - 1) / THREADS, APART = THREADS / (2 * QUADS);
     static_assert(THREADS % (2 * QUADS) == 0);
-    const T *source;
-    int stride, first, n;
+    Sequence<const T> source;
+    int first, n;
     bool is_query, vectors;
     Pack<T, 4> item[ITEMS];
 
-    __device__ __forceinline__ KeysInFlight(const Sequence<const T> &k, const Sequence<const T> &q, i64 t0,
-                                            bool vectors, int thread)
-        : first(thread / (2 * QUADS)), n(thread % QUADS * 4), is_query(thread / QUADS % 2), vectors(vectors) {
-        source = (is_query ? q.at(t0) : k.at(t0)) + n;
-        stride = is_query ? q.stride : k.stride;
+    __device__ __forceinline__ KeysInFlight(const Sequence<const T> &k, const Sequence<const T> &q, bool vectors,
+                                            int thread)
+        : source(thread / QUADS % 2 ? q : k), first(thread / (2 * QUADS)), n(thread % QUADS * 4),
+          is_query(thread / QUADS % 2), vectors(vectors) {
+        source.data += n;
     }
-    __device__ __forceinline__ void fetch(int tokens) {
+    __device__ __forceinline__ void fetch(int t0, int tokens) {
+        const T *p[ITEMS];
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const T *p = source + i64(min(first + i * APART, tokens - 1)) * stride;
-            item[i] = vectors ? load<4>(p) : gather4(p);
+        for (int i = 0; i < ITEMS; i++) p[i] = source.at(t0 + min(first + i * APART, tokens - 1));
+        if (vectors) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) item[i] = load<4>(p[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
         }
     }
-    __device__ __forceinline__ void advance(i64 tokens) { source += tokens * stride; }
     // `keys` may have room for more tokens: these go from `start` on
     template <int ROOM>
     __device__ __forceinline__ void put(Keys<ROOM> &keys, int start = 0) const {
@@ -156,6 +175,33 @@ struct KeysInFlight {
                 store(to + i * APART * N + n, v);
                 if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;
             }
+        }
+    }
+};
+
+// A warp's channels of a tile as they are in memory, on their way from there while earlier tiles are worked on: lanes copy
+// VECTOR of a row at once, as the alignment of the tensors allows
+struct ChannelCopies {
+    static constexpr int ROW = WARP_CHANNELS / VECTOR, ITEMS = (TILE * ROW + 31) / 32, TOKENS_APART = 32 / ROW;
+    static_assert(32 % ROW == 0);
+    int token, c, skipped;
+
+    __device__ __forceinline__ ChannelCopies(i64 warp_d, i64 D)
+        : token(threadIdx.x % 32 / ROW), c(threadIdx.x % 32 % ROW * VECTOR), skipped(warp_d + c < D ? 0 : TILE) {}
+    // where the lane starts to read, kept in registers
+    __device__ __forceinline__ Sequence<const T> source(Sequence<const T> channels, i64 warp_d) const {
+        channels.data += warp_d + c;
+        asm("" : "+l"(channels.data));
+        return channels;
+    }
+    // from token t0 on, of which `tokens` exist; zeros for the others
+    __device__ __forceinline__ void start(T (&tile)[TILE][WARP_CHANNELS], const Sequence<const T> &source, int t0,
+                                          int tokens) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int t = token + i * TOKENS_APART;
+            if (TILE % TOKENS_APART == 0 || t < TILE)
+                copy_async<VECTOR>(&tile[t][c], source.at(t0 + t), t + skipped < min(tokens, TILE));
         }
     }
 };

@@ -6,71 +6,91 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
              T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks,
              i64 keep, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
-    static_assert(sizeof(Warp) == WARP_BYTES);
-    Warp &warp = reinterpret_cast<Warp *>(shared)[threadIdx.x / 32];
+    static_assert(sizeof(Block) == BLOCK_BYTES);
+    Block &block = *reinterpret_cast<Block *>(shared);
 
-    i64 chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
+    int chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
     Place at(B, D, segments);
     bool backwards = reverse >> at.g & 1;
-    Sequence<const T> xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
     Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
-    Sequence<T> ys({y, B * L * D, L * D, D}, at.g, at.b, L, backwards);
-    i64 begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
+    Sequence<T> ys({y + at.d, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
     float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, chunks - 1, D);
 
     States A, S = {};
     load_rates(A, rates, at, D);
-    // of the lanes that share a channel the first adds the skip connection and stores the sum
-    bool first = at.valid && at.n == 0;
-    Floats<C> skip = skips && first ? load<C>(skips + at.g * D + at.d) : Floats<C>{};
+    // of the lanes that share a channel the first adds the skip connection
+    Floats<C> skip = skips && at.valid && at.part == 0 ? load<C>(skips + at.g * D + at.d) : Floats<C>{};
     if (begin > 0 && at.valid) load_states(S, kept, D);
 
-    T *y_t = ys.at(begin) + at.d;
-    auto at_chunk = [&](i64 t) {
+    auto at_chunk = [&](int t) {
         if (keep && at.valid && t > 0) store_states(kept, S, D);
         kept += N * D;
     };
-    float sums[UNROLL][C];
-    auto step = [&](int j, bool, Floats<C> x, Floats<C> gate, const float *k_t, const float *q_t) {
-        // a sum of several chains, as a lane with few channels would else wait for each addition
-        constexpr int CHAINS = C < 4 ? 4 / C : 1;
-        float y[CHAINS][C] = {};
+    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half of
+    // those of its partner, until it has few tokens but their whole sums
+    auto finish = [&](Floats<C> (&y)[UNROLL], int t, int left) {
+        int count = UNROLL, first = 0;
 #pragma unroll
-        for (int c = 0; c < C; c++) y[0][c] = skip.at[c] * x.at[c];
+        for (int bit = 1; bit < LANES; bit *= 2) {
+            bool upper = at.part & bit;
+            if (count > 1) {
+                count /= 2;
+                first += upper ? count : 0;
+            }
 #pragma unroll
-        for (int n = 0; n < NL; n += 4) {
-            Floats<4> k = load<4>(k_t + n), q = load<4>(q_t + n);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int j = 0; j < count; j++)
 #pragma unroll
                 for (int c = 0; c < C; c++) {
-                    R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
-                    y[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], y[i % CHAINS][c]);
+                    float low = y[j].at[c], high = y[UNROLL > bit ? j + count : j].at[c];
+                    y[j].at[c] = (upper ? high : low) + __shfl_xor_sync(WARP, upper ? low : high, part_distance(bit));
                 }
         }
 #pragma unroll
-        for (int c = 0; c < C; c++) {
-            sums[j][c] = y[0][c];
-#pragma unroll
-            for (int i = 1; i < CHAINS; i++) sums[j][c] += y[i][c];
-        }
+        for (int j = 0; j < count; j++)
+            if (at.valid && at.part < UNROLL && first + j < left) store(ys.at(t + first + j), from_floats<T>(y[j]));
     };
-    // over the lanes of a channel; several tokens at once, as each step waits for a shuffle
-    auto after = [&](int tokens) {
-#pragma unroll
-        for (int distance = 1; distance < LANES; distance *= 2)
-#pragma unroll
-            for (int j = 0; j < UNROLL; j++)
-#pragma unroll
-                for (int c = 0; c < C; c++) sums[j][c] += __shfl_xor_sync(WARP, sums[j][c], distance);
+    // the exchanges wait long for each other: where registers allow, the next step's arithmetic fills the time
+    Floats<C> last_y[UNROLL] = {};
+    int last_t = begin, last_left = 0;
+    auto step = [&](const Token (&tokens)[UNROLL], int t, int left) {
+        // a sum of several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
+        constexpr int CHAINS = !AHEAD && C < 4 ? 4 / C : 1;
+        Floats<C> y[UNROLL];
+        if (AHEAD) finish(last_y, last_t, last_left);
 #pragma unroll
         for (int j = 0; j < UNROLL; j++) {
-            Floats<C> y;
+            Floats<C> x = tokens[j].value(), gate = tokens[j].gate();
+            float sums[CHAINS][C] = {};
 #pragma unroll
-            for (int c = 0; c < C; c++) y.at[c] = sums[j][c];
-            if (first && j < tokens) store(y_t, from_floats<T>(y));
-            y_t += ys.stride;
+            for (int c = 0; c < C; c++) sums[0][c] = skip.at[c] * x.at[c];
+#pragma unroll
+            for (int n = 0; n < NL; n += 4) {
+                Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int c = 0; c < C; c++) {
+                        R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                        sums[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], sums[i % CHAINS][c]);
+                    }
+            }
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                y[j].at[c] = sums[0][c];
+#pragma unroll
+                for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];
+            }
+        }
+        if (AHEAD) {
+#pragma unroll
+            for (int j = 0; j < UNROLL; j++) last_y[j] = y[j];
+            last_t = t, last_left = left;
+        } else {
+            finish(y, t, left);
         }
     };
-    run(warp, xs, logits, ks, qs, biases, begin, end, key_vectors, at, D, at_chunk, step, after);
+    run(block, TOKENS_OF(x), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D, at_chunk,
+        step);
+    if (AHEAD) finish(last_y, last_t, last_left);
 }

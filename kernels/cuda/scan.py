@@ -61,15 +61,18 @@ def backward(
     dx, dlogits = new(x.shape, dtype=x.dtype), new(x.shape, dtype=x.dtype)
     dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
     dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
-    dchannels = new(B * segments, G, 2, D, dtype=torch.float32)
-    drates = new((B * segments, G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
+    dchannels = new(G, 2, D, dtype=torch.float32)
+    drates = new((G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
+    parts, columns, tokens = B * segments, dchannels.numel() + drates.numel(), G * B * L
+    rows = new(parts, columns, dtype=torch.float32)
     launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
         *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
-        dx, dlogits, dkeys, dchannels, drates, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+        dx, dlogits, dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
-    tokens = G * B * L
-    launch("backward", "sum_keys", macros, -(-tokens * N // 2 // 128), 128, [dkeys, dk, dq, blocks, tokens])
-    return dx, dlogits, dk, dq, drates.sum(0) if rates_GDN is not None else drates, dchannels.sum(0)
+    launch("backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
+        dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
+    ])  # fmt: skip
+    return dx, dlogits, dk, dq, drates, dchannels
 
 
 def _summarize(recurrence, tensors, reverse, segment_chunks, between, *, spacing: int, gradients: bool) -> None:
@@ -100,36 +103,41 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     vector = _vector(16 // x.element_size(), x, logits)
     channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
     vector = min(vector, groups * channels)
-    tile = max(min(variant.tile, 1024 // N), 32 // groups)
+    unroll, warps = variant.unroll if N <= 16 else 4, variant.warps
+    tile = max(min(variant.tile, 1024 // N), unroll, 32 // groups)
     # wider inputs and longer keys take more registers, which fewer blocks leave
     min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
-    macros = dict(
-        _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=variant.warps,
-        MIN_BLOCKS=min_blocks, UNROLL=variant.unroll if N <= 16 else 4, STAGES=variant.stages, VECTOR=vector,
-    )  # fmt: skip
     row = tile * groups * channels
-    stage = 2 * _align(row * x.element_size())
-    macros["WARP_BYTES"] = _align(4 * tile * (2 * N + 1)) + _align(4 * row) + variant.stages * stage
-    return macros, -(-x.shape[-1] // (variant.warps * groups * channels)), variant.warps * macros["WARP_BYTES"]
+    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * _align(row * x.element_size())
+    block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * warp_bytes
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=variant.stages, VECTOR=vector,
+        BLOCK_BYTES=block_bytes,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // (warps * groups * channels)), block_bytes
 
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
     """The same for backward.cu."""
-    groups = 128 // N
-    channels = _vector(min(variant.channels, max(1, N // 4)), dy, x, logits)
+    groups, quads = 128 // N, N // 4
+    channels = _vector(min(variant.channels, max(1, quads)), dy, x, logits)
     row, tile, warps = groups * channels, variant.tile, variant.warps
+    stages = 3 if x.element_size() == 2 else 2
+    vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
     warp_bytes = (
-        2 * _align(4 * row) + 4 * 4 * tile * row  # skip and bias; x, gate, slope and dy
-        + 4 * tile * (N * (groups + 1) + N // 4 * row)  # sums over channels and over states
-        + 4 * 4 * tile * N + _align(2 * tile)  # dk and dq of two tiles; norm
+        stages * 3 * _align(tile * row * x.element_size())
+        + 2 * _align(4 * row) + 4 * 4 * tile * (row + 8)  # skip and bias; x, gate, slope and dy
+        + 4 * tile * (quads * (4 * groups + 8) + 4 + quads * (row + 8) + 8)  # sums over channels and over states
+        + 4 * 4 * tile * N + _align(8 * tile)  # dk and dq of two tiles; norm
     )  # fmt: skip
     min_blocks = variant.min_blocks if x.element_size() == 2 and N >= 16 else 2
     keys_bytes = 4 * CHUNK * (2 * N + 1)
     while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
         warps //= 2
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=min_blocks * variant.warps // warps, BLOCK_BYTES=keys_bytes + warps * warp_bytes,
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps, STAGES=stages,
+        MIN_BLOCKS=min_blocks * variant.warps // warps, BLOCK_BYTES=keys_bytes + warps * warp_bytes, VECTOR=vector,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * row)), macros["BLOCK_BYTES"]
 
@@ -155,8 +163,10 @@ def _vector(limit: int, *tensors: Tensor) -> int:
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with their last dimension contiguous and token strides of 32 bits, as the kernels read them."""
-    return [t if t.stride(-1) == 1 and abs(t.stride(-2)) < 2**31 else t.contiguous() for t in tensors]
+    """The tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
+    return [
+        t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
+    ]
 
 
 def _view(t: Tensor) -> list:

@@ -9,21 +9,18 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
              const float *__restrict__ rates, const float *__restrict__ biases, float *__restrict__ ends,
              float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
-    static_assert(sizeof(Warp) == WARP_BYTES);
-    Warp &warp = reinterpret_cast<Warp *>(shared)[threadIdx.x / 32];
+    static_assert(sizeof(Block) == BLOCK_BYTES);
+    Block &block = *reinterpret_cast<Block *>(shared);
 
-    i64 chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
+    int chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
     Place at(B, D, segments - 1);
-    i64 segment = at.segment + GRADIENTS, begin = segment * segment_chunks * CHUNK;
-    i64 end = min(L, begin + segment_chunks * CHUNK);
+    int begin = (at.segment + GRADIENTS) * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
     bool backwards = (reverse >> at.g & 1) != GRADIENTS;
     if (GRADIENTS) {  // the tokens of the segment, counted from the other end
-        i64 first = L - end;
+        int first = L - end;
         end = L - begin;
         begin = first;
     }
-    Sequence<const T> values(TOKENS_OF(value), at.g, at.b, L, backwards);
-    Sequence<const T> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
     Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
 
     States A, S = {}, decay;
@@ -32,25 +29,30 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
     for (int n = 0; n < NL; n++)
 #pragma unroll
         for (int c = 0; c < C; c++) decay[n][c] = 1;
-    auto step = [&](int, bool exists, Floats<C> value, Floats<C> gate, const float *k_t, const float *q_t) {
-        if (!exists) return;
+    auto step = [&](const Token (&tokens)[UNROLL], int, int left) {
 #pragma unroll
-        for (int n = 0; n < NL; n += 4) {
-            Floats<4> k = load<4>(k_t + n), q = load<4>(q_t + n);
+        for (int j = 0; j < UNROLL; j++) {
+            if (j >= left) break;
+            Floats<C> value = tokens[j].value(), gate = tokens[j].gate();
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int n = 0; n < NL; n += 4) {
+                Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
 #pragma unroll
-                for (int c = 0; c < C; c++) {
-                    float decay_t = R::decay(gate.at[c], k.at[i], A[n + i][c]);
-                    if (GRADIENTS)
-                        S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
-                    else
-                        R::update(S[n + i][c], value.at[c], gate.at[c], k.at[i], A[n + i][c]);
-                    decay[n + i][c] *= decay_t;
-                }
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int c = 0; c < C; c++) {
+                        float decay_t = R::decay(gate.at[c], k.at[i], A[n + i][c]);
+                        if (GRADIENTS)
+                            S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
+                        else
+                            R::update(S[n + i][c], value.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                        decay[n + i][c] *= decay_t;
+                    }
+            }
         }
     };
-    run(warp, values, logits, ks, qs, biases, begin, end, key_vectors, at, D, [](i64) {}, step, [](int) {});
+    run(block, TOKENS_OF(value), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D,
+        [](int) {}, step);
     if (at.valid) {
         i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments - 1, D);
         store_states(ends + offset, S, D);

@@ -30,6 +30,7 @@ class Lanes(NamedTuple):
     unroll: int = 4
     stages: int = 3
     warps: int = 1
+    ahead: bool = False
 
 
 class Backward(NamedTuple):
@@ -45,14 +46,14 @@ class Backward(NamedTuple):
 
 
 FORWARD = {
-    "longhorn": [Lanes(16, 4, 4, 12, 500, 475), Lanes(16, 2, 8, 12, 300, 260), Lanes(8, 2, 32, 8, 182, 160, unroll=8),
-                 Lanes(4, 2, 32, 8, 135, 107, unroll=8)],
+    "longhorn": [Lanes(16, 4, 4, 12, 500, 475), Lanes(16, 2, 8, 12, 300, 260),
+                 Lanes(4, 1, 32, 6, 70, 52, warps=2, ahead=True)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 150, unroll=8)],
 }  # fmt: skip
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 240, 200), "selective": Lanes(8, 2, 16, 8, 320, 280)}
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 800, 620), Backward(2, 8, 550, 430)],
-    "selective": [Backward(2, 8, 800, 460, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 720, 585), Backward(2, 8, 500, 330)],
+    "selective": [Backward(2, 8, 800, 410, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}

@@ -1,6 +1,7 @@
 """scikit-learn's handwritten digits as a folder of image files, for `make demo`.
 
     python -m vil.training.digits data/digits
+    python -m vil.training.digits data/digits_few --train-per-class 20    # harder: 200 of them to learn from
 
 1,797 real images of 8x8 pixels, scanned from forms that 43 people filled in (UCI "Optical Recognition of Handwritten
 Digits"). A quarter, the same every time and equal in every class, is held out as the validation split.
@@ -15,14 +16,17 @@ import numpy as np
 from PIL import Image
 
 
-def write_digits(root: Path) -> None:
-    """Writes `root`/{train,validation}/{0..9}/*.png, 8-bit grey."""
+def write_digits(root: Path, train_per_class: int | None = None) -> None:
+    """Writes `root`/{train,validation}/{0..9}/*.png, 8-bit grey; of the training images only so many of each class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     digits = load_digits()
     splits = train_test_split(np.arange(len(digits.target)), test_size=0.25, random_state=0, stratify=digits.target)
     for split, indices in zip(("train", "validation"), splits):
+        if split == "train" and train_per_class:
+            of_class = [indices[digits.target[indices] == digit][:train_per_class] for digit in range(10)]
+            indices = np.concatenate(of_class)
         for i in indices:
             folder = root / split / str(digits.target[i])
             folder.mkdir(parents=True, exist_ok=True)
@@ -34,4 +38,6 @@ def write_digits(root: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
-    write_digits(parser.parse_args().root)
+    parser.add_argument("--train-per-class", type=int, help="training images of each digit (default: all)")
+    options = parser.parse_args()
+    write_digits(options.root, options.train_per_class)

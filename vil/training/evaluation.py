@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -55,9 +55,16 @@ def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContext
 
 @torch.inference_mode()
 def evaluate(
-    models: Sequence[nn.Module], loader, device: torch.device, precision: AbstractContextManager
+    models: Sequence[nn.Module],
+    loader,
+    device: torch.device,
+    precision: AbstractContextManager,
+    observe: Callable[[Tensor, list[Tensor]], None] | None = None,
 ) -> list[Evaluation]:
-    """Evaluates models on the same images in one pass; every process of a run gets the results over all of them."""
+    """Evaluates models on the same images in one pass; every process of a run gets the results over all of them.
+
+    `observe`, if given, is called with the targets and every model's logits of each batch of this process.
+    """
     was_training = [model.training for model in models]
     sums = torch.zeros(len(models), 5, dtype=torch.float64, device=device)
     start = time.perf_counter()
@@ -65,10 +72,12 @@ def evaluate(
         model.eval()
     for images, targets in loader:
         readable = targets != UNREADABLE
-        for model, model_sums in zip(models, sums):
-            with precision:
-                logits = model(images)
+        with precision:
+            outputs = [model(images) for model in models]
+        for logits, model_sums in zip(outputs, sums):
             model_sums += _batch_sums(logits[readable].float(), targets[readable], (~readable).sum())
+        if observe:
+            observe(targets, outputs)
     if dist.is_initialized():
         dist.all_reduce(sums)
     rows = sums.tolist()

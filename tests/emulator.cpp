@@ -1,0 +1,188 @@
+// What a CUDA kernel needs of the language and of the machine, on a CPU: each thread of a block is a fiber that runs until
+// it waits at a barrier. Threads run in a random order and warps ahead of others, asynchronous copies land only when they
+// are waited for, and shared memory starts as NaN, so that a barrier or a wait that is missing shows in the result.
+// emulator.py puts the kernels in between and says in ENTRIES which there are.
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define threadIdx (current->index)
+
+namespace emulator {
+struct Index { unsigned x; };
+struct Copy { char *to; const char *from; int bytes; bool valid; };
+enum State { READY, AT_WARP, AT_BLOCK, DONE };
+struct Thread {
+    ucontext_t context;
+    char *stack;
+    State state;
+    Index index;
+    float passed;
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> committed;
+};
+std::vector<Thread> threads;
+ucontext_t scheduler;
+constexpr int STACK = 1 << 18;
+}  // namespace emulator
+
+static emulator::Index blockIdx, blockDim, gridDim;
+static emulator::Thread *current;
+static char *shared_memory;
+
+static void wait_at(emulator::State barrier) {
+    current->state = barrier;
+    swapcontext(&current->context, &emulator::scheduler);
+}
+static void __syncwarp() { wait_at(emulator::AT_WARP); }
+static void __syncthreads() { wait_at(emulator::AT_BLOCK); }
+static float __shfl_xor_sync(unsigned, float v, int distance) {
+    current->passed = v;
+    __syncwarp();
+    float other = emulator::threads[threadIdx.x ^ distance].passed;
+    __syncwarp();
+    return other;
+}
+static void start_copy(void *to, const void *from, int bytes, bool valid) {
+    if (size_t(to) % bytes || (valid && size_t(from) % bytes)) fprintf(stderr, "misaligned copy\n"), abort();
+    current->open.push_back({(char *)to, (const char *)from, bytes, valid});
+}
+static void commit_started() {
+    current->committed.push_back(current->open);
+    current->open.clear();
+}
+static void wait_until(int pending) {
+    while (int(current->committed.size()) > pending) {
+        for (auto &c : current->committed.front())
+            c.valid ? memcpy(c.to, c.from, c.bytes) : memset(c.to, 0, c.bytes);
+        current->committed.pop_front();
+    }
+}
+
+template <class A, class B>
+static auto min(A a, B b) {
+    typedef std::common_type_t<A, B> C;
+    return C(a) < C(b) ? C(a) : C(b);
+}
+template <class A, class B>
+static auto max(A a, B b) {
+    typedef std::common_type_t<A, B> C;
+    return C(a) > C(b) ? C(a) : C(b);
+}
+template <class To, class From>
+static To bits_of(From v) {
+    static_assert(sizeof(To) == sizeof(From));
+    To bits;
+    memcpy(&bits, &v, sizeof v);
+    return bits;
+}
+static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+static unsigned to_bf16(float f) {
+    unsigned bits = bits_of<unsigned>(f);
+    return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
+static float from_fp16(unsigned bits) { return bits_of<_Float16>((unsigned short)bits); }
+
+/* KERNELS */
+
+namespace emulator {
+i64 arguments[64];
+int entry;
+
+template <class P>
+P argument(i64 v) {
+    if constexpr (std::is_pointer_v<P>)
+        return (P)v;
+    else if constexpr (std::is_floating_point_v<P>)
+        return bits_of<P>(v);
+    else
+        return v;
+}
+template <class... P, size_t... I>
+void call(void (*kernel)(P...), std::index_sequence<I...>) {
+    kernel(argument<P>(arguments[I])...);
+}
+template <class... P>
+void call(void (*kernel)(P...)) {
+    call(kernel, std::index_sequence_for<P...>());
+}
+void run_thread() {
+    int i = 0;
+#define ENTRY(kernel) if (i++ == entry) call(kernel);
+    ENTRIES
+    current->state = DONE;
+    swapcontext(&current->context, &scheduler);
+}
+
+void run_block() {
+    unsigned block = threads.size();
+    for (unsigned i = 0; i < block; i++) {
+        Thread &t = threads[i];
+        t.state = READY;
+        t.index.x = i;
+        t.open.clear();
+        t.committed.clear();
+        getcontext(&t.context);
+        t.context.uc_stack.ss_sp = t.stack;
+        t.context.uc_stack.ss_size = STACK;
+        makecontext(&t.context, run_thread, 0);
+    }
+    unsigned awake = ~0u;  // warps
+    for (;;) {
+        bool progress = false;
+        if (rand() % 16 == 0) awake = rand();
+        unsigned start = rand() % block, step = rand() % 2 ? 1 : block - 1, done = 0, waiting = 0;
+        for (unsigned k = 0; k < block; k++) {
+            current = &threads[(start + k * step) % block];
+            if (current->state != READY || !(awake >> threadIdx.x / 32 & 1)) continue;
+            swapcontext(&scheduler, &current->context);
+            progress = true;
+        }
+        for (unsigned first = 0; first < block; first += 32) {
+            unsigned there = 0;
+            for (unsigned i = first; i < first + 32; i++) there += threads[i].state == AT_WARP;
+            if (there < 32) continue;
+            for (unsigned i = first; i < first + 32; i++) threads[i].state = READY;
+            progress = true;
+        }
+        for (auto &t : threads) done += t.state == DONE, waiting += t.state == AT_BLOCK;
+        if (done == block) return;
+        if (waiting && waiting + done == block) {
+            for (auto &t : threads)
+                if (t.state == AT_BLOCK) t.state = READY;
+            progress = true;
+        }
+        if (!progress && awake == ~0u) fprintf(stderr, "threads wait at different barriers\n"), abort();
+        if (!progress) awake = ~0u;
+    }
+}
+}  // namespace emulator
+
+extern "C" void launch(int entry, const i64 *arguments, int count, unsigned grid, unsigned block, i64 shared_bytes) {
+    emulator::entry = entry;
+    memcpy(emulator::arguments, arguments, count * sizeof *arguments);
+    emulator::threads.resize(block);
+    for (auto &t : emulator::threads) t.stack = (char *)malloc(emulator::STACK);
+    shared_memory = (char *)aligned_alloc(128, shared_bytes / 128 * 128 + 128);
+    blockDim.x = block;
+    gridDim.x = grid;
+    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+        memset(shared_memory, 0xff, shared_bytes);
+        emulator::run_block();
+    }
+    for (auto &t : emulator::threads) free(t.stack);
+    free(shared_memory);
+}

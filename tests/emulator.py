@@ -1,0 +1,58 @@
+"""Runs the CUDA kernels on a CPU, compiled by g++: `launch` is that of `vil.kernels.cuda.compiler`."""
+
+import ctypes
+import functools
+import re
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from vil.kernels.cuda import compiler
+
+# PTX and what else is the GPU's, and what it does
+MEANING = {
+    r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",
+    r'asm\("cvt.rn.bf16x2.f32 .*?;"[^;]*;': "word = to_bf16(low) | to_bf16(high) << 16;",
+    r'asm\("cvt.rn.f16x2.f32 .*?;"[^;]*;': "word = to_fp16(low) | to_fp16(high) << 16;",
+    r"unsigned to = __cvta_generic_to_shared\(shared\);": "",
+    r'asm volatile\("cp.async.c[ag].shared.global [^;]*;"[^;]*;': "start_copy(shared, global, BYTES, valid);",
+    r'asm volatile\("cp.async.commit_group;"\);': "commit_started();",
+    r'asm volatile\("cp.async.wait_group [^;]*;"[^;]*;': "wait_until(PENDING);",
+    r'asm\("ex2.approx.ftz.f32 [^;]*;"[^;]*;': "y = exp2f(x);",
+    r'asm\("rcp.approx.ftz.f32 [^;]*;"[^;]*;': "y = 1 / x;",
+    r'asm\("min.NaN.f32 [^;]*;"[^;]*;': "c = a != a || b != b ? NAN : min(a, b);",
+    r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
+    r'asm\("" : [^;]*;': "",
+    r"extern __shared__ __align__\(16\) char shared\[\];": "char *shared = shared_memory;",
+    r"__shared__ ": "static ",
+    r"#pragma unroll.*": "",
+}
+
+
+@functools.cache
+def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
+    kernels = compiler.source(name)
+    for ptx, meaning in MEANING.items():
+        kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
+    assert "asm" not in kernels, "the emulator does not know what this PTX means"
+    entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', kernels)
+    defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
+    defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
+    program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
+    with tempfile.NamedTemporaryFile(suffix=".so") as library:
+        command = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
+        subprocess.run([*command, "-o", library.name], input=defines + program, text=True, check=True)
+        return ctypes.CDLL(library.name), entries
+
+
+def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+    library, entries = _library(name, tuple(sorted(macros.items())))
+    values = [t.data_ptr() if isinstance(t, torch.Tensor) else _bits(t or 0) for t in arguments]
+    array = (ctypes.c_longlong * len(values))(*values)
+    library.launch(entries.index(entry), array, len(values), grid, block, ctypes.c_longlong(shared_bytes))
+
+
+def _bits(number: int | float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0] if isinstance(number, float) else int(number)
