@@ -5,7 +5,10 @@
 
 A config file holds options under timm's names, and the command line overrides it. The recipe states the *global* batch:
 each process takes its share, in as many micro-batches as `batch_size` asks for, so any number of GPUs trains the same
-thing. The run's folder, OUTPUT/EXPERIMENT, gets config.yaml, summary.csv, curve.png, last.pt and best.pt.
+thing. The run's folder, OUTPUT/EXPERIMENT, gets config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
+
+SIGTERM or SIGUSR1 makes it write a checkpoint and exit with status 75; `--resume auto` goes on as if nothing had
+happened, on as many processes as there are then. docs/reliability.md says what else it survives.
 """
 
 from __future__ import annotations
@@ -13,20 +16,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import sys
-import time
 from contextlib import nullcontext
+from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import yaml
 from timm.data import resolve_data_config
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3, init_distributed_device
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -35,8 +37,10 @@ import vil  # noqa: F401  registers the models
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
 from vil.training.evaluation import autocast, default_device, evaluate
+from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.models import create_model
-from vil.training.summary import write_atomically, write_summary
+from vil.training.processes import from_first_process, join_processes, sum_over_processes
+from vil.training.summary import EpochMeter, Reporter
 
 
 class DivergenceError(RuntimeError):
@@ -45,16 +49,19 @@ class DivergenceError(RuntimeError):
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
+    status = 0
     try:
         config = load_config(__doc__)
-        process = SimpleNamespace(device=config.device or default_device())
-        device = init_distributed_device(process)
-        Trainer(config, device, process.rank, process.world_size).run()
+        Trainer(config, *join_processes(config.device or default_device())).run()
     except (ConfigError, checkpoint.CheckpointError, DivergenceError) as error:
         sys.exit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except PreemptedError as notice:
+        if os.environ.get("RANK", "0") == "0":
+            print(notice, file=sys.stderr)
+        status = PREEMPTED
+    if dist.is_initialized():  # not after an error: it would wait for processes that may be gone
+        dist.destroy_process_group()
+    sys.exit(status)
 
 
 class Trainer:
@@ -63,7 +70,6 @@ class Trainer:
     def __init__(self, config: Config, device: torch.device, rank: int, world_size: int):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         self.folder = Path(config.output) / config.experiment
-        resumed = checkpoint.find_resumed(config.resume, self.folder)
         micro_batch, self.accumulation = data.split_global_batch(config, world_size)
         train_set, val_set, num_classes = data.open_splits(config)
 
@@ -114,43 +120,50 @@ class Trainer:
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
-        self.saved_config = {**dataclasses.asdict(config), "num_classes": num_classes}
-        if resumed:
+        self.meter = EpochMeter()  # the steps done in the epoch at hand
+        self.saved_config = {**dataclasses.asdict(config), "num_classes": num_classes, "num_images": len(train_set)}
+        if resumed := from_first_process(self.find_resumed):
             self.restore(resumed)
+        self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
-        self.wrapped: nn.Module = self.model
-        if world_size > 1:
-            self.wrapped = DistributedDataParallel(self.model, [device] if device.type == "cuda" else None)
+        self.wrapped = self.distribute(data_config["input_size"]) if world_size > 1 else self.model
+
+    def distribute(self, input_size: tuple[int, ...]) -> nn.Module:
+        """The model as one whose backward adds up the gradients of all processes."""
+        gpu = [self.device] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(self.model, gpu, gradient_as_bucket_view=True)
+        # DDP settles on its buckets, and so on the order of its additions, after a first backward: this one, so that no
+        # step's sums depend on where the run was interrupted
+        with self.precision:
+            wrapped(torch.zeros(2, *input_size, device=self.device)).sum().backward()
+        self.optimizer.zero_grad()
+        return wrapped
 
     def run(self) -> None:
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / "config.yaml", yaml.safe_dump(self.saved_config, sort_keys=False))
-        epochs, done = self.config.epochs, len(self.history)
-        images = self.batches.steps * self.config.global_batch_size
+        report = Reporter(self.folder, self.config, self.saved_config) if self.rank == 0 else None
+        epochs, batch = self.config.epochs, self.config.global_batch_size
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
-        with tqdm(total=epochs * images, initial=done * images, unit="img", unit_scale=True, disable=quiet) as bar:
-            for epoch in range(done, epochs):
+        sizes = dict(total=epochs * self.batches.steps * batch, initial=self.steps * batch)
+        with tqdm(**sizes, unit="img", unit_scale=True, disable=quiet) as bar:
+            for epoch in range(len(self.history), epochs):
                 bar.set_description(f"epoch {epoch + 1}/{epochs}")
-                start = time.perf_counter()
-                row = {"epoch": epoch + 1, "lr": self.rate, "train_loss": self.train_one_epoch(epoch, bar)}
-                row["images_per_second"] = images / (time.perf_counter() - start)
-                row.update(self.evaluate())
-                self.scheduler.step(epoch + 1)
+                self.train_one_epoch(epoch, bar)
+                row = {"epoch": epoch + 1, "lr": self.rate, **self.meter.summary(batch), **self.evaluate()}
+                self.checkpoint_if_due()  # a signal cuts an evaluation short: then that is repeated on resuming
                 self.history.append(row)
-                if self.rank == 0:
-                    self.save()
+                self.meter = EpochMeter()
+                self.scheduler.step(epoch + 1)
+                self.save()
+                if report:
+                    report(self.history)
                     tqdm.write(", ".join(f"{k} {v:.6g}" for k, v in row.items()))
 
-    def train_one_epoch(self, epoch: int, bar: tqdm) -> float:
-        """Returns the mean loss over all processes."""
+    def train_one_epoch(self, epoch: int, bar: tqdm) -> None:
+        """Trains on the global batches of an epoch that have not been trained on yet."""
         self.wrapped.train()
-        self.batches.set_epoch(epoch)
-        if hasattr(self.train_loader.dataset, "set_epoch"):  # a dataset that streams shuffles by itself
-            self.train_loader.dataset.set_epoch(epoch)
-        losses, loss = [], torch.zeros((), device=self.device)
-        micro_batches = zip(self.train_loader, self.batches.first_positions())
-        for i, ((images, targets), position) in enumerate(micro_batches, start=1):
+        loss = torch.zeros((), device=self.device)
+        batches = data.micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
+        for i, ((images, targets), position) in enumerate(self.meter.timed(batches), start=1):
             images, targets = self.augment(images, targets, epoch, position)
             # what the model draws (stochastic depth) follows from the seed and the place in the run as well
             data.seed_everything(data.derive_seed(self.config.seed, epoch, position, 2))
@@ -158,14 +171,14 @@ class Trainer:
             loss = loss + self.backward(images, targets, synchronize=complete)
             if not complete:
                 continue
-            self.update()
-            losses.append(loss)
+            self.meter.add(loss, self.update())
             loss = torch.zeros_like(loss)
-            if len(losses) % self.config.log_interval == 0:
-                bar.set_postfix(loss=f"{self.check_finite(losses, epoch):.4f}", lr=f"{self.rate:.2e}")
+            if self.meter.steps % self.config.log_interval == 0:
+                self.check_finite()
+                bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
-        self.check_finite(losses, epoch)
-        return sum_over_processes(torch.stack(losses).mean()) / self.world_size
+            self.checkpoint_if_due()
+        self.check_finite()
 
     def backward(self, images: Tensor, targets: Tensor, synchronize: bool) -> Tensor:
         """Adds a micro-batch's gradient to this process's, or to all processes'; returns its share of the loss."""
@@ -175,81 +188,110 @@ class Trainer:
             self.scaler.scale(loss).backward()
         return loss.detach()
 
-    def update(self) -> None:
-        """One step of the optimizer."""
+    def update(self) -> Tensor:
+        """One step of the optimizer. Returns the norm of the gradient before it is clipped."""
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if self.config.clip_grad is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         if self.ema:
             self.ema.update(self.model)
+        return norm
 
     def evaluate(self) -> dict[str, float]:
         models = {"": self.model} | ({"_ema": self.ema.module} if self.ema else {})
-        results = evaluate(list(models.values()), self.val_loader, self.device, self.precision)
+        images = takewhile(lambda _: not self.timer.signalled, self.val_loader)
+        results = evaluate(list(models.values()), images, self.device, self.precision)
         row = {}
         for suffix, result in zip(models, results):
             row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
-        skipped = torch.tensor(float(data.unreadable_images(self.train_loader)), device=self.device)
-        return row | {"unreadable_images": results[0].unreadable + sum_over_processes(skipped)}
+        skipped = sum_over_processes(torch.tensor(data.unreadable_images(self.train_loader)))
+        return row | {"unreadable_images": results[0].unreadable + skipped.item()}
 
     @property
     def rate(self) -> float:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
-    def check_finite(self, losses: list[Tensor], epoch: int) -> float:
-        """Looks at the losses since the last look; only here does the host wait for the device. Returns the last."""
-        recent = torch.stack(losses[-self.config.log_interval :]).tolist()
-        for step, loss in enumerate(recent, start=len(losses) - len(recent) + 1):
-            if not math.isfinite(loss):
-                last = self.folder / "last.pt"
-                raise DivergenceError(
-                    f"the loss is {loss} at step {step} of epoch {epoch + 1}, at learning rate {self.rate:.3g}; the "
-                    f"last checkpoint is {last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or "
-                    "--no-amp may help; --resume auto goes on from the checkpoint"
-                )
-        return recent[-1]
+    @property
+    def steps(self) -> int:
+        return len(self.history) * self.batches.steps + self.meter.steps
+
+    def check_finite(self) -> None:
+        """Looks at the steps since the last look; only here does the host wait for the device."""
+        first = len(self.meter.losses)
+        self.meter.collect()
+        for step in range(first, self.meter.steps):
+            # the scaler of float16 leaves out steps whose gradient overflows
+            values = {"loss": self.meter.losses[step], "gradient's norm": self.meter.norms[step]}
+            for name in ("loss",) if self.scaler.is_enabled() else values:
+                if not math.isfinite(values[name]):
+                    last = self.folder / "last.pt"
+                    raise DivergenceError(
+                        f"the {name} is {values[name]} at step {step + 1} of epoch {len(self.history) + 1}, at "
+                        f"learning rate {self.rate:.3g}; the last checkpoint, of before, is "
+                        f"{last if last.exists() else 'none yet'}. A lower --lr, --clip-grad or --no-amp may help; "
+                        "--resume auto goes on from the checkpoint"
+                    )
+
+    def checkpoint_if_due(self) -> None:
+        """Called by all processes after the same steps."""
+        if not self.timer.due(self.steps):
+            return
+        self.check_finite()  # a checkpoint never holds a model that is lost
+        self.save()
+        if self.timer.stop:
+            raise PreemptedError(
+                f"stopped by a signal: {self.folder / 'last.pt'} holds step {self.meter.steps} of epoch "
+                f"{len(self.history) + 1}, and --resume auto goes on from there"
+            )
 
     def save(self) -> None:
-        """Writes last.pt, best.pt if this epoch is the best so far, and the summary."""
+        """Writes last.pt, and at the end of an epoch best.pt if it is the best so far."""
+        if self.rank > 0:
+            return
         state = {
             "arch": self.config.model,
             "epoch": len(self.history),
             "config": self.saved_config,
             "history": self.history,
+            "progress": self.meter.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             **{name: part.state_dict() for name, part in self.parts().items()},
         }
-        checkpoint.save_checkpoint(state, self.folder / "last.pt")
-        metric = "eval_top1_ema" if self.ema else "eval_top1"
-        if self.history[-1][metric] >= max(row[metric] for row in self.history):
-            checkpoint.save_checkpoint(state, self.folder / "best.pt")
-        write_summary(self.history, self.folder)
+        if self.meter.steps == 0:
+            metric = "eval_top1_ema" if self.ema else "eval_top1"
+            if self.history[-1][metric] >= max(row[metric] for row in self.history):
+                checkpoint.save_checkpoint(state, self.folder / "best.pt")
+        checkpoint.save_checkpoint(state, self.folder / "last.pt", previous=self.folder / "previous.pt")
 
-    def restore(self, path: Path) -> None:
+    def find_resumed(self) -> dict | None:
+        """The state that this run goes on from."""
+        if not (found := checkpoint.find_resumed(self.config.resume, self.folder)):
+            return None
+        path, saved = found
+        middle = bool(saved.get("progress", {}).get("losses"))
+        checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
+        return saved
+
+    def restore(self, saved: dict) -> None:
         """Goes on from a checkpoint: with what it learned, but with the options of this run where they differ."""
-        saved = checkpoint.read_checkpoint(path)
-        checkpoint.check_same_run(saved["config"], self.saved_config, path)
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         for name, part in self.parts().items():
             part.load_state_dict(saved[name])
         for group, chosen in zip(self.optimizer.param_groups, options):
             group.update(chosen)
         self.history = saved["history"]
-        self.scheduler.step(len(self.history))
+        self.meter.load_state_dict(saved.get("progress", {}))
+        if self.history:
+            self.scheduler.step(len(self.history))
 
     def parts(self) -> dict:
         """What a run learns and a checkpoint holds, under timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
-
-
-def sum_over_processes(value: Tensor) -> float:
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value.item()
 
 
 if __name__ == "__main__":

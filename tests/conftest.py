@@ -1,6 +1,7 @@
 """A small folder of real image files that every test of training and validation uses."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -13,6 +14,15 @@ if not torch.cuda.is_available():
 
 CLASSES = ("ant", "bee", "cat", "dog")
 TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A `Trainer` that a test makes here takes the schedulers' signals: they are given back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

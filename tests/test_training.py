@@ -5,10 +5,12 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import time
 
@@ -18,9 +20,13 @@ import yaml
 from conftest import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from processes import ROOT, SMALL, run, train_command
 
+from train_imagenet import Trainer
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
 from vil.training.models import create_model
+from vil.training.summary import Reporter
+
+MEASURED = ("images_per_second", "data_wait_percent", "peak_memory_gib")  # these differ from run to run
 
 
 def small_config(image_folder, **options) -> Config:
@@ -29,7 +35,7 @@ def small_config(image_folder, **options) -> Config:
 
 def summary(folder):
     with open(folder / "run" / "summary.csv") as file:
-        return [{k: float(v) for k, v in row.items() if k != "images_per_second"} for row in csv.DictReader(file)]
+        return [{k: float(v) for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
 
 
 # configs
@@ -62,6 +68,11 @@ def test_the_command_line_overrides_the_file(tmp_path):
     config = load_config("", ["-c", str(tmp_path / "c.yaml"), *words.split()])
     assert (config.lr, config.epochs, config.model_ema, config.opt_betas) == (5e-4, 3, False, (0.8, 0.9))
     assert (config.model_kwargs, config.aa, config.scale) == ({"depth": 2, "embed_dim": 64}, None, (0.5, 1.0))
+    assert [load_config("", words).synthetic for words in ([], ["--synthetic"], ["--synthetic", "99"])] == [
+        0,
+        1_281_167,
+        99,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,8 @@ def test_the_command_line_overrides_the_file(tmp_path):
         ("model_ema: 3", "option 'model_ema' in .*c.yaml must be bool"),
         ("epochs: null", "option 'epochs' in .*c.yaml must be int"),
         ("amp_dtype: float8", "amp_dtype 'float8' is neither"),
+        ("checkpoint_interval: 0", "checkpoint_interval '0' is neither minutes .'30m'. nor optimizer steps .'500'."),
+        ("checkpoint_interval: 2h", "checkpoint_interval '2h' is neither"),
         ("- lr", "is not a list of 'option: value' lines"),
         ("a: [", "is not YAML"),
     ],
@@ -138,6 +151,19 @@ def test_epochs_and_seeds_shuffle_differently(image_folder):
 
     assert order(0, 0) == order(0, 0)
     assert order(0, 0) != order(0, 1) != order(1, 1)
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, None), (2, 4)])
+def test_an_epoch_goes_on_where_it_stopped(image_folder, world_size, batch_size):
+    config = small_config(image_folder, batch_size=batch_size)
+    micro_batch, accumulation = data.split_global_batch(config, world_size)
+    for rank in range(world_size):
+        batches = data.TrainingBatches(100, config, micro_batch, rank, world_size)
+        batches.set_epoch(5)
+        whole = list(zip(batches, batches.first_positions()))
+        batches.set_epoch(5, first_step=4)
+        assert list(zip(batches, batches.first_positions())) == whole[4 * accumulation :]
+        assert len(batches) == len(whole) - 4 * accumulation == 2 * accumulation
 
 
 def test_evaluation_counts_every_image_once(image_folder):
@@ -213,6 +239,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
     batches = data.TrainingBatches(len(train), config, 16, 0, 1)
     loader = data.training_loader(train, config, data_config, torch.device("cpu"), batches)
     assert len(list(zip(loader, batches.first_positions()))) == batches.steps == 4 * TRAIN_IMAGES // 16
+    assert len(list(data.micro_batches(loader, batches, epoch=1, first_step=2))) == batches.steps - 2
     loader = data.evaluation_loader(val, data_config, torch.device("cpu"), 0, 5, 0, 1)
     targets = torch.cat([targets for _, targets in loader])
     assert targets.bincount().tolist() == [VAL_IMAGES] * num_classes
@@ -265,7 +292,64 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     for name in ("last.pt", "best.pt"):
         saved = checkpoint.read_checkpoint(folder / name)
         assert {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"} < set(saved)
+    assert {"grad_norm", "images_per_second", "data_wait_percent", "peak_memory_gib"} < set(saved["history"][0])
+    assert "commit" in (folder / "info.txt").read_text()
+    assert "torch " in (folder / "info.txt").read_text()
     assert not list(folder.glob("*.tmp"))
+
+
+def test_noise_takes_the_place_of_a_dataset(tmp_path):
+    config = small_config(None, synthetic=100, num_classes=10, output=str(tmp_path), epochs=1, device="cpu")
+    Trainer(config, torch.device("cpu"), 0, 1).run()
+    (row,) = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
+    assert row["train_loss"] > 0
+    assert row["data_wait_percent"] < 50
+
+
+def test_gradient_norm_is_that_before_clipping(image_folder, tmp_path):
+    norms = []
+    for clip in (None, 0.5):
+        output = tmp_path / str(clip)
+        trainer = Trainer(
+            small_config(image_folder, output=str(output), clip_grad=clip, opt="sgd"), torch.device("cpu"), 0, 1
+        )
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2], synchronize=True)
+        norms.append(trainer.update().item())
+        moved = torch.stack([(p - b).norm() for p, b in zip(trainer.model.parameters(), before)]).norm().item()
+        assert moved > 0
+    assert norms[0] == norms[1] > 0.5
+
+
+def test_logs_are_written_when_asked_for(tmp_path, monkeypatch):
+    history = [{"epoch": 1, "train_loss": 2.5}, {"epoch": 2, "train_loss": 1.5}]
+    config = Config(log_tensorboard=True)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(ConfigError, match="log_tensorboard needs a package: pip install tensorboard"):
+            Reporter(tmp_path, config, {})
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report = Reporter(tmp_path, config, {})
+    for rows in (history[:1], history):
+        report(rows)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 2.5), (2, 1.5)]
+
+
+def test_a_summary_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
+    report = Reporter(tmp_path / "run", Config(), {})
+    shutil.rmtree(tmp_path / "run")
+    report([{"epoch": 1, "train_loss": 2.5}])
+    assert "could not write the summary" in caplog.text
+
+
+def test_info_names_versions_and_commit():
+    result = run([sys.executable, "-m", "vil.info"])
+    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert lines["torch"] == torch.__version__.split("+")[0]
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", lines["commit"])
 
 
 @pytest.mark.parametrize(("processes", "options"), [(2, {}), (1, {"batch_size": 8}), (1, {"workers": 3})])
@@ -346,7 +430,36 @@ def test_a_model_that_cannot_be_is_refused(name, arguments, message):
         create_model(name, **arguments)
 
 
+def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
+    saved = dict(global_batch_size=16, lr=0.1)
+    checkpoint.check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="middle of an epoch with global_batch_size 16.*has 32"):
+        checkpoint.check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path, middle=True)
+
+
 # checkpoints
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_not_passed_over(tmp_path):
+    checkpoint.save_checkpoint({"config": {}}, tmp_path / "previous.pt")
+    torch.save({"version": 99, "config": {}}, tmp_path / "last.pt")
+    with pytest.raises(checkpoint.CheckpointError, match="last.pt has version 99, of a newer train_imagenet.py"):
+        checkpoint.find_resumed("auto", tmp_path)
+
+
+def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkeypatch):
+    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    for epoch in (1, 2, 3):
+        checkpoint.save_checkpoint({"config": {}, "epoch": epoch}, last, previous)
+    assert [checkpoint.read_checkpoint(path)["epoch"] for path in (last, previous)] == [3, 2]
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(checkpoint.CheckpointError, match="the disk is gone; the previous .*last.pt is intact"):
+        checkpoint.save_checkpoint({"config": {}, "epoch": 4}, last, previous)
+    assert [checkpoint.read_checkpoint(path)["epoch"] for path in (last, previous)] == [3, 2]
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,27 @@ from torch import nn
 
 _logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2  # 1 knew no place within an epoch
+# options whose change between an interruption and the resumption changes nothing that is trained
+HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
+HARMLESS += ("log_tensorboard", "log_wandb")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read, or used for this model."""
 
 
-def save_checkpoint(state: dict[str, Any], path: Path) -> None:
+class BrokenCheckpointError(CheckpointError):
+    """A file that cannot be read as a checkpoint: cut off, corrupt, or something else."""
+
+
+def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = None) -> None:
     """Writes `path` atomically: it holds either the new checkpoint or, after any failure, what it held before.
+
+    Args:
+        state: What to write.
+        path: The file.
+        previous: What `path` held before moves here, once the new one is complete on the disk.
 
     Raises:
         CheckpointError: It could not be written; the message names the file, the cause and the space left.
@@ -34,7 +47,10 @@ def save_checkpoint(state: dict[str, Any], path: Path) -> None:
             torch.save({"version": VERSION, **state}, file)
             file.flush()
             os.fsync(file.fileno())
+        if previous and path.exists():
+            os.replace(path, previous)
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # PyTorch's writer turns a full disk into a RuntimeError
         temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free / 2**20
@@ -51,9 +67,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It is missing, corrupt, or not one of ours.
     """
-    checkpoint = _guarded(path, lambda: _load(path))
+    checkpoint = _guarded(path, lambda: _load_intact(path))
     if not _is_ours(checkpoint):
-        raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py (version {VERSION})")
+        raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
+    if checkpoint["version"] > VERSION:
+        raise CheckpointError(
+            f"{path} has version {checkpoint['version']}, of a newer train_imagenet.py: this one reads {VERSION}"
+        )
     return checkpoint
 
 
@@ -75,28 +95,53 @@ def _load(path: str | Path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def _load_intact(path: str | Path):
+    """Raises if a byte of the file has changed: PyTorch writes a checksum of each tensor, but does not look at it."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if broken := file.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
+    return _load(path)
+
+
 def _is_ours(checkpoint: Any) -> bool:
-    return isinstance(checkpoint, dict) and checkpoint.get("version") == VERSION and "config" in checkpoint
+    return isinstance(checkpoint, dict) and isinstance(checkpoint.get("version"), int) and "config" in checkpoint
 
 
-def find_resumed(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoint that a run in `folder` goes on from, None for a fresh start.
+def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that a run in `folder` goes on from, and what it holds; None for a fresh start.
+
+    That is the newest of the folder's two that can be read; a broken one is put aside as *.broken, with a warning. A
+    process that torchrun started again goes on from its folder whatever `resume` says.
 
     Raises:
-        CheckpointError: The folder holds a run and nothing says to resume it.
+        CheckpointError: None can be read, or the folder holds a run and nothing says to resume it.
     """
-    last = folder / "last.pt"
-    if resume == "auto":
-        return last if last.exists() else None
-    if resume:
-        return Path(resume)
-    if last.exists():
+    found = [path for path in (folder / "last.pt", folder / "previous.pt") if path.exists()]
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if resume not in (None, "auto") and not (restarted and found):
+        return Path(resume), read_checkpoint(resume)
+    if found and resume is None and not restarted:
         raise CheckpointError(f"{folder} holds a run: --resume auto goes on with it, --experiment NAME starts another")
+    broken = []
+    for path in found:
+        try:
+            saved = read_checkpoint(path)
+        except BrokenCheckpointError as error:
+            broken.append(path)
+            _logger.warning("%s", error)
+            continue
+        for other in broken:
+            aside = other.replace(other.with_suffix(".broken"))
+            _logger.warning("going on from %s, the checkpoint before it; the broken file is now %s", path, aside)
+        return path, saved
+    if broken:
+        raise CheckpointError(f"no checkpoint of {folder} can be read: --experiment NAME starts another run")
     return None
 
 
-def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Compares the options of a checkpoint with those of the run that resumes from it.
+def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, middle: bool = False) -> None:
+    """Compares the options of a checkpoint with those of the run that resumes from it, in the `middle` of an epoch.
 
     Raises:
         CheckpointError: One differs that the saved tensors depend on. A change of another is only logged.
@@ -107,7 +152,12 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path) -
                 f"{path} is of a run with {name} {saved[name]!r}, this one has {current.get(name)!r}: resume with the "
                 "same, or start another run with --experiment NAME"
             )
-        if name not in ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size"):
+        if name == "global_batch_size" and middle:
+            raise CheckpointError(
+                f"{path} is of the middle of an epoch with {name} {saved[name]}, this run has {current.get(name)}: "
+                "finish the epoch with the same"
+            )
+        if name not in HARMLESS:
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
 
 
@@ -138,12 +188,21 @@ def load_weights(model: nn.Module, path: str | Path, use_ema: bool = False) -> N
         raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error
 
 
+def _sync_folder(folder: Path) -> None:
+    """Makes the renaming of files last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _guarded(path: str | Path, read):
     if not Path(path).is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         return read()
     except Exception as error:  # what the readers raise on broken files has no common type
-        raise CheckpointError(
+        raise BrokenCheckpointError(
             f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {error}"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ class ConfigError(ValueError):
     """An option that does not exist, has a value of the wrong type, or contradicts another."""
 
 
-def _option(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+def _option(default: Any, help: str, bare: Any = None) -> Any:
+    """A field of `Config`; `bare` is its value where the command line gives the flag alone."""
+    return dataclasses.field(default=default, metadata={"help": help, "bare": bare})
 
 
 @dataclass
@@ -34,6 +36,11 @@ class Config:
     val_split: str = _option("validation", "name of the validation split")
     num_classes: int | None = _option(None, "classes; read from the dataset where it knows them")
     workers: int = _option(8, "loader processes per training process")
+    synthetic: int = _option(
+        0,
+        "train on noise made on the device, this many images an epoch (ImageNet's number if none is given)",
+        1_281_167,
+    )
     # model
     model: str = _option("vil_tiny", "timm model")
     model_kwargs: dict | None = _option(None, "further arguments of the model, as KEY=VALUE")
@@ -91,10 +98,20 @@ class Config:
     output: str = _option("output", "folder of runs")
     experiment: str | None = _option(None, "folder of this run inside it; the config file's name if not given")
     resume: str | None = _option(None, "'auto' to go on from the run's last checkpoint if it has one, or a checkpoint")
+    checkpoint_interval: str | None = _option(
+        "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints; each epoch's end is one too"
+    )
     log_interval: int = _option(50, "optimizer steps between looks at the loss")
+    log_tensorboard: bool = _option(False, "write each epoch's numbers for TensorBoard, too")
+    log_wandb: bool = _option(False, "send each epoch's numbers to Weights & Biases, too")
 
     def __post_init__(self):
         self.model_kwargs = self.model_kwargs or {}
+        interval = self.checkpoint_interval
+        if interval is not None and not re.fullmatch(r"0*[1-9]\d*m?", interval):
+            raise ConfigError(
+                f"checkpoint_interval {interval!r} is neither minutes ('30m') nor optimizer steps ('500')"
+            )
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
 
@@ -123,7 +140,9 @@ def load_config(description: str, arguments: Sequence[str] | None = None) -> Con
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
-            parser.add_argument(flag, nargs="+" if kind in (tuple, dict) else None, metavar="VALUE", help=help)
+            bare = field.metadata["bare"]
+            nargs = "+" if kind in (tuple, dict) else "?" if bare else None
+            parser.add_argument(flag, nargs=nargs, const=bare, metavar="VALUE", help=help)
     options, unknown = parser.parse_known_args(arguments)
     for word in unknown:
         raise ConfigError(_unknown_option(word.split("=")[0].lstrip("-").replace("-", "_"), "on the command line"))
@@ -194,6 +213,8 @@ def _convert(name: str, value: Any, source: str) -> Any:
             return float(value)  # also '1e-3', which YAML reads as text
         if kind is int and not isinstance(value, bool) and int(value) == float(value):
             return int(value)
+        if kind is str and type(value) is int:
+            return str(value)
         if isinstance(value, kind):
             return value
     except (TypeError, ValueError):

@@ -12,14 +12,17 @@ import math
 import multiprocessing
 import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice, repeat
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import Mixup, create_dataset, create_transform
+from timm.data import Mixup, create_dataset, create_transform, get_img_extensions
 from timm.data.dataset import IterableImageDataset
 from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
@@ -29,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .config import Config, ConfigError
 from .device_loader import DeviceLoader, DrawingTransform, EncodedImage, collate_encoded, is_plain_jpeg
+from .synthetic import SyntheticImages, SyntheticLoader
 
 _logger = logging.getLogger(__name__)
 
@@ -83,14 +87,33 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
     return images
 
 
+def _refuse_empty_classes(images) -> None:
+    """timm leaves out a class folder without images, and the classes after it have other numbers then."""
+    folder, known = Path(getattr(images.reader, "root", None) or ""), class_names(images)
+    if not known or not folder.is_dir():
+        return
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
+    others = [entry for entry in folders if entry.name not in known]
+    empty = sorted(e.name for e in others if not any(p.suffix.lower() in get_img_extensions() for p in e.rglob("*")))
+    if empty:
+        raise ConfigError(
+            f"class folders of {folder} have no images: {', '.join(empty[:5])}{', ...' if empty[5:] else ''}. Copy the "
+            "images or remove the folders"
+        )
+
+
 def open_splits(config: Config):
     """The training split, the validation split and the number of classes.
 
     Raises:
         ConfigError: A split or the number of classes is missing, or the two splits do not agree on the classes.
     """
+    if config.synthetic:
+        num_classes = config.num_classes or 1000
+        return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
+    _refuse_empty_classes(train)
     val = open_split(*location, config.val_split)
     num_classes = len(class_names(train)) or config.num_classes
     if not num_classes:
@@ -221,27 +244,35 @@ class TrainingBatches:
         self.num_images, self.micro_batch, self.rank, self.world_size = num_images, micro_batch, rank, world_size
         self.seed, self.global_batch = config.seed, config.global_batch_size
         self.repeats = max(1, config.aug_repeats)
-        self.epoch = 0
+        self.set_epoch(0)
         if num_images < self.global_batch:
             raise ConfigError(
                 f"the training split has {num_images} images, less than one global batch of {self.global_batch}: "
                 "lower global_batch_size"
             )
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Chooses the epoch, and where in it to begin: a run may have been interrupted after `first_step` steps."""
+        self.epoch, self.first_step = epoch, first_step
 
     @property
     def steps(self) -> int:
         return self.num_images // self.global_batch
 
     def __len__(self) -> int:
-        return self.steps * (self.global_batch // self.world_size // self.micro_batch)
+        return (self.steps - self.first_step) * self.accumulation
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch // self.world_size // self.micro_batch
+
+    def sizes(self) -> Iterator[int]:
+        return repeat(self.micro_batch, len(self))
 
     def first_positions(self) -> Iterator[int]:
         """The position in the epoch of each micro-batch's first image."""
         share = self.global_batch // self.world_size
-        for step in range(self.steps):
+        for step in range(self.first_step, self.steps):
             start = step * self.global_batch + self.rank * share
             yield from range(start, start + share, self.micro_batch)
 
@@ -258,6 +289,15 @@ class TrainingBatches:
             yield batch
 
 
+def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int = 0):
+    """A training loader's ((images, targets), position of the first image) of an epoch from a step of it on."""
+    batches.set_epoch(epoch, first_step)
+    if hasattr(loader.dataset, "set_epoch"):  # a stream shuffles by itself: what was seen is read again and dropped
+        loader.dataset.set_epoch(epoch)
+        loader = islice(loader, first_step * batches.accumulation, None)
+    return zip(loader, batches.first_positions())
+
+
 class EvaluationBatches:
     """Batch sampler: every image exactly once over all processes, in order."""
 
@@ -270,6 +310,9 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for start in range(0, len(self.indices), self.batch_size):
             yield [(i, 0) for i in self.indices[start : start + self.batch_size]]
+
+    def sizes(self) -> Iterator[int]:
+        return map(len, self)
 
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
@@ -310,6 +353,8 @@ def evaluation_loader(
 
 def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size, draw=None):
     is_training = isinstance(batches, TrainingBatches)
+    if isinstance(dataset, SyntheticImages):
+        return SyntheticLoader(dataset, batches, batch_size, data_config["input_size"], device)
     if draw and isinstance(dataset, IterableImageDataset):
         raise ConfigError("augment_on_device reads images by their index, which a dataset that streams does not have")
     if isinstance(dataset, IterableImageDataset):  # it streams, in an order of its own
@@ -325,11 +370,27 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         collate_fn=partial(collate_encoded, size=draw.size) if draw else fast_collate,
         pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
         persistent_workers=workers > 0,
+        worker_init_fn=_heed_the_parent_alone,
         **order,
     )
     if draw:
         return DeviceLoader(loader, draw, data_config, device)
     return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+
+
+def _heed_the_parent_alone(worker: int) -> None:
+    """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    parent = multiprocessing.parent_process().pid
+
+    def wait() -> None:
+        while True:
+            notice = signal.sigwaitinfo(signals)
+            if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
+                os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def unreadable_images(loader) -> int:

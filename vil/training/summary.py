@@ -1,19 +1,190 @@
-"""What a run writes for people: summary.csv and a picture of it."""
+"""What a run measures of itself, and what it writes for people: summary.csv, a picture of it, logs on request."""
 
 from __future__ import annotations
 
 import csv
 import io
+import logging
+import math
 import os
+import resource
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from vil.info import format_environment
+
+from .config import Config, ConfigError
+from .processes import sum_over_processes
+
+_logger = logging.getLogger(__name__)
+
+
+class EpochMeter:
+    """The losses and gradient norms of an epoch's steps so far, means over all processes, and where the time went."""
+
+    def __init__(self):
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.seconds = self.waited = 0.0  # in all, and for the loader
+        self.pending: list[Tensor] = []  # still on the device
+        self.clock = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses) + len(self.pending)
+
+    def add(self, loss: Tensor, norm: Tensor) -> None:
+        """Notes a step without waiting for the device."""
+        self.pending.append(torch.stack([loss, norm]))
+        self._lap()
+
+    def collect(self) -> None:
+        """Waits for the steps noted. All processes must do so after the same steps."""
+        if self.pending:
+            # sums of a few fp32 numbers are exact in fp64: they do not depend on the order, so neither on restarts
+            values = sum_over_processes(torch.stack(self.pending).double())
+            values /= dist.get_world_size() if dist.is_initialized() else 1
+            losses, norms = values.T.tolist()
+            self.losses, self.norms, self.pending = self.losses + losses, self.norms + norms, []
+            self._lap()
+
+    def timed(self, batches: Iterable) -> Iterator:
+        """The batches, while the wait for them is timed."""
+        then = self.clock = time.perf_counter()
+        for batch in batches:
+            self.waited += time.perf_counter() - then
+            yield batch
+            then = time.perf_counter()
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
+
+    def summary(self, global_batch_size: int) -> dict[str, float]:
+        """The columns of summary.csv that training fills, once all steps are collected."""
+        waited = sum_over_processes(torch.tensor([self.waited, self.seconds], dtype=torch.float64))
+        norms = [norm for norm in self.norms if math.isfinite(norm)]
+        return {
+            "train_loss": statistics.fmean(self.losses),
+            "grad_norm": statistics.fmean(norms) if norms else math.nan,
+            "images_per_second": self.steps * global_batch_size / self.seconds,
+            "data_wait_percent": 100 * (waited[0] / waited[1]).item(),
+            "peak_memory_gib": peak_memory() / 2**30,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("losses", "norms", "seconds", "waited")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def peak_memory() -> int:
+    """Bytes: the most that tensors have taken of the GPU, or else that this process has taken."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Reporter:
+    """Writes config.yaml and info.txt when a run starts, summary.csv and curve.png when it is given a new row.
+
+    Training goes on where that fails: all of it is in the checkpoint, and comes with the next row.
+
+    Raises:
+        ConfigError: A log was asked for whose package is not installed.
+    """
+
+    def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any]):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
+        info = folder / "info.txt"  # one paragraph for each start
+        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}\n"
+        try:
+            write_atomically(folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
+            write_atomically(info, (info.read_text() if info.exists() else "") + start)
+        except OSError as error:
+            _logger.warning("could not write %s: %s", folder, error)
+
+    def __call__(self, history: list[dict[str, Any]]) -> None:
+        try:
+            write_summary(history, self.folder)
+            for log in self.logs:
+                log(history[-1])
+        except OSError as error:
+            _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
+
+
+def _chosen_logs(config: Config) -> list:
+    return [log for log, chosen in ((_tensorboard, config.log_tensorboard), (_wandb, config.log_wandb)) if chosen]
+
+
+def _tensorboard(config: Config, saved_config: dict[str, Any], folder: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError("log_tensorboard needs a package: pip install tensorboard") from error
+    writer = SummaryWriter(str(folder))
+
+    def log(row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            writer.add_scalar(name, value, row["epoch"])
+        writer.flush()
+
+    return log
+
+
+def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("log_wandb needs a package: pip install wandb") from error
+    known = folder / "wandb_id.txt"  # a resumed run goes on with its page
+    if not known.exists():
+        write_atomically(known, secrets.token_hex(4))
+    run = wandb.init(
+        project="vision-longhorn",
+        name=config.experiment,
+        id=known.read_text(),
+        resume="allow",
+        config=saved_config,
+        dir=folder,
+    )
+    return lambda row: run.log(row, step=row["epoch"])
+
+
+PICTURE = {
+    "loss": {"train_loss": "training", "eval_loss": "validation", "eval_loss_ema": "validation, EMA"},
+    "top-1 (%)": {"eval_top1": "model", "eval_top1_ema": "EMA"},
+    "top-5 (%)": {"eval_top5": "model", "eval_top5_ema": "EMA"},
+    "learning rate": {"lr": None},
+    "norm of the gradient": {"grad_norm": None},
+    "images/s": {"images_per_second": None},
+    "waiting for data (% of time)": {"data_wait_percent": None},
+    "peak memory (GiB)": {"peak_memory_gib": None},
+    "unreadable images": {"unreadable_images": None},
+}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file so that it is never seen half-written."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_summary(history: list[dict[str, Any]], folder: Path) -> None:
@@ -27,25 +198,20 @@ def write_summary(history: list[dict[str, Any]], folder: Path) -> None:
 
 
 def plot_history(history: list[dict[str, Any]]) -> bytes:
-    """A PNG of loss, learning rate and top-1 by epoch."""
+    """A PNG of the summary's columns by epoch."""
     from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
 
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    loss, rate, top1 = figure.subplots(1, 3)
+    figure = Figure(figsize=(12, 9), layout="constrained")
     epochs = [row["epoch"] for row in history]
-    for axis, title, columns in (
-        (loss, "loss", {"train_loss": "training", "eval_loss": "validation"}),
-        (rate, "learning rate", {"lr": None}),
-        (top1, "top-1 (%)", {"eval_top1": "model", "eval_top1_ema": "EMA"}),
-    ):
+    for axis, (title, columns) in zip(figure.subplots(3, 3).flat, PICTURE.items()):
         for name, label in columns.items():
             if name in history[-1]:
-                axis.plot(epochs, [row[name] for row in history], label=label)
+                axis.plot(epochs, [row.get(name, math.nan) for row in history], label=label)
         axis.set_title(title)
         axis.set_xlabel("epoch")
         axis.grid(alpha=0.3)
         if len(axis.get_lines()) > 1:
             axis.legend()
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
+    figure.savefig(png, format="png", dpi=100)
     return png.getvalue()

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Trains on whole nodes of a Slurm cluster, with one torchrun a node:
+#
+#     sbatch --nodes=2 scripts/slurm.sh -c configs/vil_tiny.yaml --data-dir /imagenet
+#
+# Five minutes before the time limit, or when the job is preempted, the run writes a checkpoint and the job goes back to
+# the queue, from where it goes on. OUTPUT must be on a disk that all nodes share, or at least the first one keeps.
+#SBATCH --job-name=vil
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?submit this with sbatch from the repository}"
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export OMP_NUM_THREADS=1
+srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first:29500" --max-restarts=3 \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    train_imagenet.py --resume auto "$@" &
+step=$!
+preempted=
+trap 'preempted=yes; kill -USR1 $step' TERM USR1  # srun passes it on to the torchrun of every node
+wait $step && status=0 || status=$?
+while kill -0 $step 2>/dev/null; do  # the trap ended the wait
+    wait $step && status=0 || status=$?
+done
+if [ $preempted ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $status

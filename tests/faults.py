@@ -1,0 +1,117 @@
+"""Training runs of a few real processes that tests can signal, kill and starve, started in a fraction of a second.
+
+The processes are forked from one that has imported everything, and talk over gloo.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from processes import SMALL
+
+from vil.training import checkpoint
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["train_imagenet", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"])
+# eight steps an epoch, so that there is much of it to be interrupted in
+OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
+
+
+class Run:
+    """The processes of one start of train_imagenet.py, its folder is `output`/run.
+
+    Args:
+        output: Where it writes.
+        processes: How many.
+        prepare: Called in each process before it trains.
+        options: Of the config, besides OPTIONS.
+    """
+
+    def __init__(self, output: Path, processes: int, prepare: Callable[[], None] | None = None, **options):
+        self.folder, self.log = output / "run", output / "log.txt"
+        (self.folder / "last.pt.tmp").unlink(missing_ok=True)  # of a process killed before
+        config = output / "faults.yaml"
+        config.write_text(yaml.safe_dump(OPTIONS | dict(output=str(output), resume="auto") | options))
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        self.ranks = [
+            CONTEXT.Process(target=_train, args=(rank, processes, port, str(config), str(self.log), prepare))
+            for rank in range(processes)
+        ]
+        self.seen = self._last_file()
+        for process in self.ranks:
+            process.start()
+
+    def wait(self, seconds: float = 60) -> list[int]:
+        """The exit codes of all processes, which must end by themselves; -9 for one that SIGKILL ended."""
+        end = time.monotonic() + seconds
+        for process in self.ranks:
+            process.join(max(0, end - time.monotonic()))
+        late = [process for process in self.ranks if process.is_alive()]
+        for process in late:
+            process.kill()
+        assert not late, f"{len(late)} processes hang after {seconds} s: {self.log.read_text()[-3000:]}"
+        return [process.exitcode for process in self.ranks]
+
+    def is_running(self) -> bool:
+        return all(process.is_alive() for process in self.ranks)
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
+
+    def signal(self, number: signal.Signals, *ranks: int) -> None:
+        for rank in ranks or range(len(self.ranks)):
+            os.kill(self.ranks[rank].pid, number)
+
+    def wait_for_saves(self, count: int) -> None:
+        """Returns once a number of checkpoints have been completed since it was last called, or the run is over."""
+        while count and self.is_running():
+            now = self._last_file()
+            if now != self.seen:
+                self.seen, count = now, count - 1
+            time.sleep(0.001)
+
+    def _last_file(self) -> int | None:
+        try:
+            return (self.folder / "last.pt").stat().st_ino
+        except FileNotFoundError:  # or between two renamings
+            return None
+
+    def wait_for_a_save_to_begin(self) -> None:
+        while not (self.folder / "last.pt.tmp").exists() and self.is_running():
+            pass
+
+    def result(self) -> dict:
+        """What the last checkpoint holds, without what differs from one run to another."""
+        saved = checkpoint.read_checkpoint(self.folder / "last.pt")
+        measured = ("images_per_second", "data_wait_percent", "peak_memory_gib")
+        history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
+        names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
+        return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
+
+
+def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:
+    import torch
+
+    import train_imagenet
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+    torch.set_num_threads(1)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    if prepare:
+        prepare()
+    sys.argv = ["train_imagenet.py", "-c", config]
+    train_imagenet.main()

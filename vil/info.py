@@ -1,0 +1,66 @@
+"""What an issue report needs to say: versions, commit and machine.
+
+python -m vil.info
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numpy", "pillow")
+
+
+def environment() -> dict[str, str]:
+    """Names and values, in the order in which to print them."""
+    facts = {"vision-longhorn": _version("vision-longhorn"), "commit": git_commit()}
+    facts |= {"python": platform.python_version(), "platform": platform.platform()}
+    facts |= {name: _version(name) for name in PACKAGES}
+    facts["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    facts["cuda"] = torch.version.cuda or "not in this build of torch"
+    if torch.cuda.is_available():
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        facts[f"gpu {i}"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    return facts
+
+
+def format_environment() -> str:
+    facts = environment()
+    width = max(map(len, facts))
+    return "".join(f"{name:{width}}  {value}\n" for name, value in facts.items())
+
+
+def git_commit() -> str:
+    """The commit of the checkout that this package runs from, with "-dirty" where files differ from it."""
+    folder = Path(__file__).parent
+    # asked first, as the package may be installed inside some other repository
+    if not _output("git", "-C", str(folder), "ls-files", "--", "__init__.py"):
+        return "unknown: not run from a git checkout"
+    return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if there is no such command or it fails."""
+    if not shutil.which(command[0]):
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    print(format_environment(), end="")

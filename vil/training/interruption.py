@@ -1,0 +1,56 @@
+"""When a run writes checkpoints: at intervals, and when a signal says that its machine is wanted for something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+PREEMPTED = os.EX_TEMPFAIL  # 75, exit status: stopped by a signal, everything saved; "try again later"
+
+
+class PreemptedError(RuntimeError):
+    """A signal stopped the run, after its checkpoint was written."""
+
+
+class CheckpointTimer:
+    """Tells all processes of a run alike that a checkpoint is due, or that it is time to stop.
+
+    SIGTERM and SIGUSR1, the notices of cluster schedulers, set `signalled`; nothing else happens at that moment.
+
+    Args:
+        interval: '30m' for minutes, '500' for optimizer steps, None for none (see `Config.checkpoint_interval`).
+        step: The optimizer steps done so far.
+    """
+
+    def __init__(self, interval: str | None, step: int):
+        number = float("inf") if interval is None else int(interval.rstrip("m"))
+        in_minutes = interval is not None and interval.endswith("m")
+        self.seconds, self.steps = (60 * number, float("inf")) if in_minutes else (float("inf"), number)
+        self.stop = self.signalled = False
+        self._restart(step)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def due(self, step: int) -> bool:
+        """Whether to write a checkpoint now, after `step` steps; then `stop` says whether to stop as well.
+
+        All processes must call it after the same steps.
+        """
+        late = time.monotonic() - self._time >= self.seconds or step - self._step >= self.steps
+        flags = torch.tensor([late, self.signalled], dtype=torch.uint8)
+        if dist.is_initialized():  # on the CPU, so that no one waits for a GPU
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        late, self.stop = (bool(flag) for flag in flags)
+        if late:
+            self._restart(step)
+        return late or self.stop
+
+    def _restart(self, step: int) -> None:
+        self._time, self._step = time.monotonic(), step
+
+    def _note(self, *_) -> None:
+        self.signalled = True

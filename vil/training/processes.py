@@ -1,0 +1,66 @@
+"""The processes of a run: one a GPU, or several on a CPU, started by torchrun or Slurm."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timm.utils import init_distributed_device
+from torch import Tensor
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
+
+
+def join_processes(device: str) -> tuple[torch.device, int, int]:
+    """Meets the other processes, if there are any; returns this one's device, its rank and their number."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # where torchrun itself is killed, its processes would go on, beside those of the next start
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
+    process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
+    device = init_distributed_device(process)
+    return device, process.rank, process.world_size
+
+
+def _rendezvous(url: str, **kwargs):
+    """PyTorch's, by environment variables, but processes that torchrun has restarted do not find those of before.
+
+    torchrun keeps its store over restarts, and in it the addresses of processes that are gone.
+    """
+    for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        yield dist.PrefixStore(f"start {start}", store), rank, world_size
+
+
+dist.register_rendezvous_handler("vil", _rendezvous)
+
+
+def sum_over_processes(value: Tensor) -> Tensor:
+    """Adds up a tensor in place."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def from_first_process(function: Callable[[], Any]) -> Any:
+    """What `function` returns or raises in the process of rank 0, in every process."""
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, device=torch.device("cpu"))
+    if outcome[1]:
+        raise outcome[1]
+    return outcome[0]
