@@ -5,6 +5,7 @@ The processes are forked from one that has imported everything, and talk over gl
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -71,7 +72,8 @@ class Run:
 
     def signal(self, number: signal.Signals, *ranks: int) -> None:
         for rank in ranks or range(len(self.ranks)):
-            os.kill(self.ranks[rank].pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended before
+                os.kill(self.ranks[rank].pid, number)
 
     def wait_for_saves(self, count: int) -> None:
         """Returns once a number of checkpoints have been completed since it was last called, or the run is over."""

@@ -123,17 +123,17 @@ def test_a_run_killed_at_20_random_points_ends_as_if_nothing_had_been(undisturbe
         else:
             two.wait_for_saves(1)
             time.sleep(rng.uniform(0, 0.1))
-        if not two.is_running():  # it was quicker: another one, for the kills that are left
-            assert ended_as_if_undisturbed(two, undisturbed)
-            shutil.rmtree(two.folder)
-            continue
         victims = rng.choice([(0,), (1,), (0, 1)])
         two.signal(signal.SIGKILL, *victims)
         begin = time.monotonic()
         codes = two.wait(60)
+        if codes[0] == 0:  # it was quicker: another one, for the kills that are left
+            assert same(two.result(), undisturbed.result())
+            shutil.rmtree(two.folder)
+            continue
         slowest = max(slowest, time.monotonic() - begin)
-        assert all(codes[rank] == -signal.SIGKILL for rank in victims)
-        assert 0 not in codes
+        # the second is done when only the last checkpoint is left to the first
+        assert all(codes[rank] in (-signal.SIGKILL, 0) for rank in victims)
         killed += 1
     assert ended_as_if_undisturbed(start(), undisturbed)
     ROWS.append(
