@@ -160,7 +160,8 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     gradients = [(dfolded * in_proj).sum(0), dfolded * norm_C, dout_proj]
     gradients += [pair[g] for g in (0, 1) for pair in by_direction]
     parameters = norm_C, in_proj, out_proj, *directions
-    return [dx_TC.view(B, L, C), *(d.to(p.dtype).reshape(p.shape) for d, p in zip(gradients, parameters))]
+    gradients = [d.to(p.dtype).reshape(p.shape).contiguous() for d, p in zip(gradients, parameters)]
+    return [dx_TC.view(B, L, C), *gradients]
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
