@@ -1,7 +1,8 @@
-"""The scan in CUDA C++ for NVIDIA GPUs, sm_80 and newer, compiled at first use. One family of kernels, two recurrences.
+"""Kernels in CUDA C++ for NVIDIA GPUs, sm_80 and newer, compiled at first use.
 
-`common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `summary.cu` the kernels; `scan` launches them;
-`variants` chooses among their variants; `compiler` compiles and caches them.
+The scan: `common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `summary.cu` the kernels, one family for
+both; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`, launched by
+`elementwise`. `types.cuh` is what all share; `compiler` compiles and caches them.
 """
 
 from __future__ import annotations
