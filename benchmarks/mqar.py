@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from vil.kernels import longhorn_scan, selective_scan
 
 from vil.block import LonghornDirection, MambaDirection
+from vil.info import git_commit
 from vil.training.summary import write_atomically
 
 VOCABULARY = 8192
@@ -358,11 +358,6 @@ def plot(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-
-
 def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -398,7 +393,7 @@ def main() -> None:
         device=torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
         devices=torch.cuda.device_count() if options.device == "cuda" else 1,
         torch=torch.__version__,
-        commit=commit(),
+        commit=git_commit(),
     )
     finished: list[dict] = []
     start = time.perf_counter()

@@ -14,11 +14,12 @@ import argparse
 import platform
 import statistics
 import subprocess
-from pathlib import Path
 
 import torch
 import triton
 from vil.kernels import gpu
+
+from vil.info import git_commit
 
 # (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
 PUBLISHED = {
@@ -53,7 +54,7 @@ def main() -> None:
 
     bandwidth, clock = copy_bandwidth(), max_clock()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {cuda_core()}")
-    print(f"Python {platform.python_version()}, commit {commit()}, {args.dtype}, N = {STATE_SIZE}, both directions")
+    print(f"Python {platform.python_version()}, commit {git_commit()}, {args.dtype}, N = {STATE_SIZE}, both directions")
     print(f"floors: copy {bandwidth / 1e12:.2f} TB/s as measured here, fp32 issue at the maximal {clock / 1e9:.2f} GHz")
     print()
     print("| recurrence | B, D, L | backend | pass | us | published / us | fp32 floor / us | byte floor / us |")
@@ -143,11 +144,6 @@ def cuda_core() -> str:
     except ImportError:
         return "no cuda.core"
     return f"cuda.core {cuda.core.__version__}"
-
-
-def commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import yaml
 from scipy.stats import ttest_rel
 
 import vil  # noqa: F401  registers the models
+from vil.info import git_commit
 from vil.training.comparison import markdown_table
 from vil.training.data import open_split
 from vil.training.models import create_model
@@ -50,9 +51,8 @@ def main() -> None:
     jobs = [(model, seed) for seed in range(options.seeds) for model in MODELS]
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         runs = list(pool.map(lambda job: train(options.config, config, *job, training_options, folder), jobs))
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     machine = dict(
-        commit=git.stdout.strip() or "unknown", torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
+        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, jobs=options.jobs,
         options=training_options,
     )  # fmt: skip

@@ -27,11 +27,11 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
-from scan import commit
 from timm.optim import param_groups_weight_decay
 from torch import Tensor
 
 import vil  # noqa: F401  registers the models
+from vil.info import git_commit
 from vil.training.summary import write_atomically
 
 CLASSES, GRID = 1000, 8
@@ -89,7 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    print(f"{name}, torch {torch.__version__}, timm {timm.__version__}, commit {commit()}")
+    print(f"{name}, torch {torch.__version__}, timm {timm.__version__}, commit {git_commit()}")
     print(f"{args.steps} steps of {args.batch} images of {args.img_size} pixels, noise {args.noise}\n")
     print("| model | run | first loss | last loss | farthest from fp32 | in units of the noise | ", end="")
     print("gradient norm, median and largest | skipped steps | finite | s |")

@@ -28,10 +28,10 @@ from typing import NamedTuple
 import timm
 import torch
 import torch.nn.functional as F
-from scan import commit
 from torch.profiler import ProfilerActivity, profile
 
 import vil  # noqa: F401  registers the models
+from vil.info import git_commit
 from vil.training.summary import write_atomically
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
@@ -130,7 +130,7 @@ def main() -> None:
     modes = [mode for mode in MODES if mode in args.modes]
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    print(f"{name}, torch {torch.__version__}, timm {timm.__version__}, commit {commit()}, bf16 autocast")
+    print(f"{name}, torch {torch.__version__}, timm {timm.__version__}, commit {git_commit()}, bf16 autocast")
     print()
     print("| case | model |", *(f"{mode} |" for mode in modes), "best | published ViM | must | aim |")
     print("| --- | --- |", *("--- |" for _ in modes), "--- | --- | --- | --- |")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import gpu
-from .cuda import elementwise
+from .cuda import block as kernels
 
 REVERSE = [False, True]
 
@@ -35,7 +35,7 @@ torch.library.define(
 def supports(x_BLC: Tensor, state_size: int) -> bool:
     """Whether `block` takes this residual stream and this number of states, on this machine."""
     kind = x_BLC.dtype == torch.float32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
-    return kind and gpu.backend(x_BLC.device) == "cuda"
+    return kind and gpu.runs_cuda(x_BLC.device)
 
 
 def block(
@@ -79,7 +79,7 @@ class Weights(NamedTuple):
     def of(
         cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
     ) -> Weights:
-        packed = elementwise.pack(norm_C, in_proj, out_proj, directions, dtype)
+        packed = kernels.pack(norm_C, in_proj, out_proj, directions, dtype)
         half = len(directions) // 2
         A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
         return cls(*packed, -torch.stack(A_log).exp() if A_log else packed[0].new_empty(0, dtype=torch.float32))
@@ -88,7 +88,7 @@ class Weights(NamedTuple):
         """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, T, R)."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
-        v_2BLD = elementwise.convolve(u_BLD, self.conv, self.conv_bias)
+        v_2BLD = kernels.convolve(u_BLD, self.conv, self.conv_bias)
         projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), self.x_proj.mT)
         step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
         logits_2TD = torch.bmm(step_2TR, self.step_proj.mT)
@@ -99,7 +99,7 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     """The block's output, and what backward needs if `keep`, else empty tensors."""
     B, L, C = x_BLC.shape
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
-    xhat_TC, scale_T, out_TC = elementwise.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
+    xhat_TC, scale_T, out_TC = kernels.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
     uz_BLE = torch.mm(xhat_TC, weights.in_proj.t()).view(B, L, -1)
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
     v_2BLD, logits_2BLD, k_2BLN, q_2BLN, _ = weights.project(u_BLD)
@@ -107,7 +107,7 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     y_2BLD, states = gpu.scan(
         "cuda", recurrence, v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, weights.skip, weights.step_bias, REVERSE, keep
     )
-    gated_BLD, mean_BLD = elementwise.gate(y_2BLD, z_BLD, scale_B, keep)
+    gated_BLD, mean_BLD = kernels.gate(y_2BLD, z_BLD, scale_B, keep)
     _add_product(out_TC, gated_BLD.flatten(0, 1), weights.out_proj.t())
     saved = [xhat_TC, scale_T, uz_BLE, mean_BLD, states]
     return out_TC.view(B, L, C), *(saved if keep else [t.new_empty(0) for t in saved])
@@ -126,7 +126,7 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dout_TC = dx_TC.to(dtype)
     dgated_BLD = torch.mm(dout_TC, weights.out_proj).view(B, L, D)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
-    gated_BLD = elementwise.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
+    gated_BLD = kernels.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     dout_proj = _mm(dout_TC.t(), gated_BLD.flatten(0, 1))
     del dgated_BLD, gated_BLD, dout_TC
 
@@ -143,12 +143,12 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dstep_proj = _sum_over_tokens(dlogits_2TD, step_2TR, B)
     dx_proj = _sum_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
     dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, weights.x_proj)
-    dfilters = elementwise.convolve_backward(u_BLD, dv_2BLD, weights.conv, weights.conv_bias, du_BLD)
+    dfilters = kernels.convolve_backward(u_BLD, dv_2BLD, weights.conv, weights.conv_bias, du_BLD)
     del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
-    dx_TC = elementwise.rms_norm_backward(torch.mm(duz_TE, weights.in_proj), xhat_TC, scale_T, dx_TC)
+    dx_TC = kernels.rms_norm_backward(torch.mm(duz_TE, weights.in_proj), xhat_TC, scale_T, dx_TC)
 
     rank, padded = directions[3].shape[1], weights.step_proj.shape[-1]
     if padded > rank:

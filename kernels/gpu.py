@@ -86,11 +86,9 @@ def _module(backend: str, device: torch.device) -> ModuleType:
 
 
 @torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
-def backend(device: torch.device) -> str | None:
-    """What "auto" runs on this device: "cuda", "triton", or None for a CPU."""
-    if device.type != "cuda":
-        return None
-    return "triton" if _module("auto", device).__name__.endswith("triton_scan") else "cuda"
+def runs_cuda(device: torch.device) -> bool:
+    """Whether "auto" runs the CUDA kernels on this device."""
+    return device.type == "cuda" and _module("auto", device) is importlib.import_module(".cuda", __package__)
 
 
 def boundaries(L: int) -> int:

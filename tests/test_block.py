@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.cuda import compiler, elementwise
+from vil.kernels.cuda import block as kernels
+from vil.kernels.cuda import compiler
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -135,7 +136,7 @@ class PlainKernels:
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, monkeypatch):
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
-    monkeypatch.setattr(operator, "elementwise", PlainKernels)
+    monkeypatch.setattr(operator, "kernels", PlainKernels)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
     monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -194,8 +195,8 @@ def close(value, truth, dtype, name):
 @pytest.mark.parametrize("shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
-    monkeypatch.setattr(elementwise, "launch", emulator.launch)
-    monkeypatch.setattr(elementwise, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
     (B, L, C, D), taps = shape, 4
     torch.manual_seed(0)
 
@@ -206,7 +207,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         """Runs a kernel and the plain one; `writes` are the sizes of tensors that it is given to write."""
         written = [torch.empty(*size, dtype=dtype) for size in writes]
         exactly = [t.double() if isinstance(t, torch.Tensor) else t for t in (*inputs, *written)]
-        values = getattr(elementwise, name)(*inputs, *written)
+        values = getattr(kernels, name)(*inputs, *written)
         truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
         for value, truth in zip(
             [*([values] if isinstance(values, torch.Tensor) else values), *written],
@@ -227,7 +228,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     block = make_block(LonghornMixer, C)
     directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
-    packed = elementwise.pack(*weights, directions, dtype)
+    packed = kernels.pack(*weights, directions, dtype)
     for value, truth in zip(packed, PlainKernels.pack(*weights, directions, torch.float32)):
         close(value, truth, dtype, "pack")
 

@@ -2,7 +2,7 @@
 
 The scan: `common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `summary.cu` the kernels, one family for
 both; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`, which
-`elementwise` launches. `types.cuh` is what all share; `compiler` compiles and caches them.
+`block` launches. `types.cuh` is what all share; `compiler` compiles and caches them.
 """
 
 from __future__ import annotations
