@@ -127,6 +127,11 @@ class Trainer:
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
         self.wrapped = self.distribute(data_config["input_size"]) if world_size > 1 else self.model
+        if config.torchcompile:
+            # gradients of a CUDA graph lie in its own memory, which the next replay overwrites: add them up elsewhere
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.wrapped = torch.compile(self.wrapped, mode="reduce-overhead")
 
     def distribute(self, input_size: tuple[int, ...]) -> nn.Module:
         """The model as one whose backward adds up the gradients of all processes."""
@@ -196,7 +201,7 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.config.torchcompile)
         if self.ema:
             self.ema.update(self.model)
         return norm

@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py --gpus 1 2 4
     python benchmarks/scaling.py --gpus 1 2 4 --same-global-batch    # the recipe's 1024 images a step, accumulated
+    python benchmarks/scaling.py --gpus 1 2 4 --torchcompile         # options it does not know go to train_imagenet.py
 
 Runs train_imagenet.py as users do: with EMA, mixup and random erasing, bf16, and AdamW. The second epoch counts.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def measure(gpus: int, options: argparse.Namespace) -> dict[str, float]:
+def measure(gpus: int, options: argparse.Namespace, passed_on: list[str]) -> dict[str, float]:
     """The last row of a run's summary.csv."""
     batch = 1024 if options.same_global_batch else gpus * options.batch_size
     images = batch * max(1, gpus * options.images // batch)
@@ -26,7 +27,7 @@ def measure(gpus: int, options: argparse.Namespace) -> dict[str, float]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         command += ["train_imagenet.py", "-c", f"configs/{options.model}.yaml", "--output", output, "--epochs", "2"]
         command += ["--synthetic", str(images), "--global-batch-size", str(batch)]
-        command += ["--batch-size", str(options.batch_size), "--experiment", "scaling", "--workers", "0"]
+        command += ["--batch-size", str(options.batch_size), "--experiment", "scaling", "--workers", "0", *passed_on]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         with open(Path(output) / "scaling" / "summary.csv") as file:
             return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
@@ -39,11 +40,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="images that a GPU holds at once")
     parser.add_argument("--images", type=int, default=40960, help="images an epoch and GPU")
     parser.add_argument("--same-global-batch", action="store_true", help="1024 images a step over all GPUs")
-    options = parser.parse_args()
+    options, passed_on = parser.parse_known_args()
     print("| GPUs | images/s | efficiency | peak memory a GPU (GiB) |\n| --- | --- | --- | --- |")
     alone = None
     for gpus in options.gpus:
-        row = measure(gpus, options)
+        row = measure(gpus, options, passed_on)
         rate = row["images_per_second"]
         alone = alone or rate / gpus
         print(f"| {gpus} | {rate:.0f} | {rate / gpus / alone:.1%} | {row['peak_memory_gib']:.2f} |", flush=True)

@@ -1,6 +1,6 @@
 """Training runs of a few real processes that tests can signal, kill and starve, started in a fraction of a second.
 
-The processes are forked from one that has imported everything, and talk over gloo.
+The processes are forked from one that has imported everything, and talk over gloo, or on GPUs over NCCL.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Run:
         output: Where it writes.
         processes: How many.
         prepare: Called in each process before it trains.
-        options: Of the config, besides OPTIONS.
+        options: Of the config, besides OPTIONS, and the device: a CPU if it is not given.
     """
 
     def __init__(self, output: Path, processes: int, prepare: Callable[[], None] | None = None, **options):
         self.folder, self.log = output / "run", output / "log.txt"
         (self.folder / "last.pt.tmp").unlink(missing_ok=True)  # of a process killed before
         config = output / "faults.yaml"
-        config.write_text(yaml.safe_dump(OPTIONS | dict(output=str(output), resume="auto") | options))
+        config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output), resume="auto") | options))
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -107,7 +107,7 @@ def _train(rank: int, processes: int, port: int, config: str, log: str, prepare:
 
     import train_imagenet
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     torch.set_num_threads(1)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

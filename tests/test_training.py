@@ -352,8 +352,11 @@ def test_info_names_versions_and_commit():
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", lines["commit"])
 
 
-@pytest.mark.parametrize(("processes", "options"), [(2, {}), (1, {"batch_size": 8}), (1, {"workers": 3})])
-def test_two_processes_or_accumulation_or_workers_train_the_same(
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(2, {}), (1, {"batch_size": 8}), (1, {"workers": 3}), (1, {"batch_size": 8, "torchcompile": True})],
+)
+def test_processes_accumulation_workers_and_compiling_do_not_change_training(
     uninterrupted, image_folder, tmp_path, processes, options
 ):
     run(train_command(tmp_path, image_folder, processes, **options))

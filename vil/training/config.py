@@ -50,6 +50,9 @@ class Config:
     )
     drop_path: float = _option(0.0, "stochastic depth rate of the last block")
     grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
+    torchcompile: bool = _option(
+        False, "train through torch.compile and CUDA graphs, which take the host's work out of a step"
+    )
     # optimisation
     epochs: int = _option(300, "epochs")
     global_batch_size: int = _option(1024, "images per optimizer step over all processes")
