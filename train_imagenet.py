@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import sys
+import traceback
 from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
@@ -59,7 +60,13 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(notice, file=sys.stderr)
         status = PREEMPTED
-    if dist.is_initialized():  # not after an error: it would wait for processes that may be gone
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        # at once: tidying up would wait for GPUs, which may wait for a process that is gone
+        traceback.print_exc()
+        os._exit(1)
+    if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
 
@@ -98,7 +105,8 @@ class Trainer:
         self.augment = data.BatchAugmentation(config, num_classes, device)
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
-        choices = {"betas": config.opt_betas, "eps": config.opt_eps}
+        fused = True if config.opt == "adamw" and device.type == "cuda" else None  # one kernel in place of a dozen
+        choices = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
         self.optimizer = create_optimizer_v2(
             self.model,
             opt=config.opt,
@@ -127,10 +135,12 @@ class Trainer:
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
         self.wrapped = self.distribute(data_config["input_size"]) if world_size > 1 else self.model
-        if config.torchcompile:
-            # gradients of a CUDA graph lie in its own memory, which the next replay overwrites: add them up elsewhere
+        # gradients out of a CUDA graph lie in its own memory, which the next replay overwrites: sums lie elsewhere
+        self.keep_gradients = config.torchcompile and self.accumulation > 1
+        if self.keep_gradients:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
+        if config.torchcompile:
             self.wrapped = torch.compile(self.wrapped, mode="reduce-overhead")
 
     def distribute(self, input_size: tuple[int, ...]) -> nn.Module:
@@ -201,7 +211,7 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.config.torchcompile)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         if self.ema:
             self.ema.update(self.model)
         return norm
@@ -283,11 +293,10 @@ class Trainer:
 
     def restore(self, saved: dict) -> None:
         """Goes on from a checkpoint: with what it learned, but with the options of this run where they differ."""
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
+            group.update({k: v for k, v in chosen.items() if k != "params"})
         for name, part in self.parts().items():
             part.load_state_dict(saved[name])
-        for group, chosen in zip(self.optimizer.param_groups, options):
-            group.update(chosen)
         self.history = saved["history"]
         self.meter.load_state_dict(saved.get("progress", {}))
         if self.history:
