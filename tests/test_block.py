@@ -88,6 +88,20 @@ class PlainKernels:
         step = F.pad(step, (0, -rank % 8))
         return [in_proj * norm, out_proj.clone(), conv.squeeze(2), conv_bias, x_proj, step, step_bias, skip]
 
+    @classmethod
+    def unpack(cls, norm, in_proj, directions, dtype, dfolded, dfilters, dx_proj, dstep, dchannels):
+        half = len(directions) // 2
+        pairs = [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
+
+        def one(norm, in_proj, *pairs):
+            folded, _, *rest = cls.pack(norm, in_proj, in_proj, [*pairs[::2], *pairs[1::2]], dtype)
+            return torch.cat([t.flatten() for t in (folded, *rest)])
+
+        dfilters, dx_proj, dstep = dfilters.sum(0), dx_proj.sum(1), dstep.sum(1)
+        dskip, dstep_bias = dchannels.unbind(1)
+        packed = dfolded, dfilters[:, :-1].mT, dfilters[:, -1], dx_proj, dstep, dstep_bias, dskip
+        return gradients(one, [norm, in_proj, *pairs], torch.cat([t.flatten() for t in packed]))
+
     @staticmethod
     def convolve(u, conv, conv_bias):
         def one(u, weight, bias):
@@ -100,7 +114,7 @@ class PlainKernels:
     def convolve_backward(cls, u, dv, conv, conv_bias, du):
         found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
         du.copy_(found)
-        return torch.cat([dconv.mT, dconv_bias[:, None]], 1)
+        return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]
 
     @staticmethod
     def gate(y, z, scale, keep):
@@ -206,8 +220,13 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     def compare(name, *inputs, writes=(), rounded=None):
         """Runs a kernel and the plain one; `writes` are the sizes of tensors that it is given to write."""
         written = [torch.empty(*size, dtype=dtype) for size in writes]
-        exactly = [t.double() if isinstance(t, torch.Tensor) else t for t in (*inputs, *written)]
+        exactly = [
+            [t.double() for t in i] if isinstance(i, list) else i.double() if isinstance(i, torch.Tensor) else i
+            for i in (*inputs, *written)
+        ]
         values = getattr(kernels, name)(*inputs, *written)
+        if name == "convolve_backward":  # in parts
+            values = values.sum(0, keepdim=True)
         truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
         for value, truth in zip(
             [*([values] if isinstance(values, torch.Tensor) else values), *written],
@@ -231,6 +250,13 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     packed = kernels.pack(*weights, directions, dtype)
     for value, truth in zip(packed, PlainKernels.pack(*weights, directions, torch.float32)):
         close(value, truth, dtype, "pack")
+    parts, R, N = 3, packed[5].shape[2], block.mixer.state_size
+    dfilters, dchannels = torch.randn(parts, 2, taps + 1, 2 * C), torch.randn(2, 2, 2 * C)
+    dx_proj, dstep_proj = torch.randn(2, parts, R + 2 * N, 2 * C), torch.randn(2, parts, 2 * C, R)
+    compare(
+        "unpack", *weights[:2], directions, dtype, torch.randn(4 * C, C), dfilters, dx_proj, dstep_proj, dchannels,
+        rounded=torch.float64,
+    )  # fmt: skip
 
 
 # With a GPU

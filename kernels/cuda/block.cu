@@ -23,43 +23,115 @@ DEVICE float sigmoid(float x) { return reciprocal(1 + exp_fast(-x)); }
 DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 
 // The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
-// behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor
-template <class F>
-DEVICE void for_each(unsigned n, F f) {
-    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) f(i);
-}
-DEVICE float value(const PARAMETER *p) {
-    return to_floats(load<1>(p)).at[0];
-}
-DEVICE void put(float *p, float x) { *p = x; }
+// behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor. A thread has V
+// neighbours of a large matrix or one element of a small one.
+template <int C>
+DEVICE Floats<C> values(const PARAMETER *p) { return to_floats(load<C>(p)); }
+DEVICE float value(const PARAMETER *p) { return values<1>(p).at[0]; }
 template <class E>
 DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
 
-#define PAIR(name) const PARAMETER *name##_0, const PARAMETER *name##_1
-extern "C" __global__ void __launch_bounds__(256, 2)
-pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(conv), PAIR(conv_bias), PAIR(x_proj),
-     PAIR(step), PAIR(step_bias), PAIR(skip), T *packed_in, T *packed_out, float *packed_conv, float *packed_conv_bias,
-     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width, i64 channels, i64 projections_,
-     i64 rank_, i64 padded_rank_) {
+// whether the thread's item is one of these `n`; if not, its number among those that follow
+DEVICE bool is_among(unsigned &i, unsigned n) {
+    bool among = i < n;
+    i -= among ? 0 : n;
+    return among;
+}
+
+#define PAIR(type, name) type *name##_0, type *name##_1
+extern "C" __global__ void __launch_bounds__(256)
+pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
+     PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
+     PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, float *packed_conv,
+     float *packed_conv_bias, T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width,
+     i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
     unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
-    for_each(2 * D * C, [&](unsigned i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
-    for_each(C * D, [&](unsigned i) { put(packed_out + i, value(out_proj + i)); });
-    for_each(2 * projections * D, [&](unsigned i) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (is_among(i, 2 * D * C / V)) {
+        i *= V;
+        Floats<V> weight = values<V>(in_proj + i), scale = values<V>(norm + i % C);
+#pragma unroll
+        for (int j = 0; j < V; j++) weight.at[j] *= scale.at[j];
+        store(packed_in + i, from_floats<T>(weight));
+    } else if (is_among(i, C * D / V)) {
+        store(packed_out + i * V, from_floats<T>(values<V>(out_proj + i * V)));
+    } else if (is_among(i, 2 * projections * D / V)) {
+        i *= V;
         unsigned row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
         const PARAMETER *p = i < projections * D ? x_proj_0 : x_proj_1;
-        put(packed_x + i, row >= rank && row < padded_rank ? 0 : value(p + from * D + i % D));
-    });
-    for_each(2 * D * padded_rank, [&](unsigned i) {
+        bool padding = row >= rank && row < padded_rank;
+        store(packed_x + i, from_floats<T>(padding ? Floats<V>{} : values<V>(p + from * D + i % D)));
+    } else if (is_among(i, 2 * D * padded_rank)) {
         unsigned r = i % padded_rank, d = i / padded_rank;
         put(packed_step + i, r < rank ? value((d < D ? step_0 : step_1) + d % D * rank + r) : 0);
-    });
-    for_each(2 * D * TAPS, [&](unsigned i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
-    for_each(2 * D, [&](unsigned i) {
+    } else if (is_among(i, 2 * D * TAPS)) {
+        packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS);
+    } else if (is_among(i, 2 * D)) {
         unsigned d = i % D;
         packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
         packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
         packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
-    });
+    }
+}
+
+// The reverse of `pack` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
+// COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows.
+constexpr int COLUMNS = 8;
+
+// sum over parts that are `stride` apart, always in the same order
+DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
+    float sum = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj, const float *__restrict__ dfolded,
+       const float *dfilters, i64 filter_parts, const float *dx, const float *dsteps, i64 token_parts,
+       const float *dchannels, PARAMETER *__restrict__ dnorm, PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv),
+       PAIR(PARAMETER, dconv_bias), PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias),
+       PAIR(PARAMETER, dskip), i64 width, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
+    unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+    unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
+    if (blockIdx.x < norm_blocks) {
+        constexpr int ROWS = 256 / COLUMNS;
+        __shared__ float sums[ROWS][COLUMNS];
+        unsigned column = threadIdx.x % COLUMNS, c = blockIdx.x * COLUMNS + column, row = threadIdx.x / COLUMNS;
+        float weight = c < C ? value(norm + c) : 0, sum = 0;
+#pragma unroll 8
+        for (unsigned r = row; r < (c < C ? 2 * D : 0); r += ROWS) {
+            float d = dfolded[r * C + c];
+            sum = fmaf(d, value(in_proj + r * C + c), sum);
+            put(din_proj + r * C + c, d * weight);
+        }
+        sums[row][column] = sum;
+        __syncthreads();
+        if (row == 0 && c < C) {
+            for (int r = 1; r < ROWS; r++) sum += sums[r][column];
+            put(dnorm + c, sum);
+        }
+        return;
+    }
+    unsigned i = (blockIdx.x - norm_blocks) * blockDim.x + threadIdx.x;
+    if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
+        unsigned rows = projections - padded_rank + rank, size = projections * D;
+        unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;
+        float sum = sum_of_parts(dx + g * token_parts * size + from * D + i % D, token_parts, size);
+        put((g ? dx_proj_1 : dx_proj_0) + i % (rows * D), sum);
+    } else if (is_among(i, 2 * D * rank)) {
+        unsigned g = i / (D * rank), d = i / rank % D, r = i % rank, size = D * padded_rank;
+        float sum = sum_of_parts(dsteps + g * token_parts * size + d * padded_rank + r, token_parts, size);
+        put((g ? dstep_1 : dstep_0) + i % (D * rank), sum);
+    } else if (is_among(i, 2 * (TAPS + 1) * D)) {
+        unsigned g = i / ((TAPS + 1) * D), tap = i / D % (TAPS + 1), d = i % D;
+        float sum = sum_of_parts(dfilters + i, filter_parts, 2 * (TAPS + 1) * D);
+        put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + tap : (g ? dconv_bias_1 : dconv_bias_0) + d, sum);
+    } else if (is_among(i, 2 * D)) {
+        unsigned g = i / D, d = i % D;
+        put((g ? dskip_1 : dskip_0) + d, dchannels[2 * g * D + d]);
+        put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(2 * g + 1) * D + d]);
+    }
 }
 
 // xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
