@@ -142,8 +142,9 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
     dstep_proj = _products_over_tokens(dlogits_2TD, step_2TR, B)
     dx_proj = _products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
-    dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, weights.x_proj)
-    dfilters = kernels.convolve_backward(u_BLD, dv_2BLD, weights.conv, weights.conv_bias, du_BLD)
+    dfilters = kernels.convolve_backward(
+        u_BLD, dv_2BLD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
+    )
     del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
 
     duz_TE = duz_BLE.flatten(0, 1)

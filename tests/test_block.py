@@ -111,7 +111,8 @@ class PlainKernels:
         return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
 
     @classmethod
-    def convolve_backward(cls, u, dv, conv, conv_bias, du):
+    def convolve_backward(cls, u, dv, dprojected, x_proj, conv, conv_bias, du):
+        dv = dv + (dprojected @ x_proj).view_as(dv)
         found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
         du.copy_(found)
         return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]
@@ -191,18 +192,20 @@ NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVR
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    for width in (192, 768):
-        macros = dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4)
+    of_block = [dict(PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
+    of_convolve = [dict(VECTOR=4 if dtype == "float" else 8, TAPS=4, PROJECTIONS=P) for P in (48, 56, 160)]
+    for name, macros in [*(("block", m) for m in of_block), *(("convolve", m) for m in of_convolve)]:
+        macros["INPUT"] = dtype
         log = io.StringIO()
-        assert compiler.compile_cubin("block", arch, tuple(sorted(macros.items())), log)
+        assert compiler.compile_cubin(name, arch, tuple(sorted(macros.items())), log)
         assert set(re.findall(r"(\d+) bytes spill stores", log.getvalue())) == {"0"}, (macros, log.getvalue())
 
 
 def close(value, truth, dtype, name):
-    """Rounded once, from sums in fp32."""
+    """Rounded once, from sums in fp32; those of the weights' gradients from what is rounded, if anything is."""
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
     assert value.shape == truth.shape, name
-    assert relative_error(value, truth) < (tolerance if value.dtype == dtype else max(1e-6, tolerance / 4)), name
+    assert relative_error(value, truth) < (tolerance if value.dtype == dtype else max(1e-6, tolerance / 2)), name
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -240,7 +243,9 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
     conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
     compare("convolve", u, conv, conv_bias)
-    compare("convolve_backward", u, tokens(2, B, L, D), conv, conv_bias, writes=[(B, L, D)])
+    for P in (16, 40):
+        dprojected, x_proj = tokens(2, B * L, P), tokens(2, P, D)
+        compare("convolve_backward", u, tokens(2, B, L, D), dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
     for scale in (None, torch.rand(B)):
         compare("gate", tokens(2, B, L, D), z, scale, True)
         compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])

@@ -1,4 +1,4 @@
-"""Launches the kernels of block.cu: norm, convolutions and gate, on rows of tokens."""
+"""Launches the kernels of block.cu and convolve.cu: what surrounds the scan in a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from .compiler import launch
 from .scan import INPUT, _multiprocessors, _vector_of
 
-WARPS = 4  # of a block, as in block.cu
+WARPS = 4  # of a block, as in the kernels
 
 
 def pack(
@@ -89,37 +89,53 @@ def convolve(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor) -> Tensor:
     """v_2BLD, convolution and SiLU of both directions; the last of the K taps is the token itself."""
     B, L, D = u_BLD.shape
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    macros = _macros(u_BLD.dtype, _vector(4, u_BLD), taps=conv_2DK.shape[2])
-    threads = B * D // macros["VECTOR"]
-    stretch = _stretch(64, L, threads, u_BLD.device)
+    macros = _convolution(u_BLD, conv_2DK, 8)
+    threads = B * D // min(4, macros["VECTOR"])
+    stretch = _stretch(64, L, threads, 512, u_BLD.device)
     arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
-    launch("block", "convolve", macros, blocks, 32 * WARPS, arguments)
+    launch("convolve", "convolve", macros, blocks, 32 * WARPS, arguments)
     return v_2BLD
 
 
-def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor) -> Tensor:
-    """Writes du_BLD; returns the gradients of weights and biases, the biases last: (parts, 2, K + 1, D), to be summed."""
+def convolve_backward(
+    u_BLD: Tensor, dv_2BLD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
+    du_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of `convolve`, given those of v, less what its projections add, and of these.
+
+    Writes du_BLD; returns the gradients of weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
+    """
     B, L, D = u_BLD.shape
-    taps = conv_2DK.shape[2]
-    macros = _macros(u_BLD.dtype, _vector(4, u_BLD, du_BLD), taps=taps)
-    blocks = -(-D // (32 * min(2, macros["VECTOR"])))
-    stretch = _stretch(128, L, 32 * B * blocks, u_BLD.device)
+    P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
+    if size == 4:
+        dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
+    macros = _convolution(u_BLD, conv_2DK, P)
+    lane = min(2, macros["VECTOR"])
+    row, tile, groups = 32 * lane, 32 // size, -(-P // 32) if size == 2 else 0
+    blocks = -(-D // row)
+    stretch = _stretch(256, L, 32 * B * blocks, 352, u_BLD.device)
     # no more parts than keep the GPU busy: each is written, and added by another kernel
-    parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
+    parts = min(-(-B * -(-L // stretch) // WARPS), -(-3 * _multiprocessors(u_BLD.device) // blocks))
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
-    arguments = [
-        u_BLD, u_BLD.stride(1), dv_2BLD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1), dfilters,
-        B, L, D, stretch, parts,
-    ]  # fmt: skip
-    launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
+    tiles = WARPS * 2 * 3 * tile * (row * size + 16)
+    shared = max(tiles + 2 * groups * 32 * row * size, WARPS * 2 * (taps + 1) * row * 4)
+    launch("convolve", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
+        u_BLD, u_BLD.stride(1), dv_2BLD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
+        dfilters, B, L, D, stretch, parts,
+    ], shared)  # fmt: skip
     return dfilters
 
 
-def _stretch(longest: int, L: int, threads: int, device: torch.device) -> int:
-    """Tokens that a thread takes: few enough for the `threads` of each stretch to fill the GPU together, and even."""
+def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:
+    vector = _vector(16 // u_BLD.element_size(), u_BLD)
+    return dict(INPUT=INPUT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], PROJECTIONS=projections)
+
+
+def _stretch(longest: int, L: int, threads: int, enough: int, device: torch.device) -> int:
+    """Tokens that a thread takes: few enough for `enough` threads a multiprocessor, and even. `threads` for each stretch."""
     stretch = longest
-    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(device):
+    while stretch > 8 and threads * -(-L // stretch) < enough * _multiprocessors(device):
         stretch //= 2
     pieces = -(-L // stretch)
     return -(-L // (4 * pieces)) * 4
