@@ -202,10 +202,12 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
 
 
 def close(value, truth, dtype, name):
-    """Rounded once, from sums in fp32; those of the weights' gradients from what is rounded, if anything is."""
+    """Rounded once, from sums in fp32; filters' gradients from a dv that is rounded too."""
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
     assert value.shape == truth.shape, name
-    assert relative_error(value, truth) < (tolerance if value.dtype == dtype else max(1e-6, tolerance / 2)), name
+    if value.dtype != dtype and name != "convolve_backward":
+        tolerance = max(1e-6, tolerance / 4)
+    assert relative_error(value, truth) < tolerance, name
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

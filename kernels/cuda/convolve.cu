@@ -122,19 +122,32 @@ struct Product {
             }
     }
     __device__ __forceinline__ void add_to(T (*dv)[PITCH], const T (*x_proj)[ROW][32], int lane) const {
+        constexpr int SIDE = 4;  // products side by side, as each waits for the one before it
 #pragma unroll
-        for (int d = 0; d < ROW; d += 8) {
-            T *low = &dv[lane / 4][d + lane % 4 * 2], *high = low + 8 * PITCH;
-            Floats<2> sums[2] = {to_floats(load<2>(low)), to_floats(load<2>(high))};
+        for (int first = 0; first < ROW; first += SIDE * 8) {
+            T *low = &dv[lane / 4][first + lane % 4 * 2], *high = low + 8 * PITCH;
+            Floats<2> sums[SIDE][2];
+#pragma unroll
+            for (int i = 0; i < SIDE; i++)
+                sums[i][0] = to_floats(load<2>(low + i * 8)), sums[i][1] = to_floats(load<2>(high + i * 8));
 #pragma unroll
             for (int group = 0; group < GROUPS; group++) {
-                Pack<T, 8> weights = load<8>(&x_proj[group][d + lane / 4][lane % 4 * 8]);
-                const unsigned *a = rows[group][0].word, *b = rows[group][1].word, *w = weights.word;
-                multiply_add(T{}, sums, a[0], b[0], a[1], b[1], w[0], w[1]);
-                multiply_add(T{}, sums, a[2], b[2], a[3], b[3], w[2], w[3]);
+                const unsigned *a = rows[group][0].word, *b = rows[group][1].word;
+                Pack<T, 8> w[SIDE];
+#pragma unroll
+                for (int i = 0; i < SIDE; i++) w[i] = load<8>(&x_proj[group][first + i * 8 + lane / 4][lane % 4 * 8]);
+#pragma unroll
+                for (int i = 0; i < SIDE; i++)
+                    multiply_add(T{}, sums[i], a[0], b[0], a[1], b[1], w[i].word[0], w[i].word[1]);
+#pragma unroll
+                for (int i = 0; i < SIDE; i++)
+                    multiply_add(T{}, sums[i], a[2], b[2], a[3], b[3], w[i].word[2], w[i].word[3]);
             }
-            store(low, from_floats<T>(sums[0]));
-            store(high, from_floats<T>(sums[1]));
+#pragma unroll
+            for (int i = 0; i < SIDE; i++) {
+                store(low + i * 8, from_floats<T>(sums[i][0]));
+                store(high + i * 8, from_floats<T>(sums[i][1]));
+            }
         }
     }
 };
