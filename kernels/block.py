@@ -88,10 +88,10 @@ class Weights(NamedTuple):
         """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, T, R)."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
-        v_2BLD = kernels.convolve(u_BLD, self.conv, self.conv_bias)
-        projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), self.x_proj.mT)
+        v_2BLD, projected_2TP, logits_2TD = kernels.project(
+            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj
+        )
         step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        logits_2TD = torch.bmm(step_2TR, self.step_proj.mT)
         return v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN)), step_2TR
 
 

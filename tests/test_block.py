@@ -111,6 +111,12 @@ class PlainKernels:
         return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
 
     @classmethod
+    def project(cls, u, conv, conv_bias, x_proj, step_proj):
+        v = cls.convolve(u, conv, conv_bias)
+        projected = v.flatten(1, 2) @ x_proj.mT
+        return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
+
+    @classmethod
     def convolve_backward(cls, u, dv, dprojected, x_proj, conv, conv_bias, du):
         dv = dv + (dprojected @ x_proj).view_as(dv)
         found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
@@ -193,8 +199,11 @@ NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVR
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_block = [dict(PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
-    of_convolve = [dict(VECTOR=4 if dtype == "float" else 8, TAPS=4, PROJECTIONS=P) for P in (48, 56, 160)]
-    for name, macros in [*(("block", m) for m in of_block), *(("convolve", m) for m in of_convolve)]:
+    vector = 4 if dtype == "float" else 8
+    of_convolve = [dict(VECTOR=vector, TAPS=4, PROJECTIONS=P) for P in (48, 56, 80, 144)]
+    of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
+    named = ("block", of_block), ("convolve", of_convolve), ("project", of_project)
+    for name, macros in [(name, macros) for name, all_macros in named for macros in all_macros]:
         macros["INPUT"] = dtype
         log = io.StringIO()
         assert compiler.compile_cubin(name, arch, tuple(sorted(macros.items())), log)
@@ -211,7 +220,7 @@ def close(value, truth, dtype, name):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36)])
+@pytest.mark.parametrize("shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
@@ -244,10 +253,12 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     compare("rms_norm_backward", tokens(B * L, C), tokens(B * L, C), scale, residual)
     u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
     conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
-    compare("convolve", u, conv, conv_bias)
-    for P in (16, 40):
+    for R, N in (8, 4), (24, 8):
+        P = R + 2 * N
         dprojected, x_proj = tokens(2, B * L, P), tokens(2, P, D)
-        compare("convolve_backward", u, tokens(2, B, L, D), dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
+        dv = tokens(2, B, L, D)
+        compare("convolve_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
+        compare("project", u, conv, conv_bias, x_proj, tokens(2, D, R))
     for scale in (None, torch.rand(B)):
         compare("gate", tokens(2, B, L, D), z, scale, True)
         compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])

@@ -1,4 +1,4 @@
-"""Launches the kernels of block.cu and convolve.cu: what surrounds the scan in a block."""
+"""Launches the kernels of block.cu, convolve.cu and project.cu: what surrounds the scan in a block."""
 
 from __future__ import annotations
 
@@ -85,24 +85,42 @@ def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresid
     return dx_TC
 
 
-def convolve(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor) -> Tensor:
-    """v_2BLD, convolution and SiLU of both directions; the last of the K taps is the token itself."""
-    B, L, D = u_BLD.shape
+def project(
+    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """v_2BLD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
+
+    The last of the K taps is the token itself. The logits (2, T, D) are the step times step_proj^T.
+    """
+    (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
+    rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    macros = _convolution(u_BLD, conv_2DK, 8)
+    # what the fused kernel's copies need and its shared memory holds
+    if size == 2 and D % 64 == 0 and P <= 96 and taps % 4 == 0 and _vector(8, u_BLD) == 8:
+        macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
+        projected_2TP = torch.empty(2, B * L, P, device=u_BLD.device, dtype=u_BLD.dtype)
+        logits_2TD = torch.empty(2, B * L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+        stage = (64 + 2 * (taps - 1)) * 64 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
+        launch("project", "project", macros, -(-B * L // 64), 256, [
+            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BLD, projected_2TP, logits_2TD,
+            B * L, L, D,
+        ], 2 * stage + 4 * (64 * 32 + 32) * size)  # fmt: skip
+        return v_2BLD, projected_2TP, logits_2TD
+    macros = _convolution(u_BLD, conv_2DK, P)
     threads = B * D // min(4, macros["VECTOR"])
     stretch = _stretch(64, L, threads, 512, u_BLD.device)
     arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     launch("convolve", "convolve", macros, blocks, 32 * WARPS, arguments)
-    return v_2BLD
+    projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), x_proj_2PD.mT)
+    return v_2BLD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT)
 
 
 def convolve_backward(
     u_BLD: Tensor, dv_2BLD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `convolve`, given those of v, less what its projections add, and of these.
+    """The gradient of the convolutions, given those of v, less what its projections add, and of these.
 
     Writes du_BLD; returns the gradients of weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
     """

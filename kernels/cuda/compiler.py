@@ -19,7 +19,8 @@ HEADERS = {
     "summary": [*SCAN, "lanes.cuh"],
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh"],
-    "convolve": ["types.cuh", "silu.cuh"],
+    "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
+    "project": ["types.cuh", "silu.cuh", "filter.cuh"],
 }
 
 
