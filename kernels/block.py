@@ -88,10 +88,10 @@ class Weights(NamedTuple):
         """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, T, R)."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
-        v_2BLD = kernels.convolve(u_BLD, self.conv, self.conv_bias)
-        projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), self.x_proj.mT)
+        v_2BLD, projected_2TP, logits_2TD = kernels.project(
+            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj
+        )
         step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        logits_2TD = torch.bmm(step_2TR, self.step_proj.mT)
         return v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN)), step_2TR
 
 
@@ -140,27 +140,23 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dlogits_2TD = dlogits_2BLD.flatten(1, 2)
     dstep_2TR = torch.bmm(dlogits_2TD, weights.step_proj)
     dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
-    dstep_proj = _sum_over_tokens(dlogits_2TD, step_2TR, B)
-    dx_proj = _sum_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
-    dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, weights.x_proj)
-    dfilters = kernels.convolve_backward(u_BLD, dv_2BLD, weights.conv, weights.conv_bias, du_BLD)
+    dstep_proj = _products_over_tokens(dlogits_2TD, step_2TR, B)
+    dx_proj = _products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
+    dfilters = kernels.convolve_backward(
+        u_BLD, dv_2BLD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
+    )
     del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
     dx_TC = kernels.rms_norm_backward(torch.mm(duz_TE, weights.in_proj), xhat_TC, scale_T, dx_TC)
 
-    rank, padded = directions[3].shape[1], weights.step_proj.shape[-1]
-    if padded > rank:
-        dx_proj = torch.cat([dx_proj[:, :rank], dx_proj[:, padded:]], dim=1)
-    dskip, dstep_bias = dchannels.unbind(1)
-    by_direction = [dfilters[:, :-1].mT, dfilters[:, -1], dx_proj, dstep_proj[..., :rank], dstep_bias, dskip]
-    if recurrence == "selective":
-        by_direction.append(drates * weights.rates)  # as d(-exp(A_log)) / dA_log is -exp(A_log)
-    gradients = [(dfolded * in_proj).sum(0), dfolded * norm_C, dout_proj]
-    gradients += [pair[g] for g in (0, 1) for pair in by_direction]
-    parameters = norm_C, in_proj, out_proj, *directions
-    gradients = [d.to(p.dtype).reshape(p.shape).contiguous() for d, p in zip(gradients, parameters)]
+    dnorm, din_proj, *pairs = kernels.unpack(
+        norm_C, in_proj, directions, dtype, dfolded, dfilters, dx_proj, dstep_proj, dchannels
+    )
+    if recurrence == "selective":  # d(-exp(A_log)) / dA_log is -exp(A_log)
+        pairs += (drates * weights.rates).to(directions[6].dtype).unbind()
+    gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *pairs[::2], *pairs[1::2]
     return [dx_TC.view(B, L, C), *gradients]
 
 
@@ -169,12 +165,12 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _sum_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
-    """a^T b (2, M, N) in fp32, by parts of the batch: one product over all tokens would leave most of the GPU idle."""
+def _products_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
+    """a^T b in fp32 by parts of the batch (2, parts, M, N): one product would leave most of the GPU idle."""
     parts = next(parts for parts in range(min(B, 16), 0, -1) if B % parts == 0)
     a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
     products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
-    return products.unflatten(0, (2, parts)).sum(1)
+    return products.unflatten(0, (2, parts))
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,9 +1,14 @@
 """The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
 
-One program scans BLOCK_D channels of a segment of a sequence, its states an (N, BLOCK_D) tensor in registers. A segment
-is all of the sequence, unless that leaves much of a large GPU without work: then sequences are cut into segments that
-run in parallel, and a pass over each from a zero state finds the states between them. The recurrences and the names are
-those of `cuda/common.cuh`, which says where the gradients come from.
+One program scans BLOCK_D channels of a segment of a sequence, its states a tensor in registers. A segment is all of
+the sequence, unless that leaves much of a large GPU without work: then sequences are cut into segments that run in
+parallel, and a pass over each from a zero state finds the states between them. The recurrences and the names are those
+of `cuda/common.cuh`, which says where the gradients come from.
+
+Tensors have three dimensions, (H, N / H, BLOCK_D), of which a suffix names the first two N, or 1 if they are 1 or equal
+along them: H threads share a channel's states. Backward sums over states and over channels, and is fastest with 4
+channels a thread, 16 bytes in fp32; forward, which sums over states alone, has H = 1. What a channel has once, such as
+x, each of its H threads loads, so that all tensors lie among the threads alike and no value has to change its place.
 """
 
 from __future__ import annotations
@@ -34,6 +39,17 @@ def _gate(logit, kk, LONGHORN: tl.constexpr):
 
 
 @triton.jit
+def _over_states(v_ND):
+    return tl.sum(tl.sum(v_ND, axis=1, keep_dims=True), axis=0, keep_dims=True)
+
+
+@triton.jit
+def _states(N: tl.constexpr, H: tl.constexpr):
+    """The number of each state."""
+    return tl.arange(0, N // H)[None, :, None] * H + tl.arange(0, H)[:, None, None]
+
+
+@triton.jit
 def _decay(gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
     """dS_t / dS_{t-1}."""
     return 1 - gate_1D * k_N1 * k_N1 if LONGHORN else tl.exp(A_ND * gate_1D)
@@ -50,13 +66,15 @@ def _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
 
 
 @triton.jit
-def _place(program, B, L, D, span, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, CUT: tl.constexpr):
+def _place(
+    program, B, L, D, span, reverse, H: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, CUT: tl.constexpr
+):
     """Segment, sequence and channels of a program, where the sequence starts and which way it goes, and the segment's
     tokens. Segments, of `span` chunks, are numbered through all sequences."""
     blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), span) if CUT else 1
     segment = (program // blocks).to(tl.int64)
     sequence = segment // segments
-    d_1D = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    d_1D = tl.broadcast_to((program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :], (H, 1, BLOCK_D))
     backwards = (reverse >> (sequence // B)) & 1
     first = sequence * L + tl.where(backwards == 1, L - 1, 0)
     begin = (segment % segments).to(tl.int32) * span * CHUNK
@@ -75,22 +93,21 @@ def _channel(p, sequence, B, D, d_1D, HAVE: tl.constexpr):
 
 @triton.jit
 def _rates(rates, sequence, B, D, d_1D, n_N1, N: tl.constexpr, LONGHORN: tl.constexpr):
-    A_ND = (n_N1 * d_1D).to(tl.float32) * 0
+    A_ND = tl.zeros_like(n_N1 * d_1D).to(tl.float32)
     if not LONGHORN:
         A_ND = tl.load(rates + ((sequence // B) * D + d_1D) * N + n_N1, mask=d_1D < D, other=0)
     return A_ND
 
 
 @triton.jit
-def _carried(before, segment, D, d_1D, n_N1, N: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr):
+def _carried(before, segment, D, d_1D, n_N1, N: tl.constexpr, CUT: tl.constexpr):
     """What a segment takes over from those that ran before it."""
-    S_ND = tl.zeros((N, BLOCK_D), tl.float32)
+    S_ND = tl.zeros_like(n_N1 * d_1D).to(tl.float32)
     if CUT:
         S_ND = tl.load(before + (segment * N + n_N1) * D + d_1D, mask=d_1D < D, other=0)
     return S_ND
 
 
-# every load has the two dimensions of the states, so that no value changes its place among threads
 @triton.jit
 def _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N: tl.constexpr):
     x_1D = tl.load(x + row * D + d_1D, mask=d_1D < D, other=0).to(tl.float32)
@@ -109,21 +126,22 @@ def _summary_kernel(
     With GRADIENTS the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
     """
     segment, sequence, d_1D, row, stride, begin, end = _place(
-        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK, True
+        tl.program_id(0), B, L, D, span, reverse, 1, BLOCK_D, CHUNK, True
     )  # fmt: skip
     row += stride * begin
     if GRADIENTS:
         row += stride * (end - 1 - begin)
         stride = -stride
-    n_N1 = tl.arange(0, N)[:, None]
+    n_N1 = _states(N, 1)
     A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
     bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
-    S_ND, product_ND = tl.zeros((N, BLOCK_D), tl.float32), tl.full((N, BLOCK_D), 1, tl.float32)
+    S_ND = tl.zeros((1, N, BLOCK_D), tl.float32)
+    product_ND = S_ND + 1
     value_1D, logit_1D, k_N1, q_N1 = _token(values, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
     for t in range(begin, end):
         row += tl.where(t + 1 < end, stride, 0)
         following = _token(values, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
-        gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+        gate_1D = _gate(logit_1D, _over_states(k_N1 * k_N1), LONGHORN)
         decay_ND = _decay(gate_1D, k_N1, A_ND, LONGHORN)
         if GRADIENTS:
             S_ND = decay_ND * (S_ND + q_N1 * value_1D)
@@ -156,14 +174,14 @@ def _forward_kernel(
     SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     segment, sequence, d_1D, first, stride, begin, end = _place(
-        tl.program_id(0), B, L, D, span, reverse, BLOCK_D, CHUNK, CUT
+        tl.program_id(0), B, L, D, span, reverse, 1, BLOCK_D, CHUNK, CUT
     )  # fmt: skip
     row = first + stride * begin
-    n_N1 = tl.arange(0, N)[:, None]
+    n_N1 = _states(N, 1)
     A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
     skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
     bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
-    S_ND = _carried(before, segment, D, d_1D, n_N1, N, BLOCK_D, CUT)
+    S_ND = _carried(before, segment, D, d_1D, n_N1, N, CUT)
     x_1D, logit_1D, k_N1, q_N1 = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
     for t in range(begin, end):
         # the next token is on its way while this one is worked on
@@ -173,9 +191,9 @@ def _forward_kernel(
             if (t % CHUNK == 0) & (t > 0):
                 kept_ND = states + ((sequence * (tl.cdiv(L, CHUNK) - 1) + t // CHUNK - 1) * N + n_N1) * D + d_1D
                 tl.store(kept_ND, S_ND, mask=d_1D < D)
-        gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+        gate_1D = _gate(logit_1D, _over_states(k_N1 * k_N1), LONGHORN)
         S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
-        y_1D = tl.sum(S_ND * q_N1, axis=0, keep_dims=True) + skip_1D * x_1D
+        y_1D = _over_states(S_ND * q_N1) + skip_1D * x_1D
         tl.store(y + row * D + d_1D, y_1D, mask=d_1D < D)
         row = next_row
         x_1D, logit_1D, k_N1, q_N1 = following
@@ -184,24 +202,26 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     dy, x, logits, k, q, rates, skips, biases, states, after, scratch, dx, dlogits, dkeys, dchannels, drates,
-    G, B, L, D, span, reverse, N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr,
-    SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
+    G, B, L, D, span, reverse, N: tl.constexpr, H: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    LONGHORN: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     blocks, chunks = tl.cdiv(D, BLOCK_D), tl.cdiv(L, CHUNK)
     segments = tl.cdiv(chunks, span) if CUT else 1
-    n_N1 = tl.arange(0, N)[:, None]
-    own_ND = scratch + (tl.program_id(0).to(tl.int64) * CHUNK * N + n_N1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    n_N1 = _states(N, H)
+    own_N1 = tl.program_id(0).to(tl.int64) * CHUNK * N + n_N1
+    own_ND = scratch + own_N1 * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
     for program in range(tl.program_id(0), G * B * segments * blocks, tl.num_programs(0)):
         segment, sequence, d_1D, first, stride, begin, end = _place(
-            program, B, L, D, span, reverse, BLOCK_D, CHUNK, CUT
+            program, B, L, D, span, reverse, H, BLOCK_D, CHUNK, CUT
         )  # fmt: skip
         inside = d_1D < D
+        writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # one of the H threads that have the same
         A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
         skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
         bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
-        G_ND = _carried(after, segment, D, d_1D, n_N1, N, BLOCK_D, CUT)
-        dA_ND = tl.zeros((N, BLOCK_D), tl.float32)
-        dskip_1D, dbias_1D = tl.zeros((1, BLOCK_D), tl.float32), tl.zeros((1, BLOCK_D), tl.float32)
+        G_ND = _carried(after, segment, D, d_1D, n_N1, N, CUT)
+        dA_ND = tl.zeros_like(G_ND)
+        dskip_1D, dbias_1D = tl.zeros_like(skip_1D), tl.zeros_like(bias_1D)
         segment_chunks = tl.cdiv(end - begin, CHUNK)
         for i in range(segment_chunks):
             start = begin + (segment_chunks - 1 - i) * CHUNK
@@ -213,52 +233,54 @@ def _backward_kernel(
             x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
             tl.debug_barrier()
             for j in range(tokens):
-                tl.store(own_ND + j * N * BLOCK_D, S_ND)
                 row += tl.where(j + 1 < tokens, stride, 0)
                 following = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
-                gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
+                # after the loads, which the compiler would otherwise move down to where they are needed
+                tl.store(own_ND + j * N * BLOCK_D, S_ND)
+                gate_1D = _gate(logit_1D, _over_states(k_N1 * k_N1), LONGHORN)
                 S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
                 x_1D, logit_1D, k_N1, _ = following
             tl.debug_barrier()
-            for back in range(tokens):
+            # the loads of two tokens are on their way while one is worked on
+            for back in tl.range(tokens, num_stages=3):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
                 before_ND = tl.load(own_ND + j * N * BLOCK_D)
                 x_1D, logit_1D, k_N1, q_N1 = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
                 dy_1D = tl.load(dy + row * D + d_1D, mask=inside, other=0).to(tl.float32)
-                gate_1D = _gate(logit_1D, tl.sum(k_N1 * k_N1, axis=0, keep_dims=True), LONGHORN)
-                dq_N1 = tl.sum(S_ND * dy_1D, axis=1, keep_dims=True)
+                gate_1D = _gate(logit_1D, _over_states(k_N1 * k_N1), LONGHORN)
+                dq_N1 = tl.sum(S_ND * dy_1D, axis=2, keep_dims=True)
                 G_ND += q_N1 * dy_1D
                 if LONGHORN:
                     residual_ND = x_1D - k_N1 * before_ND
                     eps_G_ND = gate_1D * G_ND
-                    dx_1D = tl.sum(k_N1 * eps_G_ND, axis=0, keep_dims=True)
-                    eps_deps_1D = tl.sum(k_N1 * eps_G_ND * residual_ND, axis=0, keep_dims=True)
+                    dx_1D = _over_states(k_N1 * eps_G_ND)
+                    eps_deps_1D = _over_states(k_N1 * eps_G_ND * residual_ND)
                     # eps * exp(-logit), whose limit is 1 where exp overflows
                     dlogit_1D = eps_deps_1D * gate_1D * tl.minimum(tl.exp(-logit_1D), 3e38)
                     # the sum over channels takes in that of dL/d(k.k) = -eps^2 deps
                     dk_ND = eps_G_ND * (2 * residual_ND - x_1D) - 2 * k_N1 * (gate_1D * eps_deps_1D)
-                    dk_N1 = tl.sum(dk_ND, axis=1, keep_dims=True)
+                    dk_N1 = tl.sum(dk_ND, axis=2, keep_dims=True)
                     G_ND -= k_N1 * k_N1 * eps_G_ND
                 else:
-                    dinput_1D = tl.sum(k_N1 * G_ND, axis=0, keep_dims=True)
-                    dk_N1 = tl.sum(gate_1D * x_1D * G_ND, axis=1, keep_dims=True)
+                    dinput_1D = _over_states(k_N1 * G_ND)
+                    dk_N1 = tl.sum(gate_1D * x_1D * G_ND, axis=2, keep_dims=True)
                     G_ND *= _decay(gate_1D, k_N1, A_ND, LONGHORN)
                     dexponent_ND = G_ND * before_ND
                     dA_ND += gate_1D * dexponent_ND
                     dx_1D = gate_1D * dinput_1D
-                    ddt_1D = x_1D * dinput_1D + tl.sum(A_ND * dexponent_ND, axis=0, keep_dims=True)
+                    ddt_1D = x_1D * dinput_1D + _over_states(A_ND * dexponent_ND)
                     dlogit_1D = ddt_1D / (1 + tl.exp(-logit_1D))
-                tl.store(dx + row * D + d_1D, dx_1D + skip_1D * dy_1D, mask=inside)
-                tl.store(dlogits + row * D + d_1D, dlogit_1D, mask=inside)
+                tl.store(dx + row * D + d_1D, dx_1D + skip_1D * dy_1D, mask=writes)
+                tl.store(dlogits + row * D + d_1D, dlogit_1D, mask=writes)
                 part_N1 = dkeys + ((program % blocks) * G * B * L + row) * 2 * N + n_N1
                 tl.store(part_N1, dk_N1)
                 tl.store(part_N1 + N, dq_N1)
                 dskip_1D += dy_1D * x_1D
                 dbias_1D += dlogit_1D
                 S_ND = before_ND
-        tl.store(dchannels + segment * 2 * D + d_1D, dskip_1D, mask=inside)
-        tl.store(dchannels + (segment * 2 + 1) * D + d_1D, dbias_1D, mask=inside)
+        tl.store(dchannels + segment * 2 * D + d_1D, dskip_1D, mask=writes)
+        tl.store(dchannels + (segment * 2 + 1) * D + d_1D, dbias_1D, mask=writes)
         if not LONGHORN:
             tl.store(drates + (segment * D + d_1D) * N + n_N1, dA_ND, mask=inside)
 
@@ -307,8 +329,8 @@ def backward(
             after = _summarize(recurrence, dy, logits, k, q, rates_GDN, bias_GD, reverse, gradients=True)
         _backward_kernel[(programs,)](
             dy, x, logits, k, q, rates_GDN, skip_GD, bias_GD, states_GBSND, after, scratch, dx, dlogits, dkeys,
-            dchannels, drates, G, B, L, D, span, _mask(reverse), N, block_d, CHUNK, recurrence == "longhorn",
-            skip_GD is not None, bias_GD is not None, segments > 1, num_warps=1,
+            dchannels, drates, G, B, L, D, span, _mask(reverse), N, min(N, 128 // block_d), block_d, CHUNK,
+            recurrence == "longhorn", skip_GD is not None, bias_GD is not None, segments > 1, num_warps=1,
         )  # fmt: skip
     dk, dq = (t.sum(0).to(x.dtype) for t in dkeys.unbind(-2))
     return dx, dlogits, dk, dq, drates if rates_GDN is None else drates.sum(1), dchannels.sum(1)

@@ -22,6 +22,7 @@
 namespace emulator {
 struct Index { unsigned x; };
 struct Copy { char *to; const char *from; int bytes; bool valid; };
+struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
 enum State { READY, AT_WARP, AT_BLOCK, DONE };
 struct Thread {
     ucontext_t context;
@@ -29,6 +30,7 @@ struct Thread {
     State state;
     Index index;
     float passed;
+    Fragments fragments;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> committed;
 };
@@ -95,6 +97,22 @@ static unsigned to_bf16(float f) {
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
 static float from_fp16(unsigned bits) { return bits_of<_Float16>((unsigned short)bits); }
+static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::Fragments fragments) {
+    auto element = [&](int lane, int word, int half) {
+        unsigned bits = emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word];
+        return value(half ? bits >> 16 : bits & 0xffff);
+    };
+    current->fragments = fragments;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++) {
+            float a = element(row * 4 + k % 8 / 2, k / 8 * 2 + i / 2, k % 2);
+            sums[i] += a * element(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+        }
+    }
+    __syncwarp();
+}
 
 /* KERNELS */
 

@@ -23,6 +23,13 @@ MEANING = {
     r'asm\("ex2.approx.ftz.f32 [^;]*;"[^;]*;': "y = exp2f(x);",
     r'asm\("rcp.approx.ftz.f32 [^;]*;"[^;]*;': "y = 1 / x;",
     r'asm\("min.NaN.f32 [^;]*;"[^;]*;': "c = a != a || b != b ? NAN : min(a, b);",
+    r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.bf16.*?"r"\(b_1\)\);': (
+        "multiply_fragments([](unsigned bits) { return __uint_as_float(bits << 16); }, &sums[0].at[0],"
+        " {a_0, a_1, a_2, a_3, b_0, b_1});"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
+        "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
+    ),
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm\("" : [^;]*;': "",
     r"extern __shared__ __align__\(16\) char shared\[\];": "char *shared = shared_memory;",

@@ -1,11 +1,11 @@
-// What surrounds the scan in a block: norm, convolutions and gate, and their gradients. All are bound by memory, so each
+// What surrounds the scan in a block, less convolutions: weights, norm and gate, and their gradients. All are bound by memory, so each
 // tensor is read and written once, and sums that a gradient needs stay on the chip until a block has finished its part.
 // Compiled by NVRTC with these macros:
 //   INPUT      element type of the tensors: bf16, fp16 or float; the residual stream is in fp32
 //   PARAMETER  that of the model's parameters
 //   VECTOR     neighbouring channels that a lane moves at once
 //   WIDTH      model width C, of the norm
-//   TAPS       tokens that a convolution sees
+//   TAPS       tokens that a convolution sees, for the size of its weights
 //
 // B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
 
@@ -18,48 +18,117 @@ DEVICE float sum_over_warp(float x) {
     for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(WARP, x, distance);
     return x;
 }
-DEVICE float sigmoid(float x) { return reciprocal(1 + exp_fast(-x)); }
-// d silu(x) / dx, where s = sigmoid(x)
-DEVICE float silu_slope(float x, float s) { return s * fmaf(x, 1 - s, 1); }
 
 // The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
-// behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor
-template <class F>
-DEVICE void for_each(unsigned n, F f) {
-    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) f(i);
-}
-DEVICE float value(const PARAMETER *p) {
-    return to_floats(load<1>(p)).at[0];
-}
-DEVICE void put(float *p, float x) { *p = x; }
+// behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor. A thread has V
+// neighbours of a large matrix or one element of a small one.
+template <int C>
+DEVICE Floats<C> values(const PARAMETER *p) { return to_floats(load<C>(p)); }
+DEVICE float value(const PARAMETER *p) { return values<1>(p).at[0]; }
 template <class E>
 DEVICE void put(E *p, float x) { store(p, from_floats<E>(Floats<1>{x})); }
 
-#define PAIR(name) const PARAMETER *name##_0, const PARAMETER *name##_1
-extern "C" __global__ void __launch_bounds__(256, 2)
-pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(conv), PAIR(conv_bias), PAIR(x_proj),
-     PAIR(step), PAIR(step_bias), PAIR(skip), T *packed_in, T *packed_out, float *packed_conv, float *packed_conv_bias,
-     T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width, i64 channels, i64 projections_,
-     i64 rank_, i64 padded_rank_) {
+// whether the thread's item is one of these `n`; if not, its number among those that follow
+DEVICE bool is_among(unsigned &i, unsigned n) {
+    bool among = i < n;
+    i -= among ? 0 : n;
+    return among;
+}
+
+#define PAIR(type, name) type *name##_0, type *name##_1
+extern "C" __global__ void __launch_bounds__(256)
+pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
+     PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
+     PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, float *packed_conv,
+     float *packed_conv_bias, T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width,
+     i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
     unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
-    for_each(2 * D * C, [&](unsigned i) { put(packed_in + i, value(in_proj + i) * value(norm + i % C)); });
-    for_each(C * D, [&](unsigned i) { put(packed_out + i, value(out_proj + i)); });
-    for_each(2 * projections * D, [&](unsigned i) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (is_among(i, 2 * D * C / V)) {
+        i *= V;
+        Floats<V> weight = values<V>(in_proj + i), scale = values<V>(norm + i % C);
+#pragma unroll
+        for (int j = 0; j < V; j++) weight.at[j] *= scale.at[j];
+        store(packed_in + i, from_floats<T>(weight));
+    } else if (is_among(i, C * D / V)) {
+        store(packed_out + i * V, from_floats<T>(values<V>(out_proj + i * V)));
+    } else if (is_among(i, 2 * projections * D / V)) {
+        i *= V;
         unsigned row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
         const PARAMETER *p = i < projections * D ? x_proj_0 : x_proj_1;
-        put(packed_x + i, row >= rank && row < padded_rank ? 0 : value(p + from * D + i % D));
-    });
-    for_each(2 * D * padded_rank, [&](unsigned i) {
+        bool padding = row >= rank && row < padded_rank;
+        store(packed_x + i, from_floats<T>(padding ? Floats<V>{} : values<V>(p + from * D + i % D)));
+    } else if (is_among(i, 2 * D * padded_rank)) {
         unsigned r = i % padded_rank, d = i / padded_rank;
         put(packed_step + i, r < rank ? value((d < D ? step_0 : step_1) + d % D * rank + r) : 0);
-    });
-    for_each(2 * D * TAPS, [&](unsigned i) { packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS); });
-    for_each(2 * D, [&](unsigned i) {
+    } else if (is_among(i, 2 * D * TAPS)) {
+        packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS);
+    } else if (is_among(i, 2 * D)) {
         unsigned d = i % D;
         packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
         packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
         packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
-    });
+    }
+}
+
+// The reverse of `pack` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
+// COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows.
+constexpr int COLUMNS = 8;
+
+// sum over parts that are `stride` apart, always in the same order
+DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
+    float sum = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj, const float *__restrict__ dfolded,
+       const float *dfilters, i64 filter_parts, const float *dx, const float *dsteps, i64 token_parts,
+       const float *dchannels, PARAMETER *__restrict__ dnorm, PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv),
+       PAIR(PARAMETER, dconv_bias), PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias),
+       PAIR(PARAMETER, dskip), i64 width, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
+    unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+    unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
+    if (blockIdx.x < norm_blocks) {
+        constexpr int ROWS = 256 / COLUMNS;
+        __shared__ float sums[ROWS][COLUMNS];
+        unsigned column = threadIdx.x % COLUMNS, c = blockIdx.x * COLUMNS + column, row = threadIdx.x / COLUMNS;
+        float weight = c < C ? value(norm + c) : 0, sum = 0;
+#pragma unroll 8
+        for (unsigned r = row; r < (c < C ? 2 * D : 0); r += ROWS) {
+            float d = dfolded[r * C + c];
+            sum = fmaf(d, value(in_proj + r * C + c), sum);
+            put(din_proj + r * C + c, d * weight);
+        }
+        sums[row][column] = sum;
+        __syncthreads();
+        if (row == 0 && c < C) {
+            for (int r = 1; r < ROWS; r++) sum += sums[r][column];
+            put(dnorm + c, sum);
+        }
+        return;
+    }
+    unsigned i = (blockIdx.x - norm_blocks) * blockDim.x + threadIdx.x;
+    if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
+        unsigned rows = projections - padded_rank + rank, size = projections * D;
+        unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;
+        float sum = sum_of_parts(dx + g * token_parts * size + from * D + i % D, token_parts, size);
+        put((g ? dx_proj_1 : dx_proj_0) + i % (rows * D), sum);
+    } else if (is_among(i, 2 * D * rank)) {
+        unsigned g = i / (D * rank), d = i / rank % D, r = i % rank, size = D * padded_rank;
+        float sum = sum_of_parts(dsteps + g * token_parts * size + d * padded_rank + r, token_parts, size);
+        put((g ? dstep_1 : dstep_0) + i % (D * rank), sum);
+    } else if (is_among(i, 2 * (TAPS + 1) * D)) {
+        unsigned g = i / ((TAPS + 1) * D), tap = i / D % (TAPS + 1), d = i % D;
+        float sum = sum_of_parts(dfilters + i, filter_parts, 2 * (TAPS + 1) * D);
+        put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + tap : (g ? dconv_bias_1 : dconv_bias_0) + d, sum);
+    } else if (is_among(i, 2 * D)) {
+        unsigned g = i / D, d = i % D;
+        put((g ? dskip_1 : dskip_0) + d, dchannels[2 * g * D + d]);
+        put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(2 * g + 1) * D + d]);
+    }
 }
 
 // xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
@@ -121,192 +190,6 @@ rms_norm_backward(const T *__restrict__ dxhat, const T *__restrict__ xhat, const
 #pragma unroll
         for (int j = 0; j < V; j++) residual[i].at[j] = fmaf(r, fmaf(-v.at[j], mean, g.at[j]), residual[i].at[j]);
         if (int c = (i * 32 + lane) * V; c < WIDTH) store(dx + c, residual[i]);
-    }
-}
-
-// The weights of the convolutions of V channels, (D, TAPS) in memory; the last tap is the token itself
-template <int V>
-struct Filter {
-    float weight[TAPS][V];
-    Floats<V> bias;
-    __device__ __forceinline__ Filter(const float *weights, const float *biases, i64 d) : bias(load<V>(biases + d)) {
-#pragma unroll
-        for (int c = 0; c < V; c++)
-#pragma unroll
-            for (int tap = 0; tap < TAPS; tap++) weight[tap][c] = weights[(d + c) * TAPS + tap];
-    }
-};
-constexpr int BACK = TAPS - 1;  // how far a convolution looks
-
-// V channels of some tokens of one sequence on their way from memory, zero outside of it
-template <int V, int TOKENS>
-struct InFlight {
-    Pack<T, V> token[TOKENS];
-    // tokens t .. t + TOKENS - 1, the first of them at p
-    __device__ __forceinline__ void fetch(const T *p, int stride, int t, int L) {
-#pragma unroll
-        for (int i = 0; i < TOKENS; i++)
-            token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<T, V>{};
-    }
-};
-constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
-static_assert(STEP > BACK);
-
-// v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
-// A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
-convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
-         T *__restrict__ v, i64 B, i64 L, i64 D, i64 stretch) {
-    i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
-    i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
-    if (b >= B) return;
-    int begin = thread / (D / V) % stretches * stretch, end = min(L, begin + stretch), stride = u_stride;
-    Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
-    u += (b * L + begin) * stride + d;
-    T *v_0 = v + (b * L + begin) * D + d, *v_1 = v_0 + B * L * D;
-
-    Floats<V> window[2 * BACK + STEP];
-    InFlight<V, 2 * BACK> first;
-    InFlight<V, STEP> next;
-    first.fetch(u - i64(BACK) * stride, stride, begin - BACK, L);
-    u += i64(BACK) * stride;
-    next.fetch(u, stride, begin + BACK, L);
-#pragma unroll
-    for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
-#pragma unroll 1
-    for (int t = begin; t < end; t += STEP) {
-#pragma unroll
-        for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
-        u += i64(STEP) * stride;
-        next.fetch(u, stride, t + STEP + BACK, L);
-#pragma unroll
-        for (int i = 0; i < STEP; i++) {
-            Floats<V> sum_0 = forward.bias, sum_1 = backward.bias;
-#pragma unroll
-            for (int c = 0; c < V; c++) {
-#pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) {
-                    sum_0.at[c] = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0.at[c]);
-                    sum_1.at[c] = fmaf(backward.weight[tap][c], window[i + 2 * BACK - tap].at[c], sum_1.at[c]);
-                }
-                sum_0.at[c] *= sigmoid(sum_0.at[c]);
-                sum_1.at[c] *= sigmoid(sum_1.at[c]);
-            }
-            if (t + i < end) {
-                store(v_0, from_floats<T>(sum_0));
-                store(v_1, from_floats<T>(sum_1));
-            }
-            v_0 += D, v_1 += D;
-        }
-#pragma unroll
-        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
-    }
-}
-
-// The gradients of the convolutions' sums, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
-//   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
-//   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
-// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes V channels a lane and one
-// stretch of tokens after another, from STEP tokens before it on; the sums of a block's warps are added before it writes
-// its part of dfilters, (parts, 2, TAPS + 1, D) with the biases last.
-template <class E>
-constexpr int FITTING = 3;  // blocks on a multiprocessor, as the registers allow
-template <>
-constexpr int FITTING<bf16> = 4;
-template <>
-constexpr int FITTING<float> = 2;
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, FITTING<T>)
-convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv,
-                  const float *__restrict__ weights, const float *__restrict__ biases, T *__restrict__ du, i64 du_stride,
-                  float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch, i64 parts) {
-    constexpr int V = VECTOR < 2 ? 1 : 2;  // its windows and sums take the registers of more
-    __shared__ Floats<V> sums[WARPS][2][TAPS + 1][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    i64 blocks = (D + 32 * V - 1) / (32 * V), part = blockIdx.x / blocks, d = (blockIdx.x % blocks * 32 + lane) * V;
-    bool valid = d < D;
-    i64 loaded_d = min(d, D - V);
-    int stretches = (L + stretch - 1) / stretch, items = B * stretches, stride = u_stride, dv_stride = D;
-    Filter<V> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
-    Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
-#pragma unroll 1
-    for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
-        i64 b = item / stretches;
-        int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
-        const T *us = u + (b * L + t + BACK) * stride + loaded_d, *dv_1 = dv + ((B + b) * L + t) * D + loaded_d;
-        const T *dv_0 = dv + (b * L + t + BACK) * D + loaded_d;
-        T *dus = du + (b * L + t) * du_stride + d;
-        InFlight<V, BACK> first;
-        InFlight<V, STEP> next_u, next_0, next_1;
-        auto fetch = [&](int t) {
-            next_u.fetch(us, stride, t + BACK, L);
-            next_0.fetch(dv_0, dv_stride, t + BACK, L);
-            next_1.fetch(dv_1, dv_stride, t, L);
-            us += i64(STEP) * stride, dv_0 += i64(STEP) * dv_stride, dv_1 += i64(STEP) * dv_stride;
-        };
-        first.fetch(us - i64(BACK) * stride, stride, t, L);
-        fetch(t);
-        // of the tokens behind t: u; what s_0 and s_1 were
-        Floats<V> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
-#pragma unroll
-        for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
-#pragma unroll 1
-        for (; t < end; t += STEP) {
-#pragma unroll
-            for (int i = 0; i < STEP; i++) {
-                window[BACK + i] = to_floats(next_u.token[i]);
-                s_0[BACK + i] = to_floats(next_0.token[i]);
-                s_1[BACK + i] = to_floats(next_1.token[i]);
-            }
-            fetch(t + STEP);
-#pragma unroll
-            for (int i = 0; i < STEP; i++) {
-                bool own_0 = t + i + BACK >= begin && t + i + BACK < end, own_1 = t + i >= begin && t + i < end;
-                Floats<V> sum;
-#pragma unroll
-                for (int c = 0; c < V; c++) {
-                    float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
-#pragma unroll
-                    for (int tap = 0; tap < TAPS; tap++) {
-                        sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
-                        sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
-                    }
-                    s_0[BACK + i].at[c] *= silu_slope(sum_0, sigmoid(sum_0));
-                    s_1[BACK + i].at[c] *= silu_slope(sum_1, sigmoid(sum_1));
-                    float own_s_0 = own_0 ? s_0[BACK + i].at[c] : 0, own_s_1 = own_1 ? s_1[BACK + i].at[c] : 0;
-                    sum.at[c] = 0;
-#pragma unroll
-                    for (int tap = 0; tap < TAPS; tap++) {
-                        dforward[tap].at[c] = fmaf(own_s_0, window[i + tap].at[c], dforward[tap].at[c]);
-                        dbackward[tap].at[c] = fmaf(own_s_1, window[i + BACK - tap].at[c], dbackward[tap].at[c]);
-                        sum.at[c] = fmaf(forward.weight[tap][c], s_0[i + BACK - tap].at[c], sum.at[c]);
-                        sum.at[c] = fmaf(backward.weight[tap][c], s_1[i + tap].at[c], sum.at[c]);
-                    }
-                    dforward[TAPS].at[c] += own_s_0;
-                    dbackward[TAPS].at[c] += own_s_1;
-                }
-                if (own_1 && valid) store(dus, from_floats<T>(sum));
-                dus += du_stride;
-            }
-#pragma unroll
-            for (int i = 0; i < BACK; i++)
-                window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
-        }
-    }
-#pragma unroll
-    for (int tap = 0; tap <= TAPS; tap++) {
-        sums[warp][0][tap][lane] = dforward[tap];
-        sums[warp][1][tap][lane] = dbackward[tap];
-    }
-    __syncthreads();
-    if (!valid) return;
-    for (int row = warp; row < 2 * (TAPS + 1); row += WARPS) {
-        Floats<V> sum = sums[0][0][row][lane];
-#pragma unroll
-        for (int w = 1; w < WARPS; w++)
-#pragma unroll
-            for (int c = 0; c < V; c++) sum.at[c] += sums[w][0][row][lane].at[c];
-        store(dfilters + (part * 2 * (TAPS + 1) + row) * D + d, sum);
     }
 }
 

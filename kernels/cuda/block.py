@@ -1,4 +1,4 @@
-"""Launches the kernels of block.cu: norm, convolutions and gate, on rows of tokens."""
+"""Launches the kernels of block.cu, convolve.cu and project.cu: what surrounds the scan in a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from .compiler import launch
 from .scan import INPUT, _multiprocessors, _vector_of
 
-WARPS = 4  # of a block, as in block.cu
+WARPS = 4  # of a block, as in the kernels
 
 
 def pack(
@@ -24,11 +24,46 @@ def pack(
     fp32 = torch.float32
     dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
     packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
-    pairs = [t.contiguous() for pair in list(zip(directions[:half], directions[half:]))[:6] for t in pair]
-    arguments = [norm_C, in_proj.contiguous(), out_proj.contiguous(), *pairs, *packed, C, D, projections, rank, padded]
-    macros = _macros(packed[0], 4, taps=taps, parameter=norm_C.dtype)
-    launch("block", "pack", macros, 8 * _multiprocessors(norm_C.device), 256, arguments)
+    weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
+    vector = 4 if C % 4 == D % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in weights) else 1
+    items = (3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)
+    macros = _macros(dtype, vector, taps=taps, parameter=norm_C.dtype)
+    launch("block", "pack", macros, -(-items // 256), 256, [*weights, *packed, C, D, projections, rank, padded])
     return packed
+
+
+def unpack(
+    norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dtype: torch.dtype, dfolded: Tensor, dfilters: Tensor,
+    dx_proj: Tensor, dstep_proj: Tensor, dchannels: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of norm_C, in_proj and of the first six weights of each direction, from those of what `pack` returns.
+
+    Args:
+        dtype: The one that `pack` was given.
+        dfolded: Of the projection that contains the norm's weight.
+        dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
+        dx_proj: (2, parts, padded R + 2N, D).
+        dstep_proj: (2, parts, D, padded R).
+        dchannels: (2, 2, D): of skip, then of the step's bias.
+    """
+    (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
+    _, parts, projections, _ = dx_proj.shape
+    padded, pairs = dstep_proj.shape[3], _pairs(directions)
+    rank = pairs[6].shape[1]
+    gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
+    items = 2 * D * (projections + padded + taps + 2)
+    macros = _macros(dtype, 4, taps=taps, parameter=norm_C.dtype)
+    arguments = [norm_C, in_proj.contiguous(), dfolded, dfilters, dfilters.shape[0], dx_proj, dstep_proj, parts]
+    launch("block", "unpack", macros, -(-C // 8) + -(-items // 256), 256, [
+        *arguments, dchannels, *gradients, C, D, projections, rank, padded,
+    ])  # fmt: skip
+    return gradients
+
+
+def _pairs(directions: list[Tensor]) -> list[Tensor]:
+    """The weights that every direction has, each next to that of the other direction."""
+    half = len(directions) // 2
+    return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
 
 
 def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +72,7 @@ def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tens
     xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
     scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
     copy_TC = torch.empty_like(x_TC)
-    _launch("rms_norm", _macros(xhat_TC, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
+    _launch("rms_norm", _macros(xhat_TC.dtype, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
     return xhat_TC, scale_T, copy_TC
 
 
@@ -46,45 +81,79 @@ def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresid
     T, C = xhat_TC.shape
     dx_TC = torch.empty_like(dresidual_TC)
     arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, T]
-    _launch("rms_norm_backward", _macros(xhat_TC, _vector(4, dresidual_TC), width=C), T, arguments)
+    _launch("rms_norm_backward", _macros(xhat_TC.dtype, _vector(4, dresidual_TC), width=C), T, arguments)
     return dx_TC
 
 
-def convolve(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor) -> Tensor:
-    """v_2BLD, convolution and SiLU of both directions; the last of the K taps is the token itself."""
-    B, L, D = u_BLD.shape
+def project(
+    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """v_2BLD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
+
+    The last of the K taps is the token itself. The logits (2, T, D) are the step times step_proj^T.
+    """
+    (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
+    rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    macros = _macros(u_BLD, _vector(4, u_BLD), taps=conv_2DK.shape[2])
-    threads = B * D // macros["VECTOR"]
-    stretch = _stretch(64, L, threads, u_BLD.device)
+    # what the fused kernel's copies need and its shared memory holds
+    if size == 2 and D % 64 == 0 and P <= 96 and taps % 4 == 0 and _vector(8, u_BLD) == 8:
+        macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
+        projected_2TP = torch.empty(2, B * L, P, device=u_BLD.device, dtype=u_BLD.dtype)
+        logits_2TD = torch.empty(2, B * L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+        stage = (64 + 2 * (taps - 1)) * 64 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
+        launch("project", "project", macros, -(-B * L // 64), 256, [
+            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BLD, projected_2TP, logits_2TD,
+            B * L, L, D,
+        ], 2 * stage + 4 * (64 * 32 + 32) * size)  # fmt: skip
+        return v_2BLD, projected_2TP, logits_2TD
+    macros = _convolution(u_BLD, conv_2DK, P)
+    threads = B * D // min(4, macros["VECTOR"])
+    stretch = _stretch(64, L, threads, 512, u_BLD.device)
     arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
-    launch("block", "convolve", macros, blocks, 32 * WARPS, arguments)
-    return v_2BLD
+    launch("convolve", "convolve", macros, blocks, 32 * WARPS, arguments)
+    projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), x_proj_2PD.mT)
+    return v_2BLD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT)
 
 
-def convolve_backward(u_BLD: Tensor, dv_2BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, du_BLD: Tensor) -> Tensor:
-    """Writes du_BLD; returns the gradients of weights and biases as (2, K + 1, D) in fp32, the biases last."""
+def convolve_backward(
+    u_BLD: Tensor, dv_2BLD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
+    du_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of the convolutions, given those of v, less what its projections add, and of these.
+
+    Writes du_BLD; returns the gradients of weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
+    """
     B, L, D = u_BLD.shape
-    taps = conv_2DK.shape[2]
-    macros = _macros(u_BLD, _vector(4, u_BLD, du_BLD), taps=taps)
-    blocks = -(-D // (32 * min(2, macros["VECTOR"])))
-    stretch = _stretch(128, L, 32 * B * blocks, u_BLD.device)
+    P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
+    if size == 4:
+        dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
+    macros = _convolution(u_BLD, conv_2DK, P)
+    lane = min(2, macros["VECTOR"])
+    row, tile, groups = 32 * lane, 32 // size, -(-P // 32) if size == 2 else 0
+    blocks = -(-D // row)
+    stretch = _stretch(256, L, 32 * B * blocks, 352, u_BLD.device)
     # no more parts than keep the GPU busy: each is written, and added by another kernel
-    parts = min(-(-B * -(-L // stretch) // WARPS), -(-4 * _multiprocessors(u_BLD.device) // blocks))
+    parts = min(-(-B * -(-L // stretch) // WARPS), -(-3 * _multiprocessors(u_BLD.device) // blocks))
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
-    arguments = [
-        u_BLD, u_BLD.stride(1), dv_2BLD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1), dfilters,
-        B, L, D, stretch, parts,
-    ]  # fmt: skip
-    launch("block", "convolve_backward", macros, parts * blocks, 32 * WARPS, arguments)
-    return dfilters.sum(0)
+    tiles = WARPS * 2 * 3 * tile * (row * size + 16)
+    shared = max(tiles + 2 * groups * 32 * row * size, WARPS * 2 * (taps + 1) * row * 4)
+    launch("convolve", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
+        u_BLD, u_BLD.stride(1), dv_2BLD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
+        dfilters, B, L, D, stretch, parts,
+    ], shared)  # fmt: skip
+    return dfilters
 
 
-def _stretch(longest: int, L: int, threads: int, device: torch.device) -> int:
-    """Tokens that a thread takes: few enough for the `threads` of each stretch to fill the GPU together, and even."""
+def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:
+    vector = _vector(16 // u_BLD.element_size(), u_BLD)
+    return dict(INPUT=INPUT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], PROJECTIONS=projections)
+
+
+def _stretch(longest: int, L: int, threads: int, enough: int, device: torch.device) -> int:
+    """Tokens that a thread takes: few enough for `enough` threads a multiprocessor, and even. `threads` for each stretch."""
     stretch = longest
-    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(device):
+    while stretch > 8 and threads * -(-L // stretch) < enough * _multiprocessors(device):
         stretch //= 2
     pieces = -(-L // stretch)
     return -(-L // (4 * pieces)) * 4
@@ -97,7 +166,7 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
     means = mean_BLD if keep else None
     arguments = [y_2BLD, z_BLD, z_BLD.stride(1), scale_B, gated_BLD, means, B * L, L, D]
-    _launch("gate", _macros(y_2BLD, _vector(4, z_BLD)), B * L, arguments)
+    _launch("gate", _macros(y_2BLD.dtype, _vector(4, z_BLD)), B * L, arguments)
     return gated_BLD, mean_BLD
 
 
@@ -111,12 +180,14 @@ def gate_backward(
         dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dy_BLD.stride(1), dz_BLD, dz_BLD.stride(1),
         gated_BLD, B * L, L, D,
     ]  # fmt: skip
-    _launch("gate_backward", _macros(mean_BLD, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
+    _launch("gate_backward", _macros(mean_BLD.dtype, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
     return gated_BLD
 
 
-def _macros(t: Tensor, vector: int, width: int = 4, taps: int = 4, parameter: torch.dtype = torch.float32) -> dict:
-    return dict(INPUT=INPUT[t.dtype], PARAMETER=INPUT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
+def _macros(
+    dtype: torch.dtype, vector: int, width: int = 4, taps: int = 4, parameter: torch.dtype = torch.float32
+) -> dict:
+    return dict(INPUT=INPUT[dtype], PARAMETER=INPUT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
 
 
 def _vector(limit: int, *tensors: Tensor) -> int:

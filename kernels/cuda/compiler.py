@@ -18,7 +18,9 @@ HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
     "summary": [*SCAN, "lanes.cuh"],
     "backward": SCAN,
-    "block": ["types.cuh"],
+    "block": ["types.cuh", "silu.cuh"],
+    "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
+    "project": ["types.cuh", "silu.cuh", "filter.cuh"],
 }
 
 

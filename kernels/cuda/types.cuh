@@ -18,9 +18,13 @@ struct alignas(4) Pack<bf16, 2> { unsigned word[1]; };
 template <>
 struct alignas(8) Pack<bf16, 4> { unsigned word[2]; };
 template <>
+struct alignas(16) Pack<bf16, 8> { unsigned word[4]; };
+template <>
 struct alignas(4) Pack<fp16, 2> { unsigned word[1]; };
 template <>
 struct alignas(8) Pack<fp16, 4> { unsigned word[2]; };
+template <>
+struct alignas(16) Pack<fp16, 8> { unsigned word[4]; };
 template <int C>
 using Floats = Pack<float, C>;
 
@@ -122,3 +126,19 @@ DEVICE float min_or_nan(float a, float b) {
 }
 constexpr float LOG2E = 1.4426950408889634f;
 DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2E); }
+
+// sums += a b on the tensor cores, (16, 16) times (16, 8): lane l has, of a, columns 2 (l % 4), + 1 of rows l / 4 (a_0) and
+// l / 4 + 8 (a_1), and the columns 8 further on (a_2, a_3); of b, the same rows of column l / 4 (b_0, b_1); of the sums,
+// columns 2 (l % 4), + 1 of rows l / 4 and l / 4 + 8
+DEVICE void multiply_add(bf16, Floats<2> (&sums)[2], unsigned a_0, unsigned a_1, unsigned a_2, unsigned a_3, unsigned b_0,
+                         unsigned b_1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0].at[0]), "+f"(sums[0].at[1]), "+f"(sums[1].at[0]), "+f"(sums[1].at[1])
+        : "r"(a_0), "r"(a_1), "r"(a_2), "r"(a_3), "r"(b_0), "r"(b_1));
+}
+DEVICE void multiply_add(fp16, Floats<2> (&sums)[2], unsigned a_0, unsigned a_1, unsigned a_2, unsigned a_3, unsigned b_0,
+                         unsigned b_1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0].at[0]), "+f"(sums[0].at[1]), "+f"(sums[1].at[0]), "+f"(sums[1].at[1])
+        : "r"(a_0), "r"(a_1), "r"(a_2), "r"(a_3), "r"(b_0), "r"(b_1));
+}

@@ -1,0 +1,270 @@
+// The convolutions of a block with what they are next to: v = silu(conv(u)) in both directions, and the gradients.
+// Compiled by NVRTC with these macros:
+//   INPUT        element type of the tensors: bf16, fp16 or float
+//   VECTOR       neighbouring channels that a copy moves at once, up to 16 bytes
+//   TAPS         tokens that a convolution sees
+//   PROJECTIONS  rows of x_proj, R + 2N
+//
+// B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
+
+typedef INPUT T;
+constexpr int WARPS = 4;  // of a block
+
+// V channels of some tokens of one sequence on their way from memory, zero outside of it
+template <int V, int TOKENS>
+struct InFlight {
+    Pack<T, V> token[TOKENS];
+    // tokens t .. t + TOKENS - 1, the first of them at p
+    __device__ __forceinline__ void fetch(const T *p, int stride, int t, int L) {
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++)
+            token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<T, V>{};
+    }
+};
+constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
+static_assert(STEP > BACK);
+
+// v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
+// A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
+         T *__restrict__ v, i64 B, i64 L, i64 D, i64 stretch) {
+    constexpr int V = VECTOR < 4 ? VECTOR : 4;
+    i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
+    i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
+    if (b >= B) return;
+    int begin = thread / (D / V) % stretches * stretch, end = min(L, begin + stretch), stride = u_stride;
+    Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
+    u += (b * L + begin) * stride + d;
+    T *v_0 = v + (b * L + begin) * D + d, *v_1 = v_0 + B * L * D;
+
+    Floats<V> window[2 * BACK + STEP];
+    InFlight<V, 2 * BACK> first;
+    InFlight<V, STEP> next;
+    first.fetch(u - i64(BACK) * stride, stride, begin - BACK, L);
+    u += i64(BACK) * stride;
+    next.fetch(u, stride, begin + BACK, L);
+#pragma unroll
+    for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
+#pragma unroll 1
+    for (int t = begin; t < end; t += STEP) {
+#pragma unroll
+        for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
+        u += i64(STEP) * stride;
+        next.fetch(u, stride, t + STEP + BACK, L);
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            Floats<V> sum_0 = forward.bias, sum_1 = backward.bias;
+#pragma unroll
+            for (int c = 0; c < V; c++) {
+#pragma unroll
+                for (int tap = 0; tap < TAPS; tap++) {
+                    sum_0.at[c] = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0.at[c]);
+                    sum_1.at[c] = fmaf(backward.weight[tap][c], window[i + 2 * BACK - tap].at[c], sum_1.at[c]);
+                }
+                sum_0.at[c] *= sigmoid(sum_0.at[c]);
+                sum_1.at[c] *= sigmoid(sum_1.at[c]);
+            }
+            if (t + i < end) {
+                store(v_0, from_floats<T>(sum_0));
+                store(v_1, from_floats<T>(sum_1));
+            }
+            v_0 += D, v_1 += D;
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
+    }
+}
+
+// The gradients of the convolutions' sums, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
+//   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
+//   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
+// where dv is what the scan gives and dprojected @ x_proj what the projections add (16-bit inputs; others come with it).
+// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes a ROW of channels, PAIR of
+// them a lane, and one stretch of tokens after another, from STEP tokens before it on, by tiles in shared memory of which
+// the next is on its way. The sums of a block's warps are added before it writes its part of dfilters,
+// (parts, 2, TAPS + 1, D) with the biases last.
+constexpr int LANE = VECTOR < 2 ? 1 : 2, ROW = 32 * LANE, TILE = sizeof(T) == 2 ? 16 : 8;
+constexpr int PITCH = ROW + 16 / sizeof(T);  // so that lanes at the same channel of different tokens hit different banks
+struct Tile {
+    T u[TILE][PITCH], dv[2][TILE][PITCH];
+};
+
+// dprojected @ x_proj by the tensor cores, 16 tokens of one sequence at a time: lane l has the rows of tokens l / 4 and
+// l / 4 + 8 and, of each group of 32 projections, 8 neighbours, read at once. To the cores these are columns of two
+// products, in another order, which is all the same as long as x_proj is dealt alike.
+constexpr int GROUPS = (PROJECTIONS + 31) / 32;
+template <class T>
+struct Product {
+    Pack<T, 8> rows[GROUPS][2];
+    __device__ __forceinline__ Product(const T *dprojected, int t, int L, int lane) {
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int token = t + half * 8 + lane / 4, p = group * 32 + lane % 4 * 8;
+                bool valid = unsigned(token) < unsigned(L) && p < PROJECTIONS;
+                rows[group][half] = valid ? load<8>(dprojected + i64(token) * PROJECTIONS + p) : Pack<T, 8>{};
+            }
+    }
+    __device__ __forceinline__ void add_to(T (*dv)[PITCH], const T (*x_proj)[ROW][32], int lane) const {
+        constexpr int SIDE = 4;  // products side by side, as each waits for the one before it
+#pragma unroll
+        for (int first = 0; first < ROW; first += SIDE * 8) {
+            T *low = &dv[lane / 4][first + lane % 4 * 2], *high = low + 8 * PITCH;
+            Floats<2> sums[SIDE][2];
+#pragma unroll
+            for (int i = 0; i < SIDE; i++)
+                sums[i][0] = to_floats(load<2>(low + i * 8)), sums[i][1] = to_floats(load<2>(high + i * 8));
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                const unsigned *a = rows[group][0].word, *b = rows[group][1].word;
+                Pack<T, 8> w[SIDE];
+#pragma unroll
+                for (int i = 0; i < SIDE; i++) w[i] = load<8>(&x_proj[group][first + i * 8 + lane / 4][lane % 4 * 8]);
+#pragma unroll
+                for (int i = 0; i < SIDE; i++)
+                    multiply_add(T{}, sums[i], a[0], b[0], a[1], b[1], w[i].word[0], w[i].word[1]);
+#pragma unroll
+                for (int i = 0; i < SIDE; i++)
+                    multiply_add(T{}, sums[i], a[2], b[2], a[3], b[3], w[i].word[2], w[i].word[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < SIDE; i++) {
+                store(low + i * 8, from_floats<T>(sums[i][0]));
+                store(high + i * 8, from_floats<T>(sums[i][1]));
+            }
+        }
+    }
+};
+template <>
+struct Product<float> {  // none: dv comes with it
+    __device__ Product(const float *, int, int, int) {}
+    __device__ void add_to(float (*)[PITCH], const float (*)[ROW][32], int) const {}
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 2 && GROUPS <= 2 ? 3 : 2)
+convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
+                  const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
+                  T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch,
+                  i64 parts) {
+    extern __shared__ __align__(16) char shared[];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Tile *tiles = reinterpret_cast<Tile *>(shared) + warp * 2;
+    auto shared_x_proj = reinterpret_cast<T (*)[GROUPS][ROW][32]>(shared + WARPS * 2 * sizeof(Tile));
+    i64 blocks = (D + ROW - 1) / ROW, part = blockIdx.x / blocks;
+    i64 first_d = blockIdx.x % blocks * ROW, d = first_d + lane * LANE;
+    bool valid = d < D;
+    for (int i = threadIdx.x; i < (sizeof(T) == 2 ? 2 * GROUPS * 32 * ROW : 0); i += 32 * WARPS) {
+        int c = i % ROW, p = i / ROW % (GROUPS * 32), g = i / (ROW * GROUPS * 32);
+        bool there = p < PROJECTIONS && first_d + c < D;
+        shared_x_proj[g][p / 32][c][p % 32] = there ? x_proj[(i64(g) * PROJECTIONS + p) * D + first_d + c] : T{};
+    }
+    __syncthreads();
+    i64 loaded_d = min(d, D - LANE);
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches, stride = u_stride;
+    Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
+    Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
+#pragma unroll 1
+    for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
+        i64 b = item / stretches;
+        int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
+        const T *us = u + b * L * stride + first_d, *dv_0 = dv + b * L * D + first_d, *dv_1 = dv_0 + B * L * D;
+        const T *dprojected_0 = dprojected + b * L * PROJECTIONS, *dprojected_1 = dprojected_0 + B * L * PROJECTIONS;
+        T *dus = du + (b * L + t) * du_stride + d;
+        auto copy = [&](T (*to)[PITCH], const T *from, i64 stride, int t) {
+            constexpr int LANES = ROW / VECTOR;  // that copy a token
+#pragma unroll
+            for (int row = lane / LANES; row < TILE; row += 32 / LANES) {
+                int c = lane % LANES * VECTOR;
+                bool there = unsigned(t + row) < unsigned(L) && first_d + c < D;
+                copy_async<VECTOR>(&to[row][c], from + (there ? (t + row) * stride + c : 0), there);
+            }
+        };
+        auto fetch = [&](Tile &tile, int t) {
+            copy(tile.u, us, stride, t + BACK);
+            copy(tile.dv[0], dv_0, D, t + BACK);
+            copy(tile.dv[1], dv_1, D, t);
+            commit_copies();
+        };
+        __syncwarp();
+        fetch(tiles[0], t);
+        InFlight<LANE, BACK> first;
+        first.fetch(us + t * i64(stride) + loaded_d - first_d, stride, t, L);
+        // of the tokens behind t: u; what s_0 and s_1 were
+        Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
+#pragma unroll
+        for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
+#pragma unroll 1
+        for (int present = 0; t < end; present ^= 1) {
+            Tile &tile = tiles[present];
+            Product<T> product_0(dprojected_0, t + BACK, L, lane), product_1(dprojected_1, t, L, lane);
+            wait_for_copies<0>();
+            __syncwarp();
+            fetch(tiles[present ^ 1], t + TILE);
+            product_0.add_to(tile.dv[0], shared_x_proj[0], lane);
+            product_1.add_to(tile.dv[1], shared_x_proj[1], lane);
+            __syncwarp();
+#pragma unroll 1
+            for (int row = 0; row < TILE && t < end; row += STEP, t += STEP) {
+#pragma unroll
+                for (int i = 0; i < STEP; i++) {
+                    window[BACK + i] = to_floats(load<LANE>(&tile.u[row + i][lane * LANE]));
+                    s_0[BACK + i] = to_floats(load<LANE>(&tile.dv[0][row + i][lane * LANE]));
+                    s_1[BACK + i] = to_floats(load<LANE>(&tile.dv[1][row + i][lane * LANE]));
+                }
+#pragma unroll
+                for (int i = 0; i < STEP; i++) {
+                    bool own_0 = t + i + BACK >= begin && t + i + BACK < end, own_1 = t + i >= begin && t + i < end;
+                    Floats<LANE> sum;
+#pragma unroll
+                    for (int c = 0; c < LANE; c++) {
+                        float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
+#pragma unroll
+                        for (int tap = 0; tap < TAPS; tap++) {
+                            sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
+                            sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
+                        }
+                        s_0[BACK + i].at[c] *= silu_slope(sum_0, sigmoid(sum_0));
+                        s_1[BACK + i].at[c] *= silu_slope(sum_1, sigmoid(sum_1));
+                        float own_s_0 = own_0 ? s_0[BACK + i].at[c] : 0, own_s_1 = own_1 ? s_1[BACK + i].at[c] : 0;
+                        sum.at[c] = 0;
+#pragma unroll
+                        for (int tap = 0; tap < TAPS; tap++) {
+                            dforward[tap].at[c] = fmaf(own_s_0, window[i + tap].at[c], dforward[tap].at[c]);
+                            dbackward[tap].at[c] = fmaf(own_s_1, window[i + BACK - tap].at[c], dbackward[tap].at[c]);
+                            sum.at[c] = fmaf(forward.weight[tap][c], s_0[i + BACK - tap].at[c], sum.at[c]);
+                            sum.at[c] = fmaf(backward.weight[tap][c], s_1[i + tap].at[c], sum.at[c]);
+                        }
+                        dforward[TAPS].at[c] += own_s_0;
+                        dbackward[TAPS].at[c] += own_s_1;
+                    }
+                    if (own_1 && valid) store(dus, from_floats<T>(sum));
+                    dus += du_stride;
+                }
+#pragma unroll
+                for (int i = 0; i < BACK; i++)
+                    window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
+            }
+        }
+        wait_for_copies<0>();  // of a tile that nobody needs
+    }
+    auto sums = reinterpret_cast<Floats<LANE> (*)[2 * (TAPS + 1)][32]>(shared);
+    __syncthreads();
+#pragma unroll
+    for (int tap = 0; tap <= TAPS; tap++) {
+        sums[warp][tap][lane] = dforward[tap];
+        sums[warp][TAPS + 1 + tap][lane] = dbackward[tap];
+    }
+    __syncthreads();
+    if (!valid) return;
+    for (int row = warp; row < 2 * (TAPS + 1); row += WARPS) {
+        Floats<LANE> sum = sums[0][row][lane];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++)
+#pragma unroll
+            for (int c = 0; c < LANE; c++) sum.at[c] += sums[w][row][lane].at[c];
+        store(dfilters + (part * 2 * (TAPS + 1) + row) * D + d, sum);
+    }
+}
+
