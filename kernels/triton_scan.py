@@ -314,6 +314,7 @@ def backward(
     dy, x, logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     span, segments, block_d = _cut(x, 16)
+    block_d = min(block_d, 1024 // N)  # 32 registers for a tensor of states, of which several are live
     blocks = triton.cdiv(D, block_d)
     programs = min(PROGRAMS, G * B * segments * blocks)
     dx, dlogits, after = torch.empty_like(x), torch.empty_like(x), None
