@@ -1,0 +1,68 @@
+"""Every kernel on small inputs, for NVIDIA's compute-sanitizer, which finds what results need not show.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that it sees each tensor's memory
+    compute-sanitizer --report-api-errors no --tool memcheck python3 tests/sanitize.py  # racecheck, initcheck
+
+initcheck (with `--print-limit 0`: look which kernels it names) was seen to take a result of torch.mm for uninitialized,
+which PyTorch writes in full. So the blocks, whose kernels read such results, come last.
+"""
+
+from unittest import mock
+
+import torch
+from test_operators import longhorn_inputs, selective_inputs
+from vil.kernels import longhorn_scan, selective_scan, triton_scan
+from vil.kernels.cuda import scan, variants
+
+from vil.block import Block, LonghornMixer, MambaMixer
+
+B, L, D, N = 1, 70, 35, 16  # more than a chunk; more than a block of channels and not a multiple of any vector
+REVERSE = [False, True]
+
+
+def main() -> None:
+    for run in (cuda_scan, triton_scans, block):
+        for recurrence in ("longhorn", "selective"):
+            for dtype in (torch.bfloat16, torch.float32):
+                run(recurrence, dtype)
+                torch.cuda.synchronize()
+                print(run.__name__, recurrence, dtype, flush=True)
+
+
+def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
+    x, logits, *rest = inputs(recurrence, dtype)
+    A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
+    tensors = x, logits, k, q, A, skip, bias
+    for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
+        for variant in variants.FORWARD[recurrence]:
+            _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
+        for variant in variants.BACKWARD[recurrence]:
+            scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
+
+
+def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
+    operator = {"longhorn": longhorn_scan, "selective": selective_scan}[recurrence]
+    for segment_chunks, segments in ((2, 1), (1, 2)):
+        for channels in (16, 64):  # of a block
+            with mock.patch.object(triton_scan, "_cut", return_value=(segment_chunks, segments, channels)):
+                tensors = [t.requires_grad_() for t in inputs(recurrence, dtype)]
+                operator(*tensors, reverse=REVERSE, backend="triton").sum().backward()
+
+
+def block(recurrence: str, dtype: torch.dtype) -> None:
+    mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
+    for width in (16, 18):  # in whole vectors, and not
+        x = torch.randn(2, L, width, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            Block(width, mixer, drop_path=0.5).cuda().train()(x).sum().backward()
+
+
+def inputs(recurrence: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of two directions; parameters in fp32."""
+    make = {"longhorn": longhorn_inputs, "selective": selective_inputs}[recurrence]
+    pair = [[t if t.dim() == 3 else t.float() for t in make(B, L, D, N, dtype, seed)] for seed in (0, 1)]
+    return [torch.stack(tensors).detach().cuda() for tensors in zip(*pair)]
+
+
+if __name__ == "__main__":
+    main()
