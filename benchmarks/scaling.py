@@ -4,8 +4,8 @@
     python benchmarks/scaling.py --gpus 1 2 4 --same-global-batch    # the recipe's 1024 images a step, accumulated
     python benchmarks/scaling.py --gpus 1 2 4 --no-torchcompile      # options it does not know go to train_imagenet.py
 
-Runs train_imagenet.py as users do: with EMA, mixup and random erasing, bf16, AdamW, and --torchcompile. The second epoch
-counts.
+Runs train_imagenet.py as users do: with EMA, mixup and random erasing, bf16, AdamW, and --torchcompile. The second
+epoch counts.
 """
 
 from __future__ import annotations

@@ -95,15 +95,16 @@ def project(
     (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
     rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    # what the fused kernel's copies need and its shared memory holds
-    if size == 2 and D % 64 == 0 and P <= 96 and taps % 4 == 0 and _vector(8, u_BLD) == 8:
+    # what the fused kernel's copies need, its shared memory holds and, as a block has 64 tokens, fills the GPU
+    fits = size == 2 and D % 64 == 0 and P <= 96 and taps % 4 == 0 and _vector(8, u_BLD) == 8
+    if fits and 64 * _multiprocessors(u_BLD.device) <= B * L:
         macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
         projected_2TP = torch.empty(2, B * L, P, device=u_BLD.device, dtype=u_BLD.dtype)
         logits_2TD = torch.empty(2, B * L, D, device=u_BLD.device, dtype=u_BLD.dtype)
         stage = (64 + 2 * (taps - 1)) * 64 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
         launch("project", "project", macros, -(-B * L // 64), 256, [
-            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BLD, projected_2TP, logits_2TD,
-            B * L, L, D,
+            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BLD, projected_2TP,
+            logits_2TD, B * L, L, D,
         ], 2 * stage + 4 * (64 * 32 + 32) * size)  # fmt: skip
         return v_2BLD, projected_2TP, logits_2TD
     macros = _convolution(u_BLD, conv_2DK, P)
@@ -151,7 +152,7 @@ def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:
 
 
 def _stretch(longest: int, L: int, threads: int, enough: int, device: torch.device) -> int:
-    """Tokens that a thread takes: few enough for `enough` threads a multiprocessor, and even. `threads` for each stretch."""
+    """Tokens that a thread takes: few enough for `enough` threads a multiprocessor. `threads` take the same tokens."""
     stretch = longest
     while stretch > 8 and threads * -(-L // stretch) < enough * _multiprocessors(device):
         stretch //= 2

@@ -143,7 +143,8 @@ struct Product<float> {  // none: dv comes with it
     __device__ void add_to(float (*)[PITCH], const float (*)[ROW][32], int) const {}
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 2 && GROUPS <= 2 ? 3 : 2)
+// on sm_120 a third block would cost spills
+extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 2 && GROUPS <= 2 && __CUDA_ARCH__ < 1200 ? 3 : 2)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
                   const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
                   T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch,

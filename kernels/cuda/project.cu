@@ -10,9 +10,10 @@
 typedef INPUT T;
 
 // v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)),
-// projected = v x_proj^T, whose first RANK columns are the step, and logits = step step_proj^T, on the tensor cores. A block takes TOKENS of the batch, whatever their sequences, and one CHUNK
-// of channels after another, of which the next is on its way to shared memory. A warp computes v of some tokens in one
-// direction and then the other, in which it reads them, and then the products of 16 tokens in one direction.
+// projected = v x_proj^T, whose first RANK columns are the step, and logits = step step_proj^T, on the tensor cores.
+// A block takes TOKENS of the batch, whatever their sequences, and one CHUNK of channels after another, of which the next
+// is on its way to shared memory. A warp computes v of some tokens in one direction and then the other, in which it reads
+// them, and then the products of 16 tokens in one direction.
 constexpr int TOKENS = 64, CHUNK = 64, THREADS = 256;
 constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);  // for which the rows of a product are in different banks
 struct Stage {
