@@ -69,10 +69,21 @@ def test_a_model_trains_where_it_is():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"torchcompile": True}, {"amp_dtype": "float16"}], ids=str)
+SUMMED = dict(global_batch_size=32, batch_size=8)  # gradients of several micro-batches on each GPU
+
+
+@pytest.mark.parametrize("options", [{}, {"amp_dtype": "float16"}], ids=str)
 def test_two_gpus_train_as_one(start, options):
     one, two = (losses(finished(start(str(n), n, **options))) for n in (1, 2))
     assert two == pytest.approx(one, rel=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, SUMMED], ids=str)
+def test_cuda_graphs_train_as_eager_mode(start, options):
+    eager = losses(finished(start("eager", 1, **options)))
+    for processes in (1, 2):
+        compiled = losses(finished(start(str(processes), processes, torchcompile=True, **options)))
+        assert compiled == pytest.approx(eager, rel=2e-3)
 
 
 def test_a_run_over_nccl_loses_nothing(start):

@@ -80,7 +80,7 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
 // where dv is what the scan gives and dprojected @ x_proj what the projections add (16-bit inputs; others come with it).
-// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes a ROW of channels, PAIR of
+// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes a ROW of channels, LANE of
 // them a lane, and one stretch of tokens after another, from STEP tokens before it on, by tiles in shared memory of which
 // the next is on its way. The sums of a block's warps are added before it writes its part of dfilters,
 // (parts, 2, TAPS + 1, D) with the biases last.
