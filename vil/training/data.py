@@ -36,6 +36,7 @@ from .synthetic import SyntheticImages, SyntheticLoader
 
 _logger = logging.getLogger(__name__)
 
+STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
 IMAGE_ERRORS = (OSError, SyntaxError, Image.DecompressionBombError)  # PIL's ways to say that a file is broken
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
@@ -370,6 +371,7 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         collate_fn=partial(collate_encoded, size=draw.size) if draw else fast_collate,
         pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
         persistent_workers=workers > 0,
+        timeout=STALLED if workers else 0,
         worker_init_fn=_heed_the_parent_alone,
         **order,
     )
