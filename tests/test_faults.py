@@ -396,11 +396,15 @@ def test_processes_do_not_outlive_torchrun(image_folder, tmp_path):
     command = train_command(tmp_path, image_folder, 2, epochs=1000)
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as torchrun:
-        while not (tmp_path / "run" / "last.pt").exists():
-            assert torchrun.poll() is None
-            time.sleep(0.01)
-        workers = children(torchrun)
-        torchrun.kill()
+        begin = time.monotonic()
+        try:
+            while not (tmp_path / "run" / "last.pt").exists():
+                assert torchrun.poll() is None
+                assert time.monotonic() - begin < 300
+                time.sleep(0.01)
+            workers = children(torchrun)
+        finally:
+            torchrun.kill()
     assert len(workers) == 2
     begin = time.monotonic()
     while any(map(is_running, workers)):
