@@ -389,8 +389,8 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         **order,
     )
     if "batch_sampler" in order:
-        # A thread of PyTorch's that enters Python, as DDP's do, holds a lock, which Python below 3.12 takes into a fork and
-        # then waits for: so the workers start here, before there are such threads.
+        # A thread of PyTorch's that enters Python, as DDP's do, holds a lock, which Python below 3.12 takes into a fork
+        # and then waits for: so the workers start here, before there are such threads.
         if workers:
             iter(loader)
         loader.batch_sampler.ready = True
