@@ -4,33 +4,23 @@
 //   TAPS         tokens that a convolution sees
 //   PROJECTIONS  rows of x_proj, R + 2N
 //   RANK         columns of step_proj, R
-//   GROUPS       warps of a block in each direction
 //
-// B batch    L tokens of a sequence    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last
-// to the first.
+// B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
 
 typedef INPUT T;
 
 // v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)),
 // projected = v x_proj^T, whose first RANK columns are the step, and logits = step step_proj^T, on the tensor cores.
-// A warp takes WARP_TOKENS in one direction, whatever their sequences. Its lanes compute v where the tensor cores want it:
-// lane l has channels 8 (l % 4) .. + 7 of 32, and the two tokens of a STRIP as rows l / 4 and l / 4 + 8 of a product.
-// A block's warps share u and the weights, of which the next CHUNKs of channels are on their way to shared memory.
-#ifndef CHUNK_
-#define CHUNK_ 64
-#endif
-#ifndef STAGES_
-#define STAGES_ 2
-#endif
-#ifndef BLOCKS_
-#define BLOCKS_ (12 / (2 * GROUPS))
-#endif
-constexpr int CHUNK = CHUNK_, STRIP = 2, TILES = PROJECTIONS <= 64 ? 2 : 1, WARP_TOKENS = 16 * TILES;
-constexpr int STAGES = STAGES_;
-constexpr int TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * 32;
-constexpr int GAPS = 4 * BACK;  // zeros between the sequences of a block's tokens, BACK between two
+// A warp takes WARP_TOKENS in one direction, by STRIPs that do not cross sequences. Its lanes compute v where the cores
+// want it: lane l has channels 8 (l % 4) .. + 7 of 32, which are columns of two products in another order, and the
+// tokens of a strip as rows l / 4 and l / 4 + 8. A block's warps share u and the weights, one CHUNK of channels after
+// another, of which the next is on its way to shared memory.
+constexpr int CHUNK = 64, STRIP = 2, GROUPS = 3;  // warps of a block in each direction
+constexpr int TILES = PROJECTIONS <= 64 ? 2 : 1;  // 16 tokens each, that share what a warp reads of the weights
+constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * 32;
+constexpr int GAPS = 4 * BACK;  // zeros between the sequences of a block's tokens: BACK between two
 constexpr int ROWS = BACK + TOKENS + GAPS + BACK;
-constexpr int PITCH = CHUNK + 16;  // for which lanes that read different strips hit different banks
+constexpr int PITCH = CHUNK + 16;  // for which lanes with different strips hit different banks
 constexpr int STEP_PITCH = RANK + (RANK % 16 == 0 ? 8 : 0);  // for which the rows of a product are in different banks
 struct Stage {
     T u[ROWS][PITCH];
@@ -42,77 +32,81 @@ struct StepStage {
 };
 static_assert(sizeof(StepStage) <= sizeof(Stage));
 
-// Of 32 channels, where the weights of one are: so that lanes of a quad read neighbours
+// where the weights of a channel are, so that the lanes that read them together read neighbours
 DEVICE int place_of(int c) { return c / 32 * 32 + c % 8 * 4 + c % 32 / 8; }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_)
+extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 ? 2 : 1)
 project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
         const T *__restrict__ x_proj, const T *__restrict__ step_proj, T *__restrict__ v, T *__restrict__ projected,
         T *__restrict__ logits, i64 B, i64 length, i64 channels) {
     extern __shared__ __align__(16) char shared[];
     Stage *stages = reinterpret_cast<Stage *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, L = length, D = channels, chunks = D / CHUNK;
-    int *rows = reinterpret_cast<int *>(stages + STAGES);  // of u in a stage: elements behind the block's first, or -1 for zeros
+    int *rows = reinterpret_cast<int *>(stages + 2);  // where those of Stage::u are in memory, or -1 for zeros
     int strips = (L + STRIP - 1) / STRIP;  // of a sequence
     i64 first_strip = blockIdx.x * i64(TOKENS / STRIP), b = first_strip / strips;
     int first = first_strip % strips * STRIP, there = min(B - b, i64(TOKENS));  // sequences
     u += b * L * u_stride;
 
-    // What the thread copies of each chunk. Zeros between sequences stay where they are.
-    constexpr int PIECES = CHUNK / 8, AT_ONCE = THREADS / PIECES;  // rows at once
-    static_assert(THREADS % PIECES == 0 && TAPS == 4 && CHUNK % 32 == 0);
+    constexpr int PIECES = CHUNK / 8, AT_ONCE = THREADS / PIECES;  // rows that are copied at once
+    static_assert(THREADS % PIECES == 0 && TAPS == 4);
     int piece = threadIdx.x % PIECES * 8, copied = threadIdx.x / PIECES;
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) {  // zeros between sequences are the same for every chunk
         int t = first - BACK + i, sequence = t / (L + BACK), position = t - sequence * (L + BACK);
         bool valid = t >= 0 && position < L && sequence < there;
         rows[i] = valid ? (sequence * L + position) * int(u_stride) : -1;
-        for (int j = 0; j < (valid ? 0 : STAGES * PIECES); j++)
+        for (int j = 0; j < (valid ? 0 : 2 * PIECES); j++)
             store(&stages[j / PIECES].u[i][j % PIECES * 8], Pack<T, 8>{});
     }
     __syncthreads();
     u += piece;
     x_proj += copied * D + piece;
-    int u_to = copied * PITCH + piece, x_to = (piece / 32 * 2 * PROJECTIONS + copied) * 32 + piece % 32, x_stride = AT_ONCE * D;
+    int u_to = copied * PITCH + piece, x_to = (piece / 32 * 2 * PROJECTIONS + copied) * 32 + piece % 32;
+    int x_stride = AT_ONCE * D;
     asm("" : "+r"(u_to), "+r"(x_to), "+r"(x_stride));  // or the compiler would compute them for each copy
     auto fetch = [&](int chunk) {
-        Stage &stage = stages[chunk % STAGES];
-        if (chunk < chunks) {
-            T *to = &stage.u[0][0] + u_to;
+        Stage &stage = stages[chunk % 2];
+        T *to = &stage.u[0][0] + u_to;
 #pragma unroll
-            for (int i = 0; i < ROWS; i += AT_ONCE)
-                if (int row = i + AT_ONCE <= ROWS || i + copied < ROWS ? rows[i + copied] : -1; row >= 0)
-                    copy_async<8>(to + i * PITCH, u + row, true);
-            u += CHUNK;
-            to = &stage.x_proj[0][0][0] + x_to;
-            const T *from = x_proj;
+        for (int i = 0; i < ROWS; i += AT_ONCE)
+            if (int row = i + AT_ONCE <= ROWS || i + copied < ROWS ? rows[i + copied] : -1; row >= 0)
+                copy_async<8>(to + i * PITCH, u + row, true);
+        u += CHUNK;
+        to = &stage.x_proj[0][0][0] + x_to;
+        const T *from = x_proj;
 #pragma unroll
-            for (int i = 0; i < 2 * PROJECTIONS; i += AT_ONCE) {
-                if (i + AT_ONCE <= 2 * PROJECTIONS || i + copied < 2 * PROJECTIONS) copy_async<8>(to + i * 32, from, true);
-                from += x_stride;
-            }
-            x_proj += CHUNK;
-#pragma unroll
-            for (int first = 0; first < 2 * CHUNK; first += THREADS)
-                if (int i = first + threadIdx.x; i < 2 * CHUNK) {
-                    int g = i / CHUNK, c = i % CHUNK;
-                    copy_async<4>(stage.weights[g][place_of(c)], weights + (g * D + chunk * CHUNK + c) * TAPS, true);
-                }
-            if (int i = threadIdx.x * 4; i < 2 * CHUNK) {
-                int g = i / CHUNK, c = i % CHUNK;
-                copy_async<4>(&stage.biases[g][c], biases + g * D + chunk * CHUNK + c, true);
-            }
-        } else if (chunk < 2 * chunks) {
-            // Channels 8 a + 2 i + e of 32 become column 2 a + e of product i: a lane has 8 neighbours of four products.
-            StepStage &step_stage = reinterpret_cast<StepStage &>(stage);
-            const T *steps = step_proj + (chunk - chunks) * CHUNK * RANK;
-#pragma unroll
-            for (int first = 0; first < 2 * CHUNK * (RANK / 8); first += THREADS)
-                if (int i = first + threadIdx.x; i < 2 * CHUNK * (RANK / 8)) {
-                    int c = i / (RANK / 8) % CHUNK, g = i / (RANK / 8 * CHUNK), r = i % (RANK / 8) * 8;
-                    int place = c / 32 * 32 + c % 8 / 2 * 8 + c % 32 / 8 * 2 + c % 2;
-                    copy_async<8>(&step_stage.step_proj[g][place][r], steps + (g * D + c) * RANK + r, true);
-                }
+        for (int i = 0; i < 2 * PROJECTIONS; i += AT_ONCE) {
+            if (i + AT_ONCE <= 2 * PROJECTIONS || i + copied < 2 * PROJECTIONS) copy_async<8>(to + i * 32, from, true);
+            from += x_stride;
         }
+        x_proj += CHUNK;
+        int thread = threadIdx.x;
+        asm("" : "+r"(thread) : "r"(chunk));  // or registers would hold what follows from it for all chunks
+#pragma unroll
+        for (int start = 0; start < 2 * CHUNK; start += THREADS)
+            if (int i = start + thread; i < 2 * CHUNK) {
+                int g = i / CHUNK, c = i % CHUNK;
+                copy_async<4>(stage.weights[g][place_of(c)], weights + (g * D + chunk * CHUNK + c) * TAPS, true);
+            }
+        if (int i = thread * 4; i < 2 * CHUNK) {
+            int g = i / CHUNK, c = i % CHUNK;
+            copy_async<4>(&stage.biases[g][c], biases + g * D + chunk * CHUNK + c, true);
+        }
+        commit_copies();
+    };
+    // Channels 8 a + 2 i + e of 32 become column 2 a + e of product i: a lane has 8 neighbours of four products.
+    auto fetch_step = [&](int chunk) {
+        StepStage &stage = reinterpret_cast<StepStage &>(stages[(chunks + chunk) % 2]);
+        constexpr int PIECES = RANK / 8;
+        int thread = threadIdx.x;
+        asm("" : "+r"(thread) : "r"(chunk));
+#pragma unroll
+        for (int start = 0; start < 2 * CHUNK * PIECES; start += THREADS)
+            if (int i = start + thread; i < 2 * CHUNK * PIECES) {
+                int d = i / PIECES % CHUNK, g = i / (PIECES * CHUNK), r = i % PIECES * 8;
+                int place = d / 32 * 32 + d % 8 / 2 * 8 + d % 32 / 8 * 2 + d % 2;
+                copy_async<8>(&stage.step_proj[g][place][r], step_proj + (g * D + chunk * CHUNK + d) * RANK + r, true);
+            }
         commit_copies();
     };
 
@@ -135,14 +129,16 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
 
     constexpr int COLUMNS = PROJECTIONS / 8;
     Floats<2> sums[TILES][COLUMNS][2] = {};
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) fetch(i);
+    fetch(0);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<0>();
         __syncthreads();
-        fetch(chunk + STAGES - 1);
-        const Stage &stage = stages[chunk % STAGES];
+        if (chunk + 1 < chunks)
+            fetch(chunk + 1);
+        else
+            fetch_step(0);
+        const Stage &stage = stages[chunk % 2];
 #pragma unroll 1
         for (int half = 0; half < CHUNK / 32; half++) {
             Pack<T, 8> window[TILES][BACK + STRIP], found[TILES][STRIP];
@@ -156,7 +152,8 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
                 Floats<2> bias = load<2>(&stage.biases[g][half * 32 + lane % 4 * 8 + i * 2]);
                 Floats<TAPS> weight[2];
 #pragma unroll
-                for (int c = 0; c < 2; c++) weight[c] = load<TAPS>(stage.weights[g][half * 32 + (i * 2 + c) * 4 + lane % 4]);
+                for (int c = 0; c < 2; c++)
+                    weight[c] = load<TAPS>(stage.weights[g][half * 32 + (i * 2 + c) * 4 + lane % 4]);
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     Floats<2> x[BACK + STRIP];
@@ -217,10 +214,10 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
     logits += (g * B + b) * L * D + lane % 4 * 8;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<0>();
         __syncthreads();
-        fetch(chunks + chunk + STAGES - 1);
-        const StepStage &stage = reinterpret_cast<const StepStage &>(stages[(chunks + chunk) % STAGES]);
+        if (chunk + 1 < chunks) fetch_step(chunk + 1);
+        const StepStage &stage = reinterpret_cast<const StepStage &>(stages[(chunks + chunk) % 2]);
 #pragma unroll
         for (int half = 0; half < CHUNK / 32; half++) {
             Pack<T, 8> found[TILES][STRIP];
