@@ -72,8 +72,9 @@ pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj,
 }
 
 // The reverse of `pack` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
-// COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows.
-constexpr int COLUMNS = 8;
+// COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a thread
+// has the same V columns of every ROWS-th row.
+constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 
 // sum over parts that are `stride` apart, always in the same order
 DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
@@ -92,22 +93,38 @@ unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj
     unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
     if (blockIdx.x < norm_blocks) {
-        constexpr int ROWS = 256 / COLUMNS;
-        __shared__ float sums[ROWS][COLUMNS];
-        unsigned column = threadIdx.x % COLUMNS, c = blockIdx.x * COLUMNS + column, row = threadIdx.x / COLUMNS;
-        float weight = c < C ? value(norm + c) : 0, sum = 0;
-#pragma unroll 8
-        for (unsigned r = row; r < (c < C ? 2 * D : 0); r += ROWS) {
-            float d = dfolded[r * C + c];
-            sum = fmaf(d, value(in_proj + r * C + c), sum);
-            put(din_proj + r * C + c, d * weight);
+        constexpr int TOGETHER = 4;  // rows on their way at once
+        __shared__ float sums[ROWS][COLUMNS + 1];
+        unsigned column = threadIdx.x * V % COLUMNS, row = threadIdx.x * V / COLUMNS;
+        unsigned c = blockIdx.x * COLUMNS + column;
+        Floats<V> weight = c < C ? values<V>(norm + c) : Floats<V>{}, sum = {};
+        for (unsigned r = row; r < 2 * D; r += TOGETHER * ROWS) {
+            Floats<V> d[TOGETHER] = {}, w[TOGETHER] = {};
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++)
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                    d[j] = load<V>(dfolded + at * C + c), w[j] = values<V>(in_proj + at * C + c);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) {
+#pragma unroll
+                for (int v = 0; v < V; v++) {
+                    sum.at[v] = fmaf(d[j].at[v], w[j].at[v], sum.at[v]);
+                    d[j].at[v] *= weight.at[v];
+                }
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                    store(din_proj + at * C + c, from_floats<PARAMETER>(d[j]));
+            }
         }
-        sums[row][column] = sum;
+#pragma unroll
+        for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];
         __syncthreads();
-        if (row == 0 && c < C) {
-            for (int r = 1; r < ROWS; r++) sum += sums[r][column];
-            put(dnorm + c, sum);
-        }
+        // a warp finishes a column
+        float all = 0;
+        column = threadIdx.x / 32, c = blockIdx.x * COLUMNS + column;
+#pragma unroll
+        for (int r = 0; r < ROWS; r += 32) all += sums[r + threadIdx.x % 32][column];
+        all = sum_over_warp(all);
+        if (threadIdx.x % 32 == 0 && c < C) put(dnorm + c, all);
         return;
     }
     unsigned i = (blockIdx.x - norm_blocks) * blockDim.x + threadIdx.x;

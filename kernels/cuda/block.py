@@ -52,8 +52,10 @@ def unpack(
     rank = pairs[6].shape[1]
     gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
     items = 2 * D * (projections + padded + taps + 2)
-    macros = _macros(dtype, 4, taps=taps, parameter=norm_C.dtype)
-    arguments = [norm_C, in_proj.contiguous(), dfolded, dfilters, dfilters.shape[0], dx_proj, dstep_proj, parts]
+    norm_C, in_proj = norm_C.contiguous(), in_proj.contiguous()
+    vector = 4 if C % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj)) else 1
+    macros = _macros(dtype, vector, taps=taps, parameter=norm_C.dtype)
+    arguments = [norm_C, in_proj, dfolded, dfilters, dfilters.shape[0], dx_proj, dstep_proj, parts]
     launch("block", "unpack", macros, -(-C // 8) + -(-items // 256), 256, [
         *arguments, dchannels, *gradients, C, D, projections, rank, padded,
     ])  # fmt: skip
