@@ -137,15 +137,14 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
         weights.step_bias, states, REVERSE,
     )  # fmt: skip
     del logits_2BLD
-    dlogits_2TD = dlogits_2BLD.flatten(1, 2)
-    dstep_2TR = torch.bmm(dlogits_2TD, weights.step_proj)
-    dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
-    dstep_proj = _products_over_tokens(dlogits_2TD, step_2TR, B)
-    dx_proj = _products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
+    dprojected_2TP, dstep_proj = kernels.step_backward(
+        dlogits_2BLD.flatten(1, 2), step_2TR, weights.step_proj, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2), B
+    )
+    dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
     dfilters = kernels.convolve_backward(
         u_BLD, dv_2BLD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
     )
-    del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
+    del v_2BLD, dv_2BLD, dlogits_2BLD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
@@ -163,14 +162,6 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32."""
     return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _products_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
-    """a^T b in fp32 by parts of the batch (2, parts, M, N): one product would leave most of the GPU idle."""
-    parts = next(parts for parts in range(min(B, 16), 0, -1) if B % parts == 0)
-    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
-    products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
-    return products.unflatten(0, (2, parts))
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:

@@ -86,7 +86,7 @@ DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
 
 extern "C" __global__ void __launch_bounds__(256)
 unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj, const float *__restrict__ dfolded,
-       const float *dfilters, i64 filter_parts, const float *dx, const float *dsteps, i64 token_parts,
+       const float *dfilters, const float *dx, const float *dsteps, i64 filter_parts, i64 x_parts, i64 step_parts,
        const float *dchannels, PARAMETER *__restrict__ dnorm, PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv),
        PAIR(PARAMETER, dconv_bias), PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias),
        PAIR(PARAMETER, dskip), i64 width, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
@@ -131,11 +131,11 @@ unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj
     if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
         unsigned rows = projections - padded_rank + rank, size = projections * D;
         unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;
-        float sum = sum_of_parts(dx + g * token_parts * size + from * D + i % D, token_parts, size);
+        float sum = sum_of_parts(dx + g * x_parts * size + from * D + i % D, x_parts, size);
         put((g ? dx_proj_1 : dx_proj_0) + i % (rows * D), sum);
     } else if (is_among(i, 2 * D * rank)) {
         unsigned g = i / (D * rank), d = i / rank % D, r = i % rank, size = D * padded_rank;
-        float sum = sum_of_parts(dsteps + g * token_parts * size + d * padded_rank + r, token_parts, size);
+        float sum = sum_of_parts(dsteps + g * step_parts * size + d * padded_rank + r, step_parts, size);
         put((g ? dstep_1 : dstep_0) + i % (D * rank), sum);
     } else if (is_among(i, 2 * (TAPS + 1) * D)) {
         unsigned g = i / ((TAPS + 1) * D), tap = i / D % (TAPS + 1), d = i % D;

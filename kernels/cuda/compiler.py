@@ -20,6 +20,7 @@ HEADERS = {
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh"],
     "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
+    "step": ["types.cuh"],
     "project": ["types.cuh", "silu.cuh", "filter.cuh"],
 }
 
