@@ -124,10 +124,11 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
     dx_TC = dx_BLC.contiguous().view(-1, C)
 
     dout_TC = dx_TC.to(dtype)
+    dgated_BLD = torch.mm(dout_TC, weights.out_proj).view(B, L, D)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
-    gated_BLD = kernels.gate_backward(dout_TC, weights.out_proj, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
+    gated_BLD = kernels.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     dout_proj = _mm(dout_TC.t(), gated_BLD.flatten(0, 1))
-    del gated_BLD, dout_TC
+    del dgated_BLD, gated_BLD, dout_TC
 
     v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2TR = weights.project(u_BLD)
     rates = weights.rates if recurrence == "selective" else None

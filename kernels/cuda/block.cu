@@ -233,7 +233,7 @@ gate(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, const float
     }
 }
 
-// The gradients that gate.cuh explains, where dgated is given
+// dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated once more
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gate_backward(const T *__restrict__ dgated, const T *__restrict__ means, const T *__restrict__ z, i64 z_stride,
               const float *__restrict__ scales, T *__restrict__ dy, i64 dy_stride, T *__restrict__ dz, i64 dz_stride,
@@ -245,10 +245,17 @@ gate_backward(const T *__restrict__ dgated, const T *__restrict__ means, const T
     dy += token * dy_stride, dz += token * dz_stride, gated += token * D;
 #pragma unroll 3
     for (int d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
-        GateGradient<V> gradient(to_floats(load<V>(dgated + d)), to_floats(load<V>(means + d)), to_floats(load<V>(z + d)),
-                                 scale);
-        store(dy + d, from_floats<T>(gradient.dy));
-        store(dz + d, from_floats<T>(gradient.dz));
-        store(gated + d, from_floats<T>(gradient.gated));
+        Floats<V> zs = to_floats(load<V>(z + d)), mean = to_floats(load<V>(means + d));
+        Floats<V> gradient = to_floats(load<V>(dgated + d)), product;
+#pragma unroll
+        for (int c = 0; c < V; c++) {
+            float s = sigmoid(zs.at[c]), slope = silu_slope(zs.at[c], s), g = scale * gradient.at[c];
+            product.at[c] = scale * mean.at[c] * zs.at[c] * s;
+            gradient.at[c] = 0.5f * g * zs.at[c] * s;
+            zs.at[c] = g * mean.at[c] * slope;
+        }
+        store(dy + d, from_floats<T>(gradient));
+        store(dz + d, from_floats<T>(zs));
+        store(gated + d, from_floats<T>(product));
     }
 }

@@ -1,4 +1,4 @@
-"""Launches the kernels of block.cu, convolve.cu, gate.cu, project.cu and step.cu: what surrounds the scan in a block."""
+"""Launches the kernels of block.cu, convolve.cu, project.cu and step.cu: what surrounds the scan in a block."""
 
 from __future__ import annotations
 
@@ -208,22 +208,16 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
 
 
 def gate_backward(
-    dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
-    dz_BLD: Tensor,
-) -> Tensor:  # fmt: skip
-    """The gradients behind the output's projection: writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD."""
-    (B, L, D), C = mean_BLD.shape, dout_TC.shape[1]
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
+) -> Tensor:
+    """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
+    B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
-    tokens = mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dy_BLD.stride(1), dz_BLD, dz_BLD.stride(1), gated_BLD
-    vector = _vector(4, z_BLD, dy_BLD, dz_BLD)
-    if mean_BLD.element_size() == 2 and C % 32 == D % 128 == 0 and vector == 4:
-        macros = dict(INPUT=INPUT[mean_BLD.dtype], WIDTH=C, CHANNELS=D)
-        shared = 4 * 2 * (128 * (32 + 8) + 32 * (128 + 8))
-        arguments = [dout_TC, out_proj_CD, *tokens, B * L, L]
-        launch("gate", "product_and_gate_backward", macros, -(-B * L // 128) * (D // 128), 256, arguments, shared)
-        return gated_BLD
-    dgated_TD = torch.mm(dout_TC, out_proj_CD)
-    _launch("gate_backward", _macros(mean_BLD.dtype, vector), B * L, [dgated_TD, *tokens, B * L, L, D])
+    arguments = [
+        dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dy_BLD.stride(1), dz_BLD, dz_BLD.stride(1),
+        gated_BLD, B * L, L, D,
+    ]  # fmt: skip
+    _launch("gate_backward", _macros(mean_BLD.dtype, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
     return gated_BLD
 
 
