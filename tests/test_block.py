@@ -229,7 +229,7 @@ def close(value, truth, dtype, name):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (1, 40, 4, 192)])
+@pytest.mark.parametrize("shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
@@ -270,7 +270,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         dv = tokens(2, B, L, D)
         compare("convolve_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
         step = tokens(2, B * L, P)[..., :R]
-        if dtype == torch.float32 or D % 96 == 0:  # products of 16-bit types in fp32 are for GPUs
+        if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
             compare("step_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N), B)
         compare("project", u, conv, conv_bias, x_proj, tokens(2, D, R))
     for scale in (None, torch.rand(B)):

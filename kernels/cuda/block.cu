@@ -79,7 +79,7 @@ constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 // sum over parts that are `stride` apart, always in the same order
 DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
     float sum = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];
     return sum;
 }

@@ -156,13 +156,13 @@ def step_backward(
     The latter, dlogits^T step, in parts of the tokens: (2, parts, D, R) in fp32.
     """
     (_, T, D), R, N = dlogits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
-    warps, tile = D // 96, 16  # as in step.cu
+    warps, tile = 8, 16  # as in step.cu
     # of wider and longer projections a warp's registers cannot hold its part
-    if dlogits_2TD.element_size() > 2 or D % 96 or warps > 8 or R > 24 or R % 8:
+    if dlogits_2TD.element_size() > 2 or D % (16 * warps) or D > 768 or R > 24 or R % 8:
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR, B)
-    parts = min(-(-T // tile), -(-(2 if warps <= 4 else 1) * _multiprocessors(dlogits_2TD.device) // 2))
+    parts = min(-(-T // tile), -(-_multiprocessors(dlogits_2TD.device) // 2))
     dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
     dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
     shared = 3 * 2 * tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) + 2 * 4 * warps * tile * R

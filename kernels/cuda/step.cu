@@ -3,7 +3,7 @@
 // dstep_proj = dlogits^T step.
 // Compiled by NVRTC with these macros:
 //   INPUT     element type of the tensors: bf16 or fp16
-//   CHANNELS  D, a multiple of WIDTH
+//   CHANNELS  D, a multiple of 16 WARPS
 //   RANK      columns of step_proj, R, a multiple of 8
 //   STATES    columns of dk and of dq, N, a multiple of 4
 
@@ -12,7 +12,7 @@ typedef INPUT T;
 // A block takes TILE tokens of one direction after another, of which the next STAGES - 1 tiles are on their way to shared
 // memory. A warp has WIDTH of the channels: of dstep_proj, a sum over the block's tokens, in registers until the end; of
 // dstep, a sum over channels, as a part that the warps leave in shared memory and add after the next barrier.
-constexpr int TILE = 16, WIDTH = 96, WARPS = CHANNELS / WIDTH, THREADS = 32 * WARPS, STAGES = 3;
+constexpr int TILE = 16, WARPS = 8, WIDTH = CHANNELS / WARPS, THREADS = 32 * WARPS, STAGES = 3;
 constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
 constexpr int PITCH = CHANNELS + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;  // 8 rows of 16 bytes in different banks
 struct Stage {
@@ -23,7 +23,7 @@ struct Block {
     float dstep[2][WARPS][TILE][RANK];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS <= 4 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 step_stride, i64 step_directions,
               const T *__restrict__ step_proj, const T *__restrict__ dk, const T *__restrict__ dq,
               T *__restrict__ dprojected, float *__restrict__ dstep_proj, i64 tokens, i64 parts) {
@@ -36,17 +36,14 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
     dstep_proj += (i64(g) * parts + part) * CHANNELS * RANK;
 
     auto fetch = [&](Stage &stage, int tile) {
-        auto copy = [&](T *to, const T *from, i64 stride, int row) {
-            copy_async<8>(to, from + i64(tile * TILE + row) * stride, tile * TILE + row < all);
-        };
 #pragma unroll
         for (int i = threadIdx.x; i < TILE * CHANNELS / 8; i += THREADS) {
             int row = i / (CHANNELS / 8), c = i % (CHANNELS / 8) * 8;
-            copy(&stage.dlogits[row][c], dlogits + c, CHANNELS, row);
+            copy_async<8>(&stage.dlogits[row][c], dlogits + i64(tile * TILE + row) * CHANNELS + c, tile * TILE + row < all);
         }
         for (int i = threadIdx.x; i < TILE * EIGHTS; i += THREADS) {
             int row = i / EIGHTS, c = i % EIGHTS * 8;
-            copy(&stage.step[row][c], step + c, step_stride, row);
+            copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c, tile * TILE + row < all);
         }
         commit_copies();
     };
@@ -61,9 +58,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
                 const T *p = step_proj + (first_channel + k * 16 + half * 8 + lane % 4 * 2) * RANK + n * 8 + lane / 4;
                 weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
             }
-    // dstep of a tile, and next to it dk and dq
-    auto finish = [&](int tile, const float (*dstep)[TILE][RANK]) {
-        T *to = dprojected + i64(tile) * TILE * PROJECTIONS;
+    auto write_dstep = [&](int tile, const float (*dstep)[TILE][RANK]) {
         for (int i = threadIdx.x; i < TILE * RANK / 2; i += THREADS) {
             int row = i / (RANK / 2), r = i % (RANK / 2) * 2;
             Floats<2> sum = load<2>(&dstep[0][row][r]);
@@ -72,16 +67,25 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
                 Floats<2> more = load<2>(&dstep[w][row][r]);
                 sum.at[0] += more.at[0], sum.at[1] += more.at[1];
             }
-            if (tile * TILE + row < all) store(to + row * PROJECTIONS + r, from_floats<T>(sum));
-        }
-        for (int i = threadIdx.x; i < TILE * STATES / 2; i += THREADS) {
-            int row = i / (STATES / 2), n = i % (STATES / 2) * 4;
-            i64 token = i64(tile) * TILE + row;
-            if (token < all)
-                store(to + row * PROJECTIONS + RANK + n,
-                      load<4>((n < STATES ? dk : dq) + token * STATES + n % STATES));
+            if (tile * TILE + row < all)
+                store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<T>(sum));
         }
     };
+    // dk and dq of a tile, 4 neighbours at a time, on their way while the warp multiplies
+    constexpr int KEYS = TILE * STATES / 2;
+    Pack<T, 4> dkeys[(KEYS + THREADS - 1) / THREADS];
+    auto each_key = [&](int tile, auto use) {
+#pragma unroll
+        for (int item = 0; item * THREADS < KEYS; item++) {
+            int i = item * THREADS + threadIdx.x, row = i / (STATES / 2), n = i % (STATES / 2) * 4;
+            i64 token = tile * TILE + row;
+            if ((KEYS % THREADS == 0 || i < KEYS) && token < all) use(dkeys[item], token, n);
+        }
+    };
+    auto read_dkeys = [&](Pack<T, 4> &keys, i64 token, int n) {
+        keys = load<4>((n < STATES ? dk : dq) + token * STATES + n % STATES);
+    };
+    auto write_dkeys = [&](Pack<T, 4> &keys, i64 token, int n) { store(dprojected + token * PROJECTIONS + RANK + n, keys); };
 
     Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};
 #pragma unroll
@@ -92,8 +96,9 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
         wait_for_copies<STAGES - 2>();
         __syncthreads();
         fetch(block.stages[(i + STAGES - 1) % STAGES], tile + (STAGES - 1) * int(parts));
-        if (i > 0) finish(tile - int(parts), block.dstep[(i - 1) % 2]);
+        if (i > 0) write_dstep(tile - int(parts), block.dstep[(i - 1) % 2]);
         const Stage &stage = block.stages[i % STAGES];
+        each_key(tile, read_dkeys);
         unsigned steps[EIGHTS + EIGHTS % 2][2];
 #pragma unroll
         for (int n = 0; n < EIGHTS; n += 2) {
@@ -120,10 +125,11 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 store(&block.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
+        each_key(tile, write_dkeys);
     }
     wait_for_copies<0>();  // of tiles that do not exist
     __syncthreads();
-    if (i > 0) finish(part + (i - 1) * int(parts), block.dstep[(i - 1) % 2]);
+    if (i > 0) write_dstep(part + (i - 1) * int(parts), block.dstep[(i - 1) % 2]);
 #pragma unroll
     for (int k = 0; k < SIXTEENS; k++)
 #pragma unroll
