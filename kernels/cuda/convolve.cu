@@ -120,8 +120,9 @@ struct Product {
             }
     }
     DEVICE void deal(Fragments &to, const T *x_proj, int channels, int D) {
-        for (int i = threadIdx.x; i < 2 * GROUPS * SIXTEENS * 32; i += 32 * WARPS) {
-            int lane = i % 32, sixteen = i / 32 % SIXTEENS, k = i / (32 * SIXTEENS);
+#pragma unroll
+        for (int n = 0; n < 2 * GROUPS * SIXTEENS / WARPS; n++) {
+            int i = n * 32 * WARPS + threadIdx.x, lane = i % 32, sixteen = i / 32 % SIXTEENS, k = i / (32 * SIXTEENS);
 #pragma unroll
             for (int word = 0; word < 4; word++) {
                 int c = sixteen * 16 + lane / 4 * 2 + word % 2, p = k / 2 * 32 + lane % 4 * 8 + k % 2 * 4 + word / 2 * 2;
@@ -187,6 +188,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     i64 blocks = (D + ROW - 1) / ROW, part = blockIdx.x / blocks;
     i64 first_d = blockIdx.x % blocks * ROW, d = first_d + lane * LANE;
     bool valid = d < D;
+#pragma unroll
     for (int g = 0; g < 2; g++)
         Product<T>::deal(shared_x_proj[g], x_proj + g * PROJECTIONS * D + first_d, min(D - first_d, i64(ROW)), D);
     __syncthreads();
