@@ -188,21 +188,42 @@ def _fake_block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj,
     return [t.new_empty(t.shape) for t in (dx_BLC, norm_C, in_proj, out_proj, *directions)]
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
-    ctx.recurrence, _, scale_B, _, norm_C, in_proj, out_proj, directions, _, _ = inputs
-    ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *output[1:])
-    ctx.count = len(directions)
+class _Block(torch.autograd.Function):
+    """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer."""
+
+    @staticmethod
+    def forward(ctx, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions):
+        y_BLC, *saved = _below_autograd(
+            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, True
+        )
+        ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
+        ctx.mark_non_differentiable(*saved)
+        ctx.recurrence, ctx.count = recurrence, len(directions)
+        ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *saved)
+        return y_BLC, *saved
+
+    @staticmethod
+    def backward(ctx, dx_BLC, *_):
+        scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
+        dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
+            ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, rest[: ctx.count], rest[ctx.count :]
+        )
+        return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, *ddirections
 
 
-def _backward(ctx, dx_BLC, *_):
-    scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
-    dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
-        ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, rest[: ctx.count], rest[ctx.count :]
-    )
-    return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, ddirections, None, None
+def _below_autograd(*arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.vil.block(*arguments)
+
+
+def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
+    if not keep:
+        return _below_autograd(
+            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep
+        )  # fmt: skip
+    return _Block.apply(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions)
 
 
 torch.library.impl("vil::block", "CUDA", _block)
 torch.library.impl("vil::block_backward", "CUDA", _block_backward)
-torch.library.register_autograd("vil::block", _backward, setup_context=_setup_context)
+torch.library.impl("vil::block", "Autograd", _differentiable_block)
