@@ -381,12 +381,14 @@ class VisionLonghorn(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to normed tokens (B, L, C)."""
+        return self.norm(self.forward_blocks(x))
+
+    def forward_blocks(self, x: Tensor) -> Tensor:
+        """Images (B, 3, H, W) to the tokens (B, L, C) behind the last block."""
         x = self.embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.blocks, x)
-        else:
-            x = self.blocks(x)
-        return self.norm(x)
+            return checkpoint_seq(self.blocks, x)
+        return self.blocks(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (B, L, C) to logits (B, num_classes), or to the pooled features if `pre_logits`."""
@@ -398,7 +400,11 @@ class VisionLonghorn(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
+        x = self.forward_blocks(x)
+        if self.global_pool == "token":  # all that the head sees: the others need no norm
+            middle = (x.shape[1] - 1) // 2
+            x = x[:, middle : middle + 1]
+        return self.forward_head(self.norm(x))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
         """As PyTorch's, also for ViM's published names and for other grids and sizes of patches.
