@@ -137,15 +137,14 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
         weights.step_bias, states, REVERSE,
     )  # fmt: skip
     del logits_2BLD
-    dlogits_2TD = dlogits_2BLD.flatten(1, 2)
-    dstep_2TR = torch.bmm(dlogits_2TD, weights.step_proj)
-    dprojected_2TP = torch.cat([dstep_2TR, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=-1)
-    dstep_proj = _products_over_tokens(dlogits_2TD, step_2TR, B)
-    dx_proj = _products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
+    dprojected_2TP, dstep_proj = kernels.step_backward(
+        dlogits_2BLD.flatten(1, 2), step_2TR, weights.step_proj, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2), B
+    )
+    dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
     dfilters = kernels.convolve_backward(
         u_BLD, dv_2BLD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
     )
-    del v_2BLD, dv_2BLD, dlogits_2BLD, dlogits_2TD
+    del v_2BLD, dv_2BLD, dlogits_2BLD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
@@ -163,14 +162,6 @@ def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, dire
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32."""
     return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _products_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
-    """a^T b in fp32 by parts of the batch (2, parts, M, N): one product would leave most of the GPU idle."""
-    parts = next(parts for parts in range(min(B, 16), 0, -1) if B % parts == 0)
-    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
-    products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
-    return products.unflatten(0, (2, parts))
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
@@ -197,21 +188,42 @@ def _fake_block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj,
     return [t.new_empty(t.shape) for t in (dx_BLC, norm_C, in_proj, out_proj, *directions)]
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
-    ctx.recurrence, _, scale_B, _, norm_C, in_proj, out_proj, directions, _, _ = inputs
-    ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *output[1:])
-    ctx.count = len(directions)
+class _Block(torch.autograd.Function):
+    """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer."""
+
+    @staticmethod
+    def forward(ctx, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions):
+        y_BLC, *saved = _below_autograd(
+            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, True
+        )
+        ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
+        ctx.mark_non_differentiable(*saved)
+        ctx.recurrence, ctx.count = recurrence, len(directions)
+        ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *saved)
+        return y_BLC, *saved
+
+    @staticmethod
+    def backward(ctx, dx_BLC, *_):
+        scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
+        dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
+            ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, rest[: ctx.count], rest[ctx.count :]
+        )
+        return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, *ddirections
 
 
-def _backward(ctx, dx_BLC, *_):
-    scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
-    dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
-        ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, rest[: ctx.count], rest[ctx.count :]
-    )
-    return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, ddirections, None, None
+def _below_autograd(*arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.vil.block(*arguments)
+
+
+def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
+    if not keep:
+        return _below_autograd(
+            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep
+        )  # fmt: skip
+    return _Block.apply(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions)
 
 
 torch.library.impl("vil::block", "CUDA", _block)
 torch.library.impl("vil::block_backward", "CUDA", _block_backward)
-torch.library.register_autograd("vil::block", _backward, setup_context=_setup_context)
+torch.library.impl("vil::block", "Autograd", _differentiable_block)

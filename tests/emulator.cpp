@@ -31,6 +31,7 @@ struct Thread {
     Index index;
     float passed;
     Fragments fragments;
+    const void *row;  // of a matrix to load
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> committed;
 };
@@ -110,6 +111,19 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
             float a = element(row * 4 + k % 8 / 2, k / 8 * 2 + i / 2, k % 2);
             sums[i] += a * element(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
         }
+    }
+    __syncwarp();
+}
+
+static void load_four_matrices(unsigned (&word)[4], const void *row, bool transposed) {
+    if (size_t(row) % 16) fprintf(stderr, "misaligned row of a matrix\n"), abort();
+    current->row = row;
+    __syncwarp();
+    for (int i = 0; i < 8; i++) {
+        int lane = threadIdx.x % 32, two = lane % 4 * 2 + i % 2, r = transposed ? two : lane / 4;
+        auto *from = (const unsigned short *)emulator::threads[threadIdx.x / 32 * 32 + i / 2 * 8 + r].row;
+        unsigned bits = from[transposed ? lane / 4 : two];
+        word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
     }
     __syncwarp();
 }

@@ -116,6 +116,14 @@ class PlainKernels:
         projected = v.flatten(1, 2) @ x_proj.mT
         return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
 
+    @staticmethod
+    def step_backward(dlogits, step, step_proj, dk, dq, B):
+        return torch.cat([dlogits @ step_proj, dk, dq], dim=-1), (dlogits.mT @ step)[:, None]
+
+    @staticmethod
+    def products_over_tokens(a, b, B):
+        return (a.mT @ b)[:, None]
+
     @classmethod
     def convolve_backward(cls, u, dv, dprojected, x_proj, conv, conv_bias, du):
         dv = dv + (dprojected @ x_proj).view_as(dv)
@@ -201,8 +209,9 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_block = [dict(PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
     vector = 4 if dtype == "float" else 8
     of_convolve = [dict(VECTOR=vector, TAPS=4, PROJECTIONS=P) for P in (48, 56, 80, 144)]
+    of_step = [dict(CHANNELS=D, RANK=R, STATES=16) for D, R in ((384, 16), (768, 24)) if dtype != "float"]
     of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
-    named = ("block", of_block), ("convolve", of_convolve), ("project", of_project)
+    named = ("block", of_block), ("convolve", of_convolve), ("project", of_project), ("step", of_step)
     for name, macros in [(name, macros) for name, all_macros in named for macros in all_macros]:
         macros["INPUT"] = dtype
         log = io.StringIO()
@@ -241,6 +250,8 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         values = getattr(kernels, name)(*inputs, *written)
         if name == "convolve_backward":  # in parts
             values = values.sum(0, keepdim=True)
+        if name == "step_backward":
+            values = values[0], values[1].sum(1, keepdim=True)
         truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
         for value, truth in zip(
             [*([values] if isinstance(values, torch.Tensor) else values), *written],
@@ -258,6 +269,9 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         dprojected, x_proj = tokens(2, B * L, P), tokens(2, P, D)
         dv = tokens(2, B, L, D)
         compare("convolve_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
+        step = tokens(2, B * L, P)[..., :R]
+        if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
+            compare("step_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N), B)
         compare("project", u, conv, conv_bias, x_proj, tokens(2, D, R))
     for scale in (None, torch.rand(B)):
         compare("gate", tokens(2, B, L, D), z, scale, True)

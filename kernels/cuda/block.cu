@@ -72,53 +72,70 @@ pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj,
 }
 
 // The reverse of `pack` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
-// COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows.
-constexpr int COLUMNS = 8;
+// COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a thread
+// has the same V columns of every ROWS-th row.
+constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 
 // sum over parts that are `stride` apart, always in the same order
 DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
     float sum = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];
     return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj, const float *__restrict__ dfolded,
-       const float *dfilters, i64 filter_parts, const float *dx, const float *dsteps, i64 token_parts,
+       const float *dfilters, const float *dx, const float *dsteps, i64 filter_parts, i64 x_parts, i64 step_parts,
        const float *dchannels, PARAMETER *__restrict__ dnorm, PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv),
        PAIR(PARAMETER, dconv_bias), PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias),
        PAIR(PARAMETER, dskip), i64 width, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
     unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
     if (blockIdx.x < norm_blocks) {
-        constexpr int ROWS = 256 / COLUMNS;
-        __shared__ float sums[ROWS][COLUMNS];
-        unsigned column = threadIdx.x % COLUMNS, c = blockIdx.x * COLUMNS + column, row = threadIdx.x / COLUMNS;
-        float weight = c < C ? value(norm + c) : 0, sum = 0;
-#pragma unroll 8
-        for (unsigned r = row; r < (c < C ? 2 * D : 0); r += ROWS) {
-            float d = dfolded[r * C + c];
-            sum = fmaf(d, value(in_proj + r * C + c), sum);
-            put(din_proj + r * C + c, d * weight);
+        constexpr int TOGETHER = 4;  // rows on their way at once
+        __shared__ float sums[ROWS][COLUMNS + 1];
+        unsigned column = threadIdx.x * V % COLUMNS, row = threadIdx.x * V / COLUMNS;
+        unsigned c = blockIdx.x * COLUMNS + column;
+        Floats<V> weight = c < C ? values<V>(norm + c) : Floats<V>{}, sum = {};
+        for (unsigned r = row; r < 2 * D; r += TOGETHER * ROWS) {
+            Floats<V> d[TOGETHER] = {}, w[TOGETHER] = {};
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++)
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                    d[j] = load<V>(dfolded + at * C + c), w[j] = values<V>(in_proj + at * C + c);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) {
+#pragma unroll
+                for (int v = 0; v < V; v++) {
+                    sum.at[v] = fmaf(d[j].at[v], w[j].at[v], sum.at[v]);
+                    d[j].at[v] *= weight.at[v];
+                }
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                    store(din_proj + at * C + c, from_floats<PARAMETER>(d[j]));
+            }
         }
-        sums[row][column] = sum;
+#pragma unroll
+        for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];
         __syncthreads();
-        if (row == 0 && c < C) {
-            for (int r = 1; r < ROWS; r++) sum += sums[r][column];
-            put(dnorm + c, sum);
-        }
+        // a warp finishes a column
+        float all = 0;
+        column = threadIdx.x / 32, c = blockIdx.x * COLUMNS + column;
+#pragma unroll
+        for (int r = 0; r < ROWS; r += 32) all += sums[r + threadIdx.x % 32][column];
+        all = sum_over_warp(all);
+        if (threadIdx.x % 32 == 0 && c < C) put(dnorm + c, all);
         return;
     }
     unsigned i = (blockIdx.x - norm_blocks) * blockDim.x + threadIdx.x;
     if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
         unsigned rows = projections - padded_rank + rank, size = projections * D;
         unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;
-        float sum = sum_of_parts(dx + g * token_parts * size + from * D + i % D, token_parts, size);
+        float sum = sum_of_parts(dx + g * x_parts * size + from * D + i % D, x_parts, size);
         put((g ? dx_proj_1 : dx_proj_0) + i % (rows * D), sum);
     } else if (is_among(i, 2 * D * rank)) {
         unsigned g = i / (D * rank), d = i / rank % D, r = i % rank, size = D * padded_rank;
-        float sum = sum_of_parts(dsteps + g * token_parts * size + d * padded_rank + r, token_parts, size);
+        float sum = sum_of_parts(dsteps + g * step_parts * size + d * padded_rank + r, step_parts, size);
         put((g ? dstep_1 : dstep_0) + i % (D * rank), sum);
     } else if (is_among(i, 2 * (TAPS + 1) * D)) {
         unsigned g = i / ((TAPS + 1) * D), tap = i / D % (TAPS + 1), d = i % D;

@@ -1,4 +1,4 @@
-"""Launches the kernels of block.cu, convolve.cu and project.cu: what surrounds the scan in a block."""
+"""Launches the kernels of block.cu, convolve.cu, project.cu and step.cu: what surrounds the scan in a block."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ def unpack(
         dtype: The one that `pack` was given.
         dfolded: Of the projection that contains the norm's weight.
         dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
-        dx_proj: (2, parts, padded R + 2N, D).
-        dstep_proj: (2, parts, D, padded R).
+        dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
+        dstep_proj: (2, other parts, D, padded R).
         dchannels: (2, 2, D): of skip, then of the step's bias.
     """
     (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
-    _, parts, projections, _ = dx_proj.shape
-    padded, pairs = dstep_proj.shape[3], _pairs(directions)
+    projections, padded, pairs = dx_proj.shape[2], dstep_proj.shape[3], _pairs(directions)
     rank = pairs[6].shape[1]
     gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
     items = 2 * D * (projections + padded + taps + 2)
-    macros = _macros(dtype, 4, taps=taps, parameter=norm_C.dtype)
-    arguments = [norm_C, in_proj.contiguous(), dfolded, dfilters, dfilters.shape[0], dx_proj, dstep_proj, parts]
+    norm_C, in_proj = norm_C.contiguous(), in_proj.contiguous()
+    vector = 4 if C % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj)) else 1
+    macros = _macros(dtype, vector, taps=taps, parameter=norm_C.dtype)
+    parts = dfilters.shape[0], dx_proj.shape[1], dstep_proj.shape[1]
+    arguments = [norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts]
     launch("block", "unpack", macros, -(-C // 8) + -(-items // 256), 256, [
         *arguments, dchannels, *gradients, C, D, projections, rank, padded,
     ])  # fmt: skip
@@ -146,6 +148,40 @@ def convolve_backward(
         dfilters, B, L, D, stretch, parts,
     ], shared)  # fmt: skip
     return dfilters
+
+
+def step_backward(
+    dlogits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor, B: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of all columns of the projections (2, T, P): dlogits step_proj, dk and dq; and of step_proj.
+
+    The latter, dlogits^T step, in parts of the tokens: (2, parts, D, R) in fp32.
+    """
+    (_, T, D), R, N = dlogits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
+    warps, tile = 8, 16  # as in step.cu
+    # of wider and longer projections a warp's registers cannot hold its part
+    if dlogits_2TD.element_size() > 2 or D % (16 * warps) or D > 768 or R > 24 or R % 8:
+        dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
+        dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
+        return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR, B)
+    parts = min(-(-T // tile), -(-_multiprocessors(dlogits_2TD.device) // 2))
+    dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
+    dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
+    shared = 3 * 2 * tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) + 2 * 4 * warps * tile * R
+    macros = dict(INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D, RANK=R, STATES=N)
+    launch("step", "step_backward", macros, 2 * parts, 32 * warps, [
+        dlogits_2TD, step_2TR, step_2TR.stride(1), step_2TR.stride(0), step_proj_2DR, dk_2TN, dq_2TN, dprojected_2TP,
+        dstep_proj, T, parts,
+    ], shared)  # fmt: skip
+    return dprojected_2TP, dstep_proj
+
+
+def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
+    """a^T b in fp32 by parts of the batch (2, parts, M, N): one product would leave most of the GPU idle."""
+    parts = next(parts for parts in range(min(B, 16), 0, -1) if B % parts == 0)
+    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
+    products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
+    return products.unflatten(0, (2, parts))
 
 
 def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:

@@ -76,6 +76,14 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
     }
 }
 
+// -silu'(x) / LOG2E of y = -LOG2E x: with weights in these units exp(-x) needs no product of its own, and the two factors
+// cancel in du
+DEVICE float scaled_slope(float y) {
+    constexpr float LN2 = 1 / LOG2E;
+    float s = reciprocal(1 + exp2_fast(y));
+    return s * fmaf(y, fmaf(-LN2 * LN2, s, LN2 * LN2), -LN2);
+}
+
 // The gradients of the convolutions' sums, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
@@ -90,57 +98,81 @@ struct Tile {
     T u[TILE][PITCH], dv[2][TILE][PITCH];
 };
 
-// dprojected @ x_proj by the tensor cores, 16 tokens of one sequence at a time: lane l has the rows of tokens l / 4 and
-// l / 4 + 8 and, of each group of 32 projections, 8 neighbours, read at once. To the cores these are columns of two
-// products, in another order, which is all the same as long as x_proj is dealt alike.
-constexpr int GROUPS = (PROJECTIONS + 31) / 32;
+// dprojected @ x_proj by the tensor cores, as (16 channels, 16 projections) times (16 projections, 8 tokens): lane l has,
+// of tokens l / 4 and l / 4 + 8 and of each group of 32 projections, 8 neighbours, read at once. To the cores these are
+// columns of two products, in another order, which is all the same as long as x_proj is dealt alike. Nor do they mind the
+// order of channels, so that a lane's sums are of neighbours: 2 (l / 4), + 1 of tokens 2 (l % 4), + 1.
+constexpr int GROUPS = (PROJECTIONS + 31) / 32, SIXTEENS = ROW / 16;
+struct Fragments {  // x_proj as it is dealt to lanes
+    Pack<unsigned, 4> at[2 * GROUPS][SIXTEENS][32];
+};
 template <class T>
 struct Product {
-    Pack<T, 8> rows[GROUPS][2];
+    Pack<T, 8> projections[GROUPS][2];
     __device__ __forceinline__ Product(const T *dprojected, int t, int L, int lane) {
+        const T *from = dprojected + i64(t + lane / 4) * PROJECTIONS + lane % 4 * 8;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int token = t + half * 8 + lane / 4, p = group * 32 + lane % 4 * 8;
-                bool valid = unsigned(token) < unsigned(L) && p < PROJECTIONS;
-                rows[group][half] = valid ? load<8>(dprojected + i64(token) * PROJECTIONS + p) : Pack<T, 8>{};
+                bool valid = unsigned(t + half * 8 + lane / 4) < unsigned(L) && group * 32 + lane % 4 * 8 < PROJECTIONS;
+                projections[group][half] = valid ? load<8>(from + half * 8 * PROJECTIONS + group * 32) : Pack<T, 8>{};
             }
     }
-    __device__ __forceinline__ void add_to(T (*dv)[PITCH], const T (*x_proj)[ROW][32], int lane) const {
-        constexpr int SIDE = 4;  // products side by side, as each waits for the one before it
+    DEVICE void deal(Fragments &to, const T *x_proj, int channels, int D) {
 #pragma unroll
-        for (int first = 0; first < ROW; first += SIDE * 8) {
-            T *low = &dv[lane / 4][first + lane % 4 * 2], *high = low + 8 * PITCH;
-            Floats<2> sums[SIDE][2];
+        for (int n = 0; n < 2 * GROUPS * SIXTEENS / WARPS; n++) {
+            int i = n * 32 * WARPS + threadIdx.x, lane = i % 32, sixteen = i / 32 % SIXTEENS, k = i / (32 * SIXTEENS);
+#pragma unroll
+            for (int word = 0; word < 4; word++) {
+                int c = sixteen * 16 + lane / 4 * 2 + word % 2, p = k / 2 * 32 + lane % 4 * 8 + k % 2 * 4 + word / 2 * 2;
+                T low = {}, high = {};  // PROJECTIONS is even
+                if (c < channels && p < PROJECTIONS) low = x_proj[i64(p) * D + c], high = x_proj[i64(p + 1) * D + c];
+                to.at[k][sixteen][lane].at[word] = low.bits | unsigned(high.bits) << 16;
+            }
+        }
+    }
+    __device__ __forceinline__ void add_to(T (*dv)[PITCH], const Fragments &x_proj, int lane) const {
+        constexpr int SIDE = 2;  // sixteens side by side, as a product waits for the one before it
+#pragma unroll
+        for (int first = 0; first < SIXTEENS; first += SIDE) {
+            T *even = &dv[lane % 4 * 2][first * 16 + lane / 4 * 2], *odd = even + PITCH;
+            Floats<2> sums[SIDE][2][2];
 #pragma unroll
             for (int i = 0; i < SIDE; i++)
-                sums[i][0] = to_floats(load<2>(low + i * 8)), sums[i][1] = to_floats(load<2>(high + i * 8));
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                const unsigned *a = rows[group][0].word, *b = rows[group][1].word;
-                Pack<T, 8> w[SIDE];
+                for (int half = 0; half < 2; half++) {
+                    Floats<2> a = to_floats(load<2>(even + half * 8 * PITCH + i * 16));
+                    Floats<2> b = to_floats(load<2>(odd + half * 8 * PITCH + i * 16));
+                    sums[i][half][0] = {a.at[0], b.at[0]}, sums[i][half][1] = {a.at[1], b.at[1]};
+                }
 #pragma unroll
-                for (int i = 0; i < SIDE; i++) w[i] = load<8>(&x_proj[group][first + i * 8 + lane / 4][lane % 4 * 8]);
+            for (int k = 0; k < 2 * GROUPS; k++)
 #pragma unroll
-                for (int i = 0; i < SIDE; i++)
-                    multiply_add(T{}, sums[i], a[0], b[0], a[1], b[1], w[i].word[0], w[i].word[1]);
+                for (int i = 0; i < SIDE; i++) {
+                    Pack<unsigned, 4> x = x_proj.at[k][first + i][lane];
 #pragma unroll
-                for (int i = 0; i < SIDE; i++)
-                    multiply_add(T{}, sums[i], a[2], b[2], a[3], b[3], w[i].word[2], w[i].word[3]);
-            }
+                    for (int half = 0; half < 2; half++) {
+                        const unsigned *p = projections[k / 2][half].word + k % 2 * 2;
+                        multiply_add(T{}, sums[i][half], x.at[0], x.at[1], x.at[2], x.at[3], p[0], p[1]);
+                    }
+                }
 #pragma unroll
-            for (int i = 0; i < SIDE; i++) {
-                store(low + i * 8, from_floats<T>(sums[i][0]));
-                store(high + i * 8, from_floats<T>(sums[i][1]));
-            }
+            for (int i = 0; i < SIDE; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    Floats<2> *sum = sums[i][half], a = {sum[0].at[0], sum[1].at[0]}, b = {sum[0].at[1], sum[1].at[1]};
+                    store(even + half * 8 * PITCH + i * 16, from_floats<T>(a));
+                    store(odd + half * 8 * PITCH + i * 16, from_floats<T>(b));
+                }
         }
     }
 };
 template <>
 struct Product<float> {  // none: dv comes with it
     __device__ Product(const float *, int, int, int) {}
-    __device__ void add_to(float (*)[PITCH], const float (*)[ROW][32], int) const {}
+    DEVICE void deal(Fragments &, const float *, int, int) {}
+    __device__ void add_to(float (*)[PITCH], const Fragments &, int) const {}
 };
 
 // on sm_120 a third block would cost spills
@@ -152,38 +184,37 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     extern __shared__ __align__(16) char shared[];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Tile *tiles = reinterpret_cast<Tile *>(shared) + warp * 2;
-    auto shared_x_proj = reinterpret_cast<T (*)[GROUPS][ROW][32]>(shared + WARPS * 2 * sizeof(Tile));
+    Fragments *shared_x_proj = reinterpret_cast<Fragments *>(shared + WARPS * 2 * sizeof(Tile));
     i64 blocks = (D + ROW - 1) / ROW, part = blockIdx.x / blocks;
     i64 first_d = blockIdx.x % blocks * ROW, d = first_d + lane * LANE;
     bool valid = d < D;
-    for (int i = threadIdx.x; i < (sizeof(T) == 2 ? 2 * GROUPS * 32 * ROW : 0); i += 32 * WARPS) {
-        int c = i % ROW, p = i / ROW % (GROUPS * 32), g = i / (ROW * GROUPS * 32);
-        bool there = p < PROJECTIONS && first_d + c < D;
-        shared_x_proj[g][p / 32][c][p % 32] = there ? x_proj[(i64(g) * PROJECTIONS + p) * D + first_d + c] : T{};
-    }
+#pragma unroll
+    for (int g = 0; g < 2; g++)
+        Product<T>::deal(shared_x_proj[g], x_proj + g * PROJECTIONS * D + first_d, min(D - first_d, i64(ROW)), D);
     __syncthreads();
     i64 loaded_d = min(d, D - LANE);
-    int stretches = (L + stretch - 1) / stretch, items = B * stretches, stride = u_stride;
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches, length = L;
     Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
+    forward.scale(-LOG2E), backward.scale(-LOG2E);
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
     for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
-        const T *us = u + b * L * stride + first_d, *dv_0 = dv + b * L * D + first_d, *dv_1 = dv_0 + B * L * D;
+        constexpr int LANES = ROW / VECTOR;  // that copy a token
+        int c = lane % LANES * VECTOR, copied = first_d + c < D ? length : 0;
+        const T *us = u + b * L * u_stride + first_d, *dv_0 = dv + b * L * D + first_d, *dv_1 = dv_0 + B * L * D;
         const T *dprojected_0 = dprojected + b * L * PROJECTIONS, *dprojected_1 = dprojected_0 + B * L * PROJECTIONS;
         T *dus = du + (b * L + t) * du_stride + d;
         auto copy = [&](T (*to)[PITCH], const T *from, i64 stride, int t) {
-            constexpr int LANES = ROW / VECTOR;  // that copy a token
+            int bytes = stride * sizeof(T);
 #pragma unroll
-            for (int row = lane / LANES; row < TILE; row += 32 / LANES) {
-                int c = lane % LANES * VECTOR;
-                bool there = unsigned(t + row) < unsigned(L) && first_d + c < D;
-                copy_async<VECTOR>(&to[row][c], from + (there ? (t + row) * stride + c : 0), there);
-            }
+            for (int row = lane / LANES; row < TILE; row += 32 / LANES)
+                copy_async<VECTOR>(&to[row][c], (const T *)((const char *)(from + c) + i64(t + row) * bytes),
+                                   unsigned(t + row) < unsigned(copied));
         };
         auto fetch = [&](Tile &tile, int t) {
-            copy(tile.u, us, stride, t + BACK);
+            copy(tile.u, us, u_stride, t + BACK);
             copy(tile.dv[0], dv_0, D, t + BACK);
             copy(tile.dv[1], dv_1, D, t);
             commit_copies();
@@ -191,7 +222,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         __syncwarp();
         fetch(tiles[0], t);
         InFlight<LANE, BACK> first;
-        first.fetch(us + t * i64(stride) + loaded_d - first_d, stride, t, L);
+        first.fetch(us + t * u_stride + loaded_d - first_d, u_stride, t, L);
         // of the tokens behind t: u; what s_0 and s_1 were
         Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
 #pragma unroll
@@ -208,6 +239,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
             __syncwarp();
 #pragma unroll 1
             for (int row = 0; row < TILE && t < end; row += STEP, t += STEP) {
+                float own = t >= begin;
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
                     window[BACK + i] = to_floats(load<LANE>(&tile.u[row + i][lane * LANE]));
@@ -216,7 +248,6 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
                 }
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
-                    bool own_0 = t + i + BACK >= begin && t + i + BACK < end, own_1 = t + i >= begin && t + i < end;
                     Floats<LANE> sum;
 #pragma unroll
                     for (int c = 0; c < LANE; c++) {
@@ -226,21 +257,22 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
                             sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
                             sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
                         }
-                        s_0[BACK + i].at[c] *= silu_slope(sum_0, sigmoid(sum_0));
-                        s_1[BACK + i].at[c] *= silu_slope(sum_1, sigmoid(sum_1));
-                        float own_s_0 = own_0 ? s_0[BACK + i].at[c] : 0, own_s_1 = own_1 ? s_1[BACK + i].at[c] : 0;
+                        s_0[BACK + i].at[c] *= scaled_slope(sum_0);
+                        s_1[BACK + i].at[c] *= scaled_slope(sum_1);
+                        float own_u = own * window[i].at[c];
                         sum.at[c] = 0;
 #pragma unroll
                         for (int tap = 0; tap < TAPS; tap++) {
-                            dforward[tap].at[c] = fmaf(own_s_0, window[i + tap].at[c], dforward[tap].at[c]);
-                            dbackward[tap].at[c] = fmaf(own_s_1, window[i + BACK - tap].at[c], dbackward[tap].at[c]);
-                            sum.at[c] = fmaf(forward.weight[tap][c], s_0[i + BACK - tap].at[c], sum.at[c]);
-                            sum.at[c] = fmaf(backward.weight[tap][c], s_1[i + tap].at[c], sum.at[c]);
+                            float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
+                            dforward[tap].at[c] = fmaf(own_u, after, dforward[tap].at[c]);
+                            dbackward[tap].at[c] = fmaf(own_u, before, dbackward[tap].at[c]);
+                            sum.at[c] = fmaf(forward.weight[tap][c], after, sum.at[c]);
+                            sum.at[c] = fmaf(backward.weight[tap][c], before, sum.at[c]);
                         }
-                        dforward[TAPS].at[c] += own_s_0;
-                        dbackward[TAPS].at[c] += own_s_1;
+                        dforward[TAPS].at[c] = fmaf(own, s_0[i].at[c], dforward[TAPS].at[c]);
+                        dbackward[TAPS].at[c] = fmaf(own, s_1[BACK + i].at[c], dbackward[TAPS].at[c]);
                     }
-                    if (own_1 && valid) store(dus, from_floats<T>(sum));
+                    if (t >= begin && t + i < end && valid) store(dus, from_floats<T>(sum));
                     dus += du_stride;
                 }
 #pragma unroll
@@ -254,6 +286,8 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     __syncthreads();
 #pragma unroll
     for (int tap = 0; tap <= TAPS; tap++) {
+#pragma unroll
+        for (int c = 0; c < LANE; c++) dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
         sums[warp][tap][lane] = dforward[tap];
         sums[warp][TAPS + 1 + tap][lane] = dbackward[tap];
     }

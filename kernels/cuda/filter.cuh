@@ -9,5 +9,13 @@ struct Filter {
 #pragma unroll
             for (int tap = 0; tap < TAPS; tap++) weight[tap][c] = weights[(d + c) * TAPS + tap];
     }
+    __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+        for (int c = 0; c < V; c++) {
+            bias.at[c] *= factor;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; tap++) weight[tap][c] *= factor;
+        }
+    }
 };
 constexpr int BACK = TAPS - 1;  // how far a convolution looks

@@ -1,0 +1,141 @@
+// The gradients of the projection from the step's R columns to the D logits, for 16-bit types, in one pass over dlogits,
+// the largest of its tensors: dstep = dlogits step_proj, which goes into dprojected next to dk and dq, and
+// dstep_proj = dlogits^T step.
+// Compiled by NVRTC with these macros:
+//   INPUT     element type of the tensors: bf16 or fp16
+//   CHANNELS  D, a multiple of 16 WARPS
+//   RANK      columns of step_proj, R, a multiple of 8
+//   STATES    columns of dk and of dq, N, a multiple of 4
+
+typedef INPUT T;
+
+// A block takes TILE tokens of one direction after another, of which the next STAGES - 1 tiles are on their way to shared
+// memory. A warp has WIDTH of the channels: of dstep_proj, a sum over the block's tokens, in registers until the end; of
+// dstep, a sum over channels, as a part that the warps leave in shared memory and add after the next barrier.
+constexpr int TILE = 16, WARPS = 8, WIDTH = CHANNELS / WARPS, THREADS = 32 * WARPS, STAGES = 3;
+constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
+constexpr int PITCH = CHANNELS + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;  // 8 rows of 16 bytes in different banks
+struct Stage {
+    T dlogits[TILE][PITCH], step[TILE][STEP_PITCH];
+};
+struct Block {
+    Stage stages[STAGES];
+    float dstep[2][WARPS][TILE][RANK];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 step_stride, i64 step_directions,
+              const T *__restrict__ step_proj, const T *__restrict__ dk, const T *__restrict__ dq,
+              T *__restrict__ dprojected, float *__restrict__ dstep_proj, i64 tokens, i64 parts) {
+    extern __shared__ __align__(16) char shared[];
+    Block &block = *reinterpret_cast<Block *>(shared);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;
+    int all = tokens, tiles = (all + TILE - 1) / TILE, first_channel = warp * WIDTH;
+    dlogits += g * tokens * CHANNELS, step += g * step_directions, step_proj += g * CHANNELS * RANK;
+    dk += g * tokens * STATES, dq += g * tokens * STATES, dprojected += g * tokens * PROJECTIONS;
+    dstep_proj += (i64(g) * parts + part) * CHANNELS * RANK;
+
+    auto fetch = [&](Stage &stage, int tile) {
+#pragma unroll
+        for (int i = threadIdx.x; i < TILE * CHANNELS / 8; i += THREADS) {
+            int row = i / (CHANNELS / 8), c = i % (CHANNELS / 8) * 8;
+            copy_async<8>(&stage.dlogits[row][c], dlogits + i64(tile * TILE + row) * CHANNELS + c, tile * TILE + row < all);
+        }
+        for (int i = threadIdx.x; i < TILE * EIGHTS; i += THREADS) {
+            int row = i / EIGHTS, c = i % EIGHTS * 8;
+            copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c, tile * TILE + row < all);
+        }
+        commit_copies();
+    };
+    // step_proj of the warp's channels as the second factor of products
+    unsigned weights[SIXTEENS][EIGHTS][2];
+#pragma unroll
+    for (int k = 0; k < SIXTEENS; k++)
+#pragma unroll
+        for (int n = 0; n < EIGHTS; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const T *p = step_proj + (first_channel + k * 16 + half * 8 + lane % 4 * 2) * RANK + n * 8 + lane / 4;
+                weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
+            }
+    auto write_dstep = [&](int tile, const float (*dstep)[TILE][RANK]) {
+        for (int i = threadIdx.x; i < TILE * RANK / 2; i += THREADS) {
+            int row = i / (RANK / 2), r = i % (RANK / 2) * 2;
+            Floats<2> sum = load<2>(&dstep[0][row][r]);
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) {
+                Floats<2> more = load<2>(&dstep[w][row][r]);
+                sum.at[0] += more.at[0], sum.at[1] += more.at[1];
+            }
+            if (tile * TILE + row < all)
+                store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<T>(sum));
+        }
+    };
+    // dk and dq of a tile, 4 neighbours at a time, on their way while the warp multiplies
+    constexpr int KEYS = TILE * STATES / 2;
+    Pack<T, 4> dkeys[(KEYS + THREADS - 1) / THREADS];
+    auto each_key = [&](int tile, auto use) {
+#pragma unroll
+        for (int item = 0; item * THREADS < KEYS; item++) {
+            int i = item * THREADS + threadIdx.x, row = i / (STATES / 2), n = i % (STATES / 2) * 4;
+            i64 token = tile * TILE + row;
+            if ((KEYS % THREADS == 0 || i < KEYS) && token < all) use(dkeys[item], token, n);
+        }
+    };
+    auto read_dkeys = [&](Pack<T, 4> &keys, i64 token, int n) {
+        keys = load<4>((n < STATES ? dk : dq) + token * STATES + n % STATES);
+    };
+    auto write_dkeys = [&](Pack<T, 4> &keys, i64 token, int n) { store(dprojected + token * PROJECTIONS + RANK + n, keys); };
+
+    Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) fetch(block.stages[s], part + s * int(parts));
+    int i = 0;
+#pragma unroll 1
+    for (int tile = part; tile < tiles; tile += int(parts), i++) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();
+        fetch(block.stages[(i + STAGES - 1) % STAGES], tile + (STAGES - 1) * int(parts));
+        if (i > 0) write_dstep(tile - int(parts), block.dstep[(i - 1) % 2]);
+        const Stage &stage = block.stages[i % STAGES];
+        each_key(tile, read_dkeys);
+        unsigned steps[EIGHTS + EIGHTS % 2][2];
+#pragma unroll
+        for (int n = 0; n < EIGHTS; n += 2) {
+            unsigned word[4];
+            load_matrices_transposed(word, &stage.step[lane % 16][min(n + lane / 16, EIGHTS - 1) * 8]);
+            steps[n][0] = word[0], steps[n][1] = word[1], steps[n + 1][0] = word[2], steps[n + 1][1] = word[3];
+        }
+        Floats<2> dstep[EIGHTS][2] = {};
+#pragma unroll
+        for (int k = 0; k < SIXTEENS; k++) {
+            unsigned rows[4], columns[4];
+            load_matrices(rows, &stage.dlogits[lane % 16][first_channel + k * 16 + lane / 16 * 8]);
+            load_matrices_transposed(columns,
+                                     &stage.dlogits[lane / 16 * 8 + lane % 8][first_channel + k * 16 + lane / 8 % 2 * 8]);
+#pragma unroll
+            for (int n = 0; n < EIGHTS; n++) {
+                multiply_add(T{}, dstep[n], rows[0], rows[1], rows[2], rows[3], weights[k][n][0], weights[k][n][1]);
+                multiply_add(T{}, dweights[k][n], columns[0], columns[1], columns[2], columns[3], steps[n][0],
+                             steps[n][1]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < EIGHTS; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                store(&block.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
+        each_key(tile, write_dkeys);
+    }
+    wait_for_copies<0>();  // of tiles that do not exist
+    __syncthreads();
+    if (i > 0) write_dstep(part + (i - 1) * int(parts), block.dstep[(i - 1) % 2]);
+#pragma unroll
+    for (int k = 0; k < SIXTEENS; k++)
+#pragma unroll
+        for (int n = 0; n < EIGHTS; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                store(dstep_proj + (first_channel + k * 16 + half * 8 + lane / 4) * RANK + n * 8 + lane % 4 * 2,
+                      dweights[k][n][half]);
+}
