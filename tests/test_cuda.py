@@ -1,6 +1,7 @@
 """The CUDA backend: without a GPU that every kernel compiles without spills, with one that it is right on anything."""
 
 import io
+import math
 import multiprocessing
 import os
 import re
@@ -84,6 +85,14 @@ def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(k
     assert segment_chunks(128, 768, 197) == segment_chunks(128, 384, 197) == 4
     assert segment_chunks(64, 768, 6085) == 96
     assert segment_chunks(1, 768, 6085) < 8
+
+
+@pytest.mark.parametrize(("B", "D"), [(4, 768), (4, 384), (2, 768)])
+def test_the_cost_model_cuts_sequences_so_that_no_wave_of_blocks_is_half_empty(B, D):
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, 6085, 16, H200)
+    segments = -(-96 // segment_chunks)
+    waves = 2 * B * segments * D / (8 * variant.channels) / (H200 * variant.min_blocks * variant.warps)
+    assert waves / math.ceil(waves) > 0.95
 
 
 def test_the_cost_model_gives_a_lane_more_where_there_is_more():

@@ -2,20 +2,24 @@
 
 A variant is how the states of a channel are dealt to lanes. Many states and channels in a lane share the cost of
 reading keys and of addressing, but leave fewer warps: too few for a small batch to keep the GPU busy. With `w` warps on
-each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, both measured on an H200.
+each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, both measured on an H200. As many
+warps as fit run at once, the others in waves after them.
 
 Cutting sequences into segments that run in parallel multiplies the warps. It costs a pass of its own that scans each
-segment from zero (`SUMMARY`), and two more launches (`LAUNCHES`).
+segment from zero (`SUMMARY`), two more launches (`LAUNCHES`), and what is passed between segments (`PASSED`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 CHUNK = 64  # tokens between kept states, as in common.cuh; a segment is some of these
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
+WAVE = 3000  # cycles before a wave's first token
+PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
 class Lanes(NamedTuple):
@@ -46,11 +50,11 @@ class Backward(NamedTuple):
 
 
 FORWARD = {
-    "longhorn": [Lanes(16, 4, 4, 12, 500, 475), Lanes(16, 2, 8, 12, 300, 260),
-                 Lanes(4, 1, 32, 6, 70, 52, warps=2, ahead=True)],
+    "longhorn": [Lanes(16, 4, 4, 12, 500, 425), Lanes(16, 2, 8, 12, 300, 235),
+                 Lanes(4, 1, 32, 6, 70, 47, warps=2, ahead=True)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 150, unroll=8)],
 }  # fmt: skip
-SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 240, 200), "selective": Lanes(8, 2, 16, 8, 320, 280)}
+SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 135), "selective": Lanes(8, 2, 16, 8, 320, 280)}
 BACKWARD = {
     "longhorn": [Backward(4, 8, 720, 585), Backward(2, 8, 500, 330)],
     "selective": [Backward(2, 8, 800, 410, min_blocks=3)],
@@ -62,8 +66,13 @@ BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 def cycles(variant: Lanes | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
-    rounds = -(-warps // (SCHEDULERS * multiprocessors))
-    return tokens * max(variant.alone, rounds * variant.shared)
+    schedulers = SCHEDULERS * multiprocessors
+    at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
+    waves, rest = divmod(math.ceil(warps / schedulers), at_once)
+    token = waves * max(variant.alone, at_once * variant.shared)
+    if rest:
+        token += max(variant.alone, rest * variant.shared)
+    return (waves + (rest > 0)) * WAVE + tokens * token
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,13 +91,17 @@ def choose(
     chunks = -(-L // CHUNK)
     table = FORWARD if kind == "forward" else BACKWARD if N < 64 else BACKWARD_64
     best = None
-    for segment_chunks in sorted({chunks, *(2**i for i in range(6) if 2**i < chunks)}, reverse=True):
+    # a long sequence need not be tried in every way
+    for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
-        tokens = min(L, segment_chunks * CHUNK)
+        tokens, channels = min(L, segment_chunks * CHUNK), sequences * D
+        between = 0.0
+        if segments > 1:
+            passed = channels * N * (segments - 1) * PASSED / multiprocessors
+            between = LAUNCHES + passed
+            between += cycles(SUMMARY[recurrence], channels * (segments - 1), N, tokens, multiprocessors)
         for variant in table[recurrence]:
-            cost = cycles(variant, sequences * segments * D, N, tokens, multiprocessors)
-            if segments > 1:
-                cost += LAUNCHES + cycles(SUMMARY[recurrence], sequences * segments * D, N, tokens, multiprocessors)
+            cost = between + cycles(variant, channels * segments, N, tokens, multiprocessors)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
     return best[1:]
