@@ -50,14 +50,14 @@ class Backward(NamedTuple):
 
 
 FORWARD = {
-    "longhorn": [Lanes(16, 4, 4, 12, 500, 425), Lanes(16, 2, 8, 12, 300, 235),
-                 Lanes(4, 1, 32, 6, 70, 47, warps=2, ahead=True)],
-    "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 150, unroll=8)],
+    "longhorn": [Lanes(16, 4, 4, 12, 540, 455), Lanes(16, 2, 8, 12, 305, 255),
+                 Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
+    "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
 }  # fmt: skip
-SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 135), "selective": Lanes(8, 2, 16, 8, 320, 280)}
+SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 720, 585), Backward(2, 8, 500, 330)],
-    "selective": [Backward(2, 8, 800, 410, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 685, 575), Backward(2, 8, 485, 310, min_blocks=3)],
+    "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
@@ -66,13 +66,11 @@ BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 def cycles(variant: Lanes | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
-    schedulers = SCHEDULERS * multiprocessors
     at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
-    waves, rest = divmod(math.ceil(warps / schedulers), at_once)
-    token = waves * max(variant.alone, at_once * variant.shared)
-    if rest:
-        token += max(variant.alone, rest * variant.shared)
-    return (waves + (rest > 0)) * WAVE + tokens * token
+    each = math.ceil(warps / (SCHEDULERS * multiprocessors))
+    waves = math.ceil(each / at_once)
+    # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
+    return waves * (WAVE + tokens * max(variant.alone, min(each, at_once) * variant.shared))
 
 
 @functools.lru_cache(maxsize=4096)
