@@ -37,6 +37,18 @@ class Lanes(NamedTuple):
     ahead: bool = False
 
 
+class Quads(NamedTuple):
+    """A variant of forward with tensor cores, for 16-bit inputs: quads.cu, where four lanes share a channel."""
+
+    channels: int
+    alone: int
+    shared: int
+    states: int = 4
+    stages: int = 4
+    warps: int = 2
+    min_blocks: int = 6
+
+
 class Backward(NamedTuple):
     """A variant of backward, whose lanes hold 4 states each."""
 
@@ -54,6 +66,7 @@ FORWARD = {
                  Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
 }  # fmt: skip
+QUADS = {"longhorn": [Quads(1, 65, 48)], "selective": [Quads(1, 105, 64)]}  # of 16-bit inputs with 16 or 32 states
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
     "longhorn": [Backward(4, 8, 685, 575), Backward(2, 8, 485, 310, min_blocks=3)],
@@ -63,7 +76,11 @@ BACKWARD = {
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 
 
-def cycles(variant: Lanes | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
+def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Quads]:
+    return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in (16, 32) else [])
+
+
+def cycles(variant: Lanes | Quads | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
     at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
@@ -75,8 +92,8 @@ def cycles(variant: Lanes | Backward, channels: int, state_size: int, tokens: in
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, multiprocessors: int
-) -> tuple[Lanes | Backward, int]:
+    kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int
+) -> tuple[Lanes | Quads | Backward, int]:
     """The variant that the model expects to be fastest, and the chunks of a segment.
 
     Args:
@@ -84,10 +101,14 @@ def choose(
         recurrence: "longhorn" or "selective".
         sequences: Directions times batch.
         D, L, N: Channels, tokens and states.
+        itemsize: Bytes of an input's element.
         multiprocessors: Of the GPU.
     """
     chunks = -(-L // CHUNK)
-    table = FORWARD if kind == "forward" else BACKWARD if N < 64 else BACKWARD_64
+    if kind == "forward":
+        candidates = forward_variants(recurrence, N, itemsize)
+    else:
+        candidates = (BACKWARD if N < 64 else BACKWARD_64)[recurrence]
     best = None
     # a long sequence need not be tried in every way
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
@@ -98,7 +119,7 @@ def choose(
             passed = channels * N * (segments - 1) * PASSED / multiprocessors
             between = LAUNCHES + passed
             between += cycles(SUMMARY[recurrence], channels * (segments - 1), N, tokens, multiprocessors)
-        for variant in table[recurrence]:
+        for variant in candidates:
             cost = between + cycles(variant, channels * segments, N, tokens, multiprocessors)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
