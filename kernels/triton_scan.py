@@ -66,20 +66,24 @@ def _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN: tl.constexpr):
 
 
 @triton.jit
-def _place(
-    program, B, L, D, span, reverse, H: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, CUT: tl.constexpr
-):
-    """Segment, sequence and channels of a program, where the sequence starts and which way it goes, and the segment's
-    tokens. Segments, of `span` chunks, are numbered through all sequences."""
+def _channels(program, D, H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The channels of a program, for each of the threads that share them."""
+    d_D = (program % tl.cdiv(D, BLOCK_D)) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return tl.broadcast_to(d_D[None, None, :], (H, 1, BLOCK_D))
+
+
+@triton.jit
+def _place(program, B, L, D, span, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, CUT: tl.constexpr):
+    """Segment and sequence of a program, where the sequence starts and which way it goes, and the segment's tokens.
+    Segments, of `span` chunks, are numbered through all sequences."""
     blocks, segments = tl.cdiv(D, BLOCK_D), tl.cdiv(tl.cdiv(L, CHUNK), span) if CUT else 1
     segment = (program // blocks).to(tl.int64)
     sequence = segment // segments
-    d_1D = tl.broadcast_to((program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :], (H, 1, BLOCK_D))
     backwards = (reverse >> (sequence // B)) & 1
     first = sequence * L + tl.where(backwards == 1, L - 1, 0)
     begin = (segment % segments).to(tl.int32) * span * CHUNK
     end = tl.minimum(begin + span * CHUNK, L) if CUT else L
-    return segment, sequence, d_1D, first, tl.where(backwards == 1, -1, 1), begin, end
+    return segment, sequence, first, tl.where(backwards == 1, -1, 1), begin, end
 
 
 @triton.jit
@@ -125,14 +129,13 @@ def _summary_kernel(
 
     With GRADIENTS the values are dy, and G = dL/dS runs from the last token to the first: G = decay (G + q dy).
     """
-    segment, sequence, d_1D, row, stride, begin, end = _place(
-        tl.program_id(0), B, L, D, span, reverse, 1, BLOCK_D, CHUNK, True
-    )  # fmt: skip
+    program = tl.program_id(0)
+    segment, sequence, row, stride, begin, end = _place(program, B, L, D, span, reverse, BLOCK_D, CHUNK, True)
     row += stride * begin
     if GRADIENTS:
         row += stride * (end - 1 - begin)
         stride = -stride
-    n_N1 = _states(N, 1)
+    d_1D, n_N1 = _channels(program, D, 1, BLOCK_D), _states(N, 1)
     A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
     bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
     S_ND = tl.zeros((1, N, BLOCK_D), tl.float32)
@@ -173,11 +176,10 @@ def _forward_kernel(
     N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, LONGHORN: tl.constexpr, KEEP: tl.constexpr,
     SKIP: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    segment, sequence, d_1D, first, stride, begin, end = _place(
-        tl.program_id(0), B, L, D, span, reverse, 1, BLOCK_D, CHUNK, CUT
-    )  # fmt: skip
+    program = tl.program_id(0)
+    segment, sequence, first, stride, begin, end = _place(program, B, L, D, span, reverse, BLOCK_D, CHUNK, CUT)
     row = first + stride * begin
-    n_N1 = _states(N, 1)
+    d_1D, n_N1 = _channels(program, D, 1, BLOCK_D), _states(N, 1)
     A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
     skip_1D = _channel(skips, sequence, B, D, d_1D, SKIP)
     bias_1D = _channel(biases, sequence, B, D, d_1D, BIAS)
@@ -211,9 +213,8 @@ def _backward_kernel(
     own_N1 = tl.program_id(0).to(tl.int64) * CHUNK * N + n_N1
     own_ND = scratch + own_N1 * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
     for program in range(tl.program_id(0), G * B * segments * blocks, tl.num_programs(0)):
-        segment, sequence, d_1D, first, stride, begin, end = _place(
-            program, B, L, D, span, reverse, H, BLOCK_D, CHUNK, CUT
-        )  # fmt: skip
+        segment, sequence, first, stride, begin, end = _place(program, B, L, D, span, reverse, BLOCK_D, CHUNK, CUT)
+        d_1D = _channels(program, D, H, BLOCK_D)
         inside = d_1D < D
         writes = inside & (tl.arange(0, H)[:, None, None] == 0)  # one of the H threads that have the same
         A_ND = _rates(rates, sequence, B, D, d_1D, n_N1, N, LONGHORN)
@@ -233,21 +234,20 @@ def _backward_kernel(
             x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
             tl.debug_barrier()
             for j in range(tokens):
+                tl.store(own_ND + j * N * BLOCK_D, S_ND)
                 row += tl.where(j + 1 < tokens, stride, 0)
                 following = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
-                # after the loads, which the compiler would otherwise move down to where they are needed
-                tl.store(own_ND + j * N * BLOCK_D, S_ND)
                 gate_1D = _gate(logit_1D, _over_states(k_N1 * k_N1), LONGHORN)
                 S_ND = _step(S_ND, x_1D, gate_1D, k_N1, A_ND, LONGHORN)
                 x_1D, logit_1D, k_N1, _ = following
             tl.debug_barrier()
-            # the loads of two tokens are on their way while one is worked on
+            # the loads of two tokens, but of keys and queries, are on their way while one is worked on
             for back in tl.range(tokens, num_stages=3):
                 j = tokens - 1 - back
                 row = first + stride * (start + j)
-                before_ND = tl.load(own_ND + j * N * BLOCK_D)
                 x_1D, logit_1D, k_N1, q_N1 = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
                 dy_1D = tl.load(dy + row * D + d_1D, mask=inside, other=0).to(tl.float32)
+                before_ND = tl.load(own_ND + j * N * BLOCK_D)
                 gate_1D = _gate(logit_1D, _over_states(k_N1 * k_N1), LONGHORN)
                 dq_N1 = tl.sum(S_ND * dy_1D, axis=2, keep_dims=True)
                 G_ND += q_N1 * dy_1D
@@ -314,6 +314,7 @@ def backward(
     dy, x, logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
     span, segments, block_d = _cut(x, 16)
+    block_d = min(block_d, 1024 // N)  # 32 registers for a tensor of states, of which several are live
     blocks = triton.cdiv(D, block_d)
     programs = min(PROGRAMS, G * B * segments * blocks)
     dx, dlogits, after = torch.empty_like(x), torch.empty_like(x), None

@@ -30,6 +30,7 @@ struct Thread {
     State state;
     Index index;
     float passed;
+    const void *row;
     Fragments fragments;
     const void *row;  // of a matrix to load
     std::vector<Copy> open;
@@ -50,6 +51,13 @@ static void wait_at(emulator::State barrier) {
 }
 static void __syncwarp() { wait_at(emulator::AT_WARP); }
 static void __syncthreads() { wait_at(emulator::AT_BLOCK); }
+static float __shfl_sync(unsigned, float v, int lane) {
+    current->passed = v;
+    __syncwarp();
+    float other = emulator::threads[threadIdx.x / 32 * 32 + lane].passed;
+    __syncwarp();
+    return other;
+}
 static float __shfl_xor_sync(unsigned, float v, int distance) {
     current->passed = v;
     __syncwarp();
@@ -113,6 +121,62 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
         }
     }
     __syncwarp();
+}
+// The same with 8 columns of a: words a_0, a_1 and b
+static void multiply_halves(float (*value)(unsigned), float *product, emulator::Fragments fragments) {
+    auto element = [&](int lane, int word, int half) {
+        unsigned bits = emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word];
+        return value(half ? bits >> 16 : bits & 0xffff);
+    };
+    current->fragments = fragments;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+        product[i] = 0;
+        for (int k = 0; k < 8; k++)
+            product[i] += element(row * 4 + k / 2, i / 2, k % 2) * element(column * 4 + k / 2, 2, k % 2);
+    }
+    __syncwarp();
+}
+// Of tf32, which is fp32 without the last 13 bits: words a_0 .. a_3, b_0, b_1
+static void multiply_tf32(float *sums, emulator::Fragments fragments) {
+    auto element = [&](int lane, int word) {
+        return __uint_as_float(emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word] & ~0x1fffu);
+    };
+    current->fragments = fragments;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+        for (int k = 0; k < 8; k++)
+            sums[i] += element(row * 4 + k % 4, k / 4 * 2 + i / 2) * element(column * 4 + k % 4, 4 + k / 4);
+    }
+    __syncwarp();
+}
+// Matrices of 8 rows of 8 16-bit elements, of which lanes 8 i to 8 i + 7 give the addresses of matrix i
+static void load_rows(unsigned *matrices, int count, const void *row, bool transposed) {
+    if (size_t(row) % 16) fprintf(stderr, "misaligned row\n"), abort();
+    current->row = row;
+    __syncwarp();
+    for (int i = 0; i < count; i++) {
+        auto element = [&](int row, int column) -> unsigned {
+            return ((const unsigned short *)emulator::threads[threadIdx.x / 32 * 32 + i * 8 + row].row)[column];
+        };
+        int c = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+        matrices[i] = transposed ? element(p, c) | element(p + 1, c) << 16 : element(c, p) | element(c, p + 1) << 16;
+    }
+    __syncwarp();
+}
+// The same from and to registers
+static unsigned transpose_rows(unsigned m) {
+    current->fragments.word[0] = m;
+    __syncwarp();
+    auto element = [&](int row, int column) -> unsigned {
+        return emulator::threads[threadIdx.x / 32 * 32 + row * 4 + column / 2].fragments.word[0] >> column % 2 * 16 & 0xffff;
+    };
+    int c = threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+    unsigned transposed = element(p, c) | element(p + 1, c) << 16;
+    __syncwarp();
+    return transposed;
 }
 
 static void load_four_matrices(unsigned (&word)[4], const void *row, bool transposed) {

@@ -33,6 +33,20 @@ MEANING = {
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
         "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
     ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(0.0f\)\);': (
+        "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16.*?"f"\(0.0f\)\);': (
+        "multiply_halves(from_fp16, product, {a_0, a_1, b});"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32.*?"r"\(__float_as_uint\(b_1\)\)\);': (
+        "multiply_tf32(sums, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(a_2),"
+        " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
+    ),
+    r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",
+    r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).trans.*?"memory"\);': r"load_rows(m, \1, row, true);",
+    r'asm\("movmatrix.sync.*?"r"\(m\)\);': "transposed = transpose_rows(m);",
+    r"DEVICE unsigned shared_address.*": "",
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm\("" : [^;]*;': "",
     r"extern __shared__ __align__\(16\) char shared\[\];": "char *shared = shared_memory;",

@@ -37,7 +37,7 @@ def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
     A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
     tensors = x, logits, k, q, A, skip, bias
     for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
-        for variant in variants.FORWARD[recurrence]:
+        for variant in variants.forward_variants(recurrence, k.shape[-1], dtype.itemsize):
             _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
         for variant in variants.BACKWARD[recurrence]:
             scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))

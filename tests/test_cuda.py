@@ -1,6 +1,7 @@
 """The CUDA backend: without a GPU that every kernel compiles without spills, with one that it is right on anything."""
 
 import io
+import math
 import multiprocessing
 import os
 import re
@@ -23,9 +24,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 def kernels(recurrence, dtype, N, D=768):
     """(file, macros, shared memory of a block) of every variant that the cost model may choose for these inputs."""
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
-    for variant in variants.FORWARD[recurrence]:
-        macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
-        yield "forward", macros, shared
+    k = torch.empty(2, 1, 8, N, dtype=dtype, device="meta")
+    for variant in variants.forward_variants(recurrence, N, dtype.itemsize):
+        if isinstance(variant, variants.Quads):
+            macros, _, shared = scan._quads(variant, recurrence, x, x, k, k)
+            yield "quads", macros, shared
+        else:
+            macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
+            yield "forward", macros, shared
     macros, _, shared = scan._lanes(variants.SUMMARY[recurrence], recurrence, x, x, N)
     for gradients in ("true", "false"):
         yield "summary", dict(macros, GRADIENTS=gradients), shared
@@ -79,16 +85,24 @@ H200 = 132
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(kind):
     def segment_chunks(B, D, L):
-        return variants.choose(kind, "longhorn", 2 * B, D, L, 16, H200)[1]
+        return variants.choose(kind, "longhorn", 2 * B, D, L, 16, 2, H200)[1]
 
     assert segment_chunks(128, 768, 197) == segment_chunks(128, 384, 197) == 4
     assert segment_chunks(64, 768, 6085) == 96
     assert segment_chunks(1, 768, 6085) < 8
 
 
+@pytest.mark.parametrize(("B", "D"), [(4, 768), (4, 384), (2, 768)])
+def test_the_cost_model_cuts_sequences_so_that_no_wave_of_blocks_is_half_empty(B, D):
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, 6085, 16, 2, H200)
+    segments = -(-96 // segment_chunks)
+    waves = 2 * B * segments * D / (8 * variant.channels) / (H200 * variant.min_blocks * variant.warps)
+    assert waves / math.ceil(waves) > 0.95
+
+
 def test_the_cost_model_gives_a_lane_more_where_there_is_more():
     def lane(B, D, L):
-        variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, H200)
+        variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, 2, H200)
         return variant.states * variant.channels
 
     assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(8, 768, 6085) == lane(1, 768, 197) == 4
@@ -129,7 +143,7 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device)
     ]
     tensors = x, logits, k, q, A, skip, bias
     _, states = scan.forward(recurrence, *tensors, reverse, True)
-    for variant in variants.FORWARD[recurrence]:
+    for variant in variants.forward_variants(recurrence, k.shape[-1], dtype.itemsize):
         y, kept = scan.forward(recurrence, *tensors, reverse, True, (variant, segment_chunks))
         assert max(relative_error(y[g].cpu(), truth[g][0]) for g in range(2)) < TOLERANCE[dtype], variant
         torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
@@ -149,7 +163,8 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @needs_gxx
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 @pytest.mark.parametrize(
-    ("dtype", "shape", "segment_chunks"), [(torch.float32, (1, 150, 40, 16), 2), (torch.bfloat16, (1, 70, 7, 16), 1)]
+    ("dtype", "shape", "segment_chunks"),
+    [(torch.float32, (1, 150, 40, 16), 2), (torch.bfloat16, (1, 70, 7, 16), 1), (torch.float16, (1, 100, 40, 32), 1)],
 )
 def test_every_variant_emulated_on_a_cpu_equals_the_definition(
     recurrence, dtype, shape, segment_chunks, monkeypatch, poison

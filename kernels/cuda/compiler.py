@@ -16,6 +16,7 @@ OLDEST = (8, 0)
 SCAN = ["types.cuh", "common.cuh"]
 HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
+    "quads": SCAN,
     "summary": [*SCAN, "lanes.cuh"],
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh"],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .compiler import launch
-from .variants import CHUNK, SUMMARY, Backward, Lanes, choose
+from .variants import CHUNK, SUMMARY, Backward, Lanes, Quads, choose
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -18,7 +18,7 @@ BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this
 def forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
-    plan: tuple[Lanes, int] | None = None,
+    plan: tuple[Lanes | Quads, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
@@ -26,15 +26,18 @@ def forward(
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
-    variant, segment_chunks = plan or choose("forward", recurrence, G * B, D, L, N, _multiprocessors(x.device))
+    variant, segment_chunks = plan or _choose("forward", recurrence, x, N)
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
     states = torch.empty((G, B, chunks - 1, N, D) if keep or segments > 1 else 0, device=x.device, dtype=torch.float32)
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
         _summarize(recurrence, tensors, reverse, segment_chunks, states, spacing=segment_chunks, gradients=False)
-    macros, blocks, shared = _lanes(variant, recurrence, x, logits, N)
-    launch("forward", "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, [
+    if isinstance(variant, Quads):
+        file, (macros, blocks, shared) = "quads", _quads(variant, recurrence, x, logits, k, q)
+    else:
+        file, (macros, blocks, shared) = "forward", _lanes(variant, recurrence, x, logits, N)
+    launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, [
         *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, y, states,
         B, L, D, _mask(reverse), segment_chunks, keep, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
@@ -49,7 +52,7 @@ def backward(
     """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
     dy, x, logits, k, q = _rows(dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
-    variant, segment_chunks = plan or choose("backward", recurrence, G * B, D, L, N, _multiprocessors(x.device))
+    variant, segment_chunks = plan or _choose("backward", recurrence, x, N)
     segments = -(-chunks // segment_chunks)
     later = None
     if segments > 1:
@@ -118,6 +121,19 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     return macros, -(-x.shape[-1] // (warps * groups * channels)), block_bytes
 
 
+def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor, q: Tensor):
+    """The same for quads.cu."""
+    N, tile, warps = k.shape[-1], 32, variant.warps
+    block_channels = 8 * variant.channels * warps
+    block_bytes = 2 * 2 * 4 * tile * block_channels + variant.stages * 2 * 2 * tile * (N + block_channels)
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=max(1, variant.min_blocks * 16 // N), STAGES=variant.stages, VECTOR=_vector(8, x, logits),
+        KEY_VECTOR=_vector(8, k, q), BLOCK_BYTES=block_bytes,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // block_channels), block_bytes
+
+
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
     """The same for backward.cu."""
     groups, quads = 128 // N, N // 4
@@ -175,6 +191,11 @@ def _view(t: Tensor) -> list:
 
 def _mask(reverse: list[bool]) -> int:
     return sum(1 << g for g, r in enumerate(reverse) if r)
+
+
+def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int):
+    G, B, L, D = x_GBLD.shape
+    return choose(kind, recurrence, G * B, D, L, N, x_GBLD.element_size(), _multiprocessors(x_GBLD.device))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 // For sequences cut into segments that run in parallel. `scan_summary` runs a segment from a zero state and writes the
 // state it ends in and the product of its decays; `scan_combine` passes from segment to segment what that makes of the
-// states between them. The segment that no other follows is left out. With GRADIENTS the same for G = dL/dS, whose recurrence runs the other way.
+// states between them. The segment that no other follows is left out. With GRADIENTS the same for G = dL/dS, whose
+// recurrence runs the other way.
 //   states       S_t = decay_t S_{t-1} + drive_t
 //   gradients    G_t = decay_{t+1} G_{t+1} + dy_t q_t
 
@@ -62,11 +63,14 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
 
 // The states between segments, or with GRADIENTS their gradients, into every `spacing`-th of the `boundaries` of a
 // sequence; one thread for each state
-extern "C" __global__ void scan_combine(const float *ends, const float *decays, float *between, i64 sequences,
-                                        i64 segments, i64 ND, i64 spacing, i64 boundaries) {
+extern "C" __global__ void scan_combine(const float *__restrict__ ends, const float *__restrict__ decays,
+                                        float *__restrict__ between, i64 sequences, i64 segments, i64 ND, i64 spacing,
+                                        i64 boundaries) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float carried = 0;
+    // unrolled, so that the reads of several boundaries are on their way at once
+#pragma unroll 8
     for (i64 j = 0; j < segments - 1; j++) {
         i64 boundary = GRADIENTS ? segments - 2 - j : j, at = (sequence * (segments - 1) + boundary) * ND + state;
         carried = fmaf(decays[at], carried, ends[at]);

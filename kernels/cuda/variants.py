@@ -2,20 +2,24 @@
 
 A variant is how the states of a channel are dealt to lanes. Many states and channels in a lane share the cost of
 reading keys and of addressing, but leave fewer warps: too few for a small batch to keep the GPU busy. With `w` warps on
-each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, both measured on an H200.
+each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, both measured on an H200. As many
+warps as fit run at once, the others in waves after them.
 
 Cutting sequences into segments that run in parallel multiplies the warps. It costs a pass of its own that scans each
-segment from zero (`SUMMARY`), and two more launches (`LAUNCHES`).
+segment from zero (`SUMMARY`), two more launches (`LAUNCHES`), and what is passed between segments (`PASSED`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 CHUNK = 64  # tokens between kept states, as in common.cuh; a segment is some of these
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
+WAVE = 3000  # cycles before a wave's first token
+PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
 class Lanes(NamedTuple):
@@ -33,6 +37,18 @@ class Lanes(NamedTuple):
     ahead: bool = False
 
 
+class Quads(NamedTuple):
+    """A variant of forward with tensor cores, for 16-bit inputs: quads.cu, where four lanes share a channel."""
+
+    channels: int
+    alone: int
+    shared: int
+    states: int = 4
+    stages: int = 4
+    warps: int = 2
+    min_blocks: int = 6
+
+
 class Backward(NamedTuple):
     """A variant of backward, whose lanes hold 4 states each."""
 
@@ -46,30 +62,38 @@ class Backward(NamedTuple):
 
 
 FORWARD = {
-    "longhorn": [Lanes(16, 4, 4, 12, 500, 475), Lanes(16, 2, 8, 12, 300, 260),
-                 Lanes(4, 1, 32, 6, 70, 52, warps=2, ahead=True)],
-    "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 150, unroll=8)],
+    "longhorn": [Lanes(16, 4, 4, 12, 540, 455), Lanes(16, 2, 8, 12, 305, 255),
+                 Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
+    "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
 }  # fmt: skip
-SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 240, 200), "selective": Lanes(8, 2, 16, 8, 320, 280)}
+QUADS = {"longhorn": [Quads(1, 65, 48)], "selective": [Quads(1, 105, 64)]}  # of 16-bit inputs with 16 or 32 states
+SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 720, 585), Backward(2, 8, 500, 330)],
-    "selective": [Backward(2, 8, 800, 410, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 685, 575), Backward(2, 8, 485, 310, min_blocks=3)],
+    "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 
 
-def cycles(variant: Lanes | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
+def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Quads]:
+    return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in (16, 32) else [])
+
+
+def cycles(variant: Lanes | Quads | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
-    rounds = -(-warps // (SCHEDULERS * multiprocessors))
-    return tokens * max(variant.alone, rounds * variant.shared)
+    at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
+    each = math.ceil(warps / (SCHEDULERS * multiprocessors))
+    waves = math.ceil(each / at_once)
+    # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
+    return waves * (WAVE + tokens * max(variant.alone, min(each, at_once) * variant.shared))
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, multiprocessors: int
-) -> tuple[Lanes | Backward, int]:
+    kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int
+) -> tuple[Lanes | Quads | Backward, int]:
     """The variant that the model expects to be fastest, and the chunks of a segment.
 
     Args:
@@ -77,18 +101,26 @@ def choose(
         recurrence: "longhorn" or "selective".
         sequences: Directions times batch.
         D, L, N: Channels, tokens and states.
+        itemsize: Bytes of an input's element.
         multiprocessors: Of the GPU.
     """
     chunks = -(-L // CHUNK)
-    table = FORWARD if kind == "forward" else BACKWARD if N < 64 else BACKWARD_64
+    if kind == "forward":
+        candidates = forward_variants(recurrence, N, itemsize)
+    else:
+        candidates = (BACKWARD if N < 64 else BACKWARD_64)[recurrence]
     best = None
-    for segment_chunks in sorted({chunks, *(2**i for i in range(6) if 2**i < chunks)}, reverse=True):
+    # a long sequence need not be tried in every way
+    for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
-        tokens = min(L, segment_chunks * CHUNK)
-        for variant in table[recurrence]:
-            cost = cycles(variant, sequences * segments * D, N, tokens, multiprocessors)
-            if segments > 1:
-                cost += LAUNCHES + cycles(SUMMARY[recurrence], sequences * segments * D, N, tokens, multiprocessors)
+        tokens, channels = min(L, segment_chunks * CHUNK), sequences * D
+        between = 0.0
+        if segments > 1:
+            passed = channels * N * (segments - 1) * PASSED / multiprocessors
+            between = LAUNCHES + passed
+            between += cycles(SUMMARY[recurrence], channels * (segments - 1), N, tokens, multiprocessors)
+        for variant in candidates:
+            cost = between + cycles(variant, channels * segments, N, tokens, multiprocessors)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
     return best[1:]
