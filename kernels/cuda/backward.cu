@@ -29,10 +29,10 @@ struct Warp {
     alignas(16) float gate[TILE][ROW];
     alignas(16) float slope[TILE][ROW];
     alignas(16) float dy[TILE][ROW];
-    alignas(16) float channel_sums[2][HALF][CHANNEL_SUMS];  // dk and dq of a token over each lane's channels
-    alignas(16) float state_sums[2][HALF][STATE_SUMS];      // sum_x and sum_gate over each lane's states
-    alignas(16) float dkeys[2][TILE][2][N];                 // dk and dq over the warp's channels, of two tiles
-    alignas(16) float norm[2][TILE];                        // dL/d(k.k) over the warp's channels
+    alignas(16) float channel_sums[HALF][CHANNEL_SUMS];  // dq, then dk of a token over each lane's channels
+    alignas(16) float state_sums[2][HALF][STATE_SUMS];   // sum_x and sum_gate over each lane's states
+    alignas(16) float dkeys[2][TILE][2][N];              // dk and dq over the warp's channels, of two tiles
+    alignas(16) float norm[2][TILE];                     // dL/d(k.k) over the warp's channels
 };
 
 struct Block {
@@ -74,6 +74,7 @@ DEVICE float sum_over_quads(float v) {
 }
 
 typedef float States[NL][C];
+typedef R::Kept Kept[NL][C];
 
 DEVICE void load_states(States &S, const float *p, i64 stride) {
 #pragma unroll
@@ -143,20 +144,18 @@ DEVICE void step(States &S, const Token &t, const States &A) {
 }
 
 // One step, keeping what the gradients need; dq over the lane's channels
-DEVICE void step_keeping(States &S, States &kept, Floats<4> &dq, const Token &t, const States &A) {
+DEVICE void step_keeping(States &S, Kept &kept, Floats<4> &dq, const Token &t, const States &A) {
 #pragma unroll
     for (int n = 0; n < NL; n++)
 #pragma unroll
-        for (int c = 0; c < C; c++) kept[n][c] = R::keep(S[n][c], t.x.at[c], t.k.at[n]);
-    step(S, t, A);
-#pragma unroll
-    for (int n = 0; n < NL; n++)
-#pragma unroll
-        for (int c = 0; c < C; c++) dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);
+        for (int c = 0; c < C; c++) {
+            R::update(S[n][c], kept[n][c], t.x.at[c], t.gate.at[c], t.k.at[n], A[n][c]);
+            dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);
+        }
 }
 
 // One step back: G from behind the token to before it, and the token's sums over the lane's channels and states
-DEVICE void step_back(States &G, States &dA, const States &kept, Floats<4> &dk, Floats<C> &sum_x, Floats<C> &sum_gate,
+DEVICE void step_back(States &G, States &dA, const Kept &kept, Floats<4> &dk, Floats<C> &sum_x, Floats<C> &sum_gate,
                       const Token &t, const States &A) {
 #pragma unroll
     for (int n = 0; n < NL; n++)
@@ -177,7 +176,7 @@ DEVICE void scan_half(States &S, const Warp &warp, const Keys<CHUNK> &keys, int 
 
 // S over half a tile, keeping what the gradients need. Here and below a token is loaded before the one ahead of it stores
 // its sums, as the compiler lets no load overtake a store.
-DEVICE void rescan(States &S, States (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys, int tile_start, int first,
+DEVICE void rescan(States &S, Kept (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys, int tile_start, int first,
                    const States &A, const Place &at) {
     Token t(keys, warp, tile_start, first, at);
 #pragma unroll
@@ -185,13 +184,13 @@ DEVICE void rescan(States &S, States (&kept)[HALF], Warp &warp, const Keys<CHUNK
         Token following(keys, warp, tile_start, first + (j < HALF - 1 ? j + 1 : j), at);
         Floats<4> dq = {};
         step_keeping(S, kept[j], dq, t, A);
-        store(&warp.channel_sums[1][j][at.quad * QUAD_SUMS + 4 * at.group], dq);
+        store(&warp.channel_sums[j][at.quad * QUAD_SUMS + 4 * at.group], dq);
         t = following;
     }
 }
 
 // G back through half a tile
-DEVICE void walk_back(States &G, States &dA, const States (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys,
+DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys,
                       int tile_start, int first, const States &A, const Place &at) {
     Token t(keys, warp, tile_start, first + HALF - 1, at);
 #pragma unroll
@@ -200,7 +199,7 @@ DEVICE void walk_back(States &G, States &dA, const States (&kept)[HALF], Warp &w
         Floats<4> dk = {};
         Floats<C> sum_x = {}, sum_gate = {};
         step_back(G, dA, kept[j], dk, sum_x, sum_gate, t, A);
-        store(&warp.channel_sums[0][j][at.quad * QUAD_SUMS + 4 * at.group], dk);
+        store(&warp.channel_sums[j][at.quad * QUAD_SUMS + 4 * at.group], dk);
         store(&warp.state_sums[0][j][at.quad * ROW + at.c], sum_x);
         store(&warp.state_sums[1][j][at.quad * ROW + at.c], sum_gate);
         t = following;
@@ -211,23 +210,29 @@ struct ChannelSums {
     Floats<C> skip, bias;
 };
 
-// From the sums of half a tile: dk and dq over the warp's channels, where a lane takes 4 states of one token at a time;
-// and dx and dlogit, where it takes C channels of one token. All is loaded before anything is stored.
-DEVICE void finish_half(Warp &warp, int first, int buffer, const Sequence<T> &dxs, const Sequence<T> &dlogits, int t0,
-                        int tokens, ChannelSums &sums, const Place &at) {
-    constexpr int KEY_SUMS = 2 * HALF * QUADS, KEY_ITEMS = (KEY_SUMS + 31) / 32;
-    Floats<4> dkeys[KEY_ITEMS] = {};
+// From the sums of half a tile over each lane's channels: dk, or else dq, over the warp's. Lanes take 4 states of a token;
+// where that leaves some without, several share the groups.
+DEVICE void finish_keys(Warp &warp, bool is_query, int first, int buffer, const Place &at) {
+    constexpr int SUMS = HALF * QUADS, SHARE = SUMS < 32 ? 32 / SUMS : 1;
 #pragma unroll
-    for (int i = 0; i < KEY_ITEMS; i++) {
-        int item = i * 32 + at.lane, which = item / (HALF * QUADS), j = item / QUADS % HALF, quad = item % QUADS;
-        if (KEY_SUMS % 32 != 0 && item >= KEY_SUMS) break;
+    for (int base = 0; base < SUMS; base += 32) {
+        int item = base + at.lane % (32 / SHARE), j = item / QUADS, quad = item % QUADS, group = at.lane * SHARE / 32;
+        const float *parts = &warp.channel_sums[j][quad * QUAD_SUMS + 4 * (group * (GROUPS / SHARE))];
+        Floats<4> sum = load<4>(parts);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            Floats<4> part = load<4>(&warp.channel_sums[which][j][quad * QUAD_SUMS + 4 * group]);
+        for (int i = 1; i < GROUPS / SHARE; i++) sum = sum + load<4>(parts + 4 * i);
 #pragma unroll
-            for (int n = 0; n < 4; n++) dkeys[i].at[n] += part.at[n];
-        }
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int distance = 32 / SHARE; distance < 32; distance *= 2)
+                sum.at[n] += __shfl_xor_sync(WARP, sum.at[n], distance);
+        if (group == 0) store(&warp.dkeys[buffer][first + j][is_query][4 * quad], sum);
     }
+}
+
+// From those over each lane's states: dx and dlogit of half a tile, where a lane takes C channels of one token
+DEVICE void finish_channels(Warp &warp, int first, int buffer, const Sequence<T> &dxs, const Sequence<T> &dlogits, int t0,
+                            int tokens, ChannelSums &sums, const Place &at) {
     Floats<C> skip = load<C>(&warp.skip[at.c]);
 #pragma unroll
     for (int base = 0; base < HALF; base += QUADS) {
@@ -236,13 +241,13 @@ DEVICE void finish_half(Warp &warp, int first, int buffer, const Sequence<T> &dx
         if (HALF % QUADS == 0 || half_token < HALF) {
             Floats<C> x = load<C>(&warp.x[j][at.c]), gate = load<C>(&warp.gate[j][at.c]);
             Floats<C> dy = load<C>(&warp.dy[j][at.c]), slope = load<C>(&warp.slope[j][at.c]);
-            Floats<C> sum_x = {}, sum_gate = {}, dx, dlogit;
+            const float *parts_x = &warp.state_sums[0][half_token][at.c];
+            const float *parts_gate = &warp.state_sums[1][half_token][at.c];
+            Floats<C> sum_x = load<C>(parts_x), sum_gate = load<C>(parts_gate), dx, dlogit;
 #pragma unroll
-            for (int quad = 0; quad < QUADS; quad++) {
-                Floats<C> part_x = load<C>(&warp.state_sums[0][half_token][quad * ROW + at.c]);
-                Floats<C> part_gate = load<C>(&warp.state_sums[1][half_token][quad * ROW + at.c]);
-#pragma unroll
-                for (int c = 0; c < C; c++) sum_x.at[c] += part_x.at[c], sum_gate.at[c] += part_gate.at[c];
+            for (int quad = 1; quad < QUADS; quad++) {
+                sum_x = sum_x + load<C>(parts_x + quad * ROW);
+                sum_gate = sum_gate + load<C>(parts_gate + quad * ROW);
             }
 #pragma unroll
             for (int c = 0; c < C; c++) {
@@ -262,12 +267,6 @@ DEVICE void finish_half(Warp &warp, int first, int buffer, const Sequence<T> &dx
             if (at.group == 0 && half_token < HALF) warp.norm[buffer][j] = norm;
         }
     }
-#pragma unroll
-    for (int i = 0; i < KEY_ITEMS; i++) {
-        int item = i * 32 + at.lane, which = item / (HALF * QUADS), j = item / QUADS % HALF, quad = item % QUADS;
-        if (KEY_SUMS % 32 != 0 && item >= KEY_SUMS) break;
-        store(&warp.dkeys[buffer][first + j][which][4 * quad], dkeys[i]);
-    }
 }
 
 // dk and dq of a tile over the block's channels, one 16-byte store for 4 states
@@ -278,17 +277,14 @@ DEVICE void write_keys(const Block &block, int buffer, const Sequence<float> &dk
         int i = base + threadIdx.x, token = i / (2 * QUADS);
         bool is_query = i / QUADS % 2;
         if (token >= tokens) break;
-        Floats<4> sum = {};
-        float norm = 0;
+        Floats<4> sum = load<4>(&block.warps[0].dkeys[buffer][0][0][0] + 4 * i);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            Floats<4> part = load<4>(&block.warps[w].dkeys[buffer][0][0][0] + 4 * i);
-            if (R::HAS_NORM) norm += block.warps[w].norm[buffer][token];
-#pragma unroll
-            for (int n = 0; n < 4; n++) sum.at[n] += part.at[n];
-        }
+        for (int w = 1; w < WARPS; w++) sum = sum + load<4>(&block.warps[w].dkeys[buffer][0][0][0] + 4 * i);
         if (R::HAS_NORM && !is_query) {
             Floats<4> k = load<4>(&block.keys.k[tile_start + token][4 * (i % QUADS)]);
+            float norm = block.warps[0].norm[buffer][token];
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) norm += block.warps[w].norm[buffer][token];
 #pragma unroll
             for (int n = 0; n < 4; n++) sum.at[n] = fmaf(2 * k.at[n], norm, sum.at[n]);
         }
@@ -356,23 +352,23 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         commit_copies();
     };
     auto stage_next = [&](bool gradients, int tile) {
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<STAGES - 1>();
         __syncwarp();
-        copy_next(warp.stage[stage > 0 ? stage - 1 : STAGES - 1]);
         stage_channels(gradients, warp, warp.stage[stage], &block.keys.kk[tile * TILE], at);
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
         __syncwarp();
+        copy_next(warp.stage[stage]);
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
     };
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) copy_next(warp.stage[s]);
+    for (int s = 0; s < STAGES; s++) copy_next(warp.stage[s]);
 
     ChannelSums sums = {};
     KeysInFlight<KEY_TOKENS, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
-    keys.fetch(last * CHUNK, end - last * CHUNK);
     int buffer = 0;
 #pragma unroll 1
     for (int chunk = last; chunk >= first; chunk--, tiles = TILES) {
         int start = chunk * CHUNK, chunk_tokens = min(CHUNK, end - start);
+        keys.fetch(start, chunk_tokens);
         __syncthreads();
         keys.put(block.keys);
 #pragma unroll 1
@@ -398,7 +394,6 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             }
         }
         copy_states(before[2 * tiles - 2], S);
-        keys.fetch(max(start - CHUNK, 0), CHUNK);
 #pragma unroll 1
         for (int tile = tiles - 1; tile >= 0; tile--) {
             int t0 = start + tile * TILE, tokens = min(TILE, end - t0);
@@ -406,13 +401,17 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             if (tile == tiles - 1 && tokens > HALF) scan_half(S, warp, block.keys, tile * TILE, 0, A, at);
 #pragma unroll 1
             for (int half = tokens > HALF; half >= 0; half--) {
-                States kept[HALF];
+                Kept kept[HALF];
                 rescan(S, kept, warp, block.keys, tile * TILE, half * HALF, A, at);
+                __syncwarp();
+                finish_keys(warp, true, half * HALF, buffer, at);
+                __syncwarp();
                 // S is free until the next half: time to fetch what that starts from
                 copy_states(S, before[max(2 * tile + half - 1, 0)]);
                 walk_back(G, dA, kept, warp, block.keys, tile * TILE, half * HALF, A, at);
                 __syncwarp();
-                finish_half(warp, half * HALF, buffer, dxs, dlogits, t0, tokens, sums, at);
+                finish_keys(warp, false, half * HALF, buffer, at);
+                finish_channels(warp, half * HALF, buffer, dxs, dlogits, t0, tokens, sums, at);
                 __syncwarp();
             }
             // two buffers, so that one barrier a tile is enough

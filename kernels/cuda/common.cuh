@@ -34,11 +34,15 @@ struct Longhorn {
     DEVICE void update(float &S, float x, float gate, float k, float) { S = fmaf(gate * k, fmaf(-k, S, x), S); }
     DEVICE float decay(float gate, float k, float) { return fmaf(-gate * k, k, 1); }
 
-    DEVICE float keep(float S_previous, float x, float k) { return fmaf(-k, S_previous, x); }
-    DEVICE void gradients(float &G, float residual, float x, float gate, float k, float, float &sum_x, float &sum_gate,
+    struct Kept { float residual; };
+    DEVICE void update(float &S, Kept &kept, float x, float gate, float k, float) {
+        kept.residual = fmaf(-k, S, x);
+        S = fmaf(gate * k, kept.residual, S);
+    }
+    DEVICE void gradients(float &G, Kept kept, float x, float gate, float k, float, float &sum_x, float &sum_gate,
                           float &dk, float &) {
         float eps_G = gate * G;
-        float eps_G_residual = eps_G * residual;
+        float eps_G_residual = eps_G * kept.residual;
         sum_x = fmaf(k, eps_G, sum_x);
         sum_gate = fmaf(k, eps_G_residual, sum_gate);
         dk = fmaf(2, eps_G_residual, fmaf(-x, eps_G, dk));
@@ -62,13 +66,17 @@ struct SelectiveStateSpace {
     }
     DEVICE float decay(float gate, float, float A) { return exp2_fast(A * gate); }
 
-    DEVICE float keep(float S_previous, float, float) { return S_previous; }
-    DEVICE void gradients(float &G, float S_previous, float x, float gate, float k, float A, float &sum_x,
-                          float &sum_gate, float &dk, float &dA) {
+    struct Kept { float S_previous, decay; };
+    DEVICE void update(float &S, Kept &kept, float x, float gate, float k, float A) {
+        kept = {S, decay(gate, k, A)};
+        S = fmaf(kept.decay, S, gate * x * k);
+    }
+    DEVICE void gradients(float &G, Kept kept, float x, float gate, float k, float A, float &sum_x, float &sum_gate,
+                          float &dk, float &dA) {
         sum_x = fmaf(k, G, sum_x);
         dk = fmaf(gate * x, G, dk);
-        G *= decay(gate, k, A);
-        float dexponent = G * S_previous;
+        G *= kept.decay;
+        float dexponent = G * kept.S_previous;
         sum_gate = fmaf(A, dexponent, sum_gate);
         dA = fmaf(gate, dexponent, dA);
     }

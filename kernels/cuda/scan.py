@@ -139,12 +139,11 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
     groups, quads = 128 // N, N // 4
     channels = _vector(min(variant.channels, max(1, quads)), dy, x, logits)
     row, tile, warps = groups * channels, variant.tile, variant.warps
-    stages = 3 if x.element_size() == 2 else 2
     vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
     warp_bytes = (
-        stages * 3 * _align(tile * row * x.element_size())
+        variant.stages * 3 * _align(tile * row * x.element_size())
         + 2 * _align(4 * row) + 4 * 4 * tile * (row + 8)  # skip and bias; x, gate, slope and dy
-        + 4 * tile * (quads * (4 * groups + 8) + 4 + quads * (row + 8) + 8)  # sums over channels and over states
+        + 2 * tile * (quads * (4 * groups + 8) + 4) + 4 * tile * (quads * (row + 8) + 8)  # sums over channels, states
         + 4 * 4 * tile * N + _align(8 * tile)  # dk and dq of two tiles; norm
     )  # fmt: skip
     min_blocks = variant.min_blocks if x.element_size() == 2 and N >= 16 else 2
@@ -152,8 +151,8 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
     while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
         warps //= 2
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps, STAGES=stages,
-        MIN_BLOCKS=min_blocks * variant.warps // warps, BLOCK_BYTES=keys_bytes + warps * warp_bytes, VECTOR=vector,
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
+        STAGES=variant.stages, MIN_BLOCKS=min_blocks * variant.warps // warps, BLOCK_BYTES=keys_bytes + warps * warp_bytes, VECTOR=vector,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * row)), macros["BLOCK_BYTES"]
 

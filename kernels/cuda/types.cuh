@@ -28,6 +28,13 @@ struct alignas(16) Pack<fp16, 8> { unsigned word[4]; };
 template <int C>
 using Floats = Pack<float, C>;
 
+template <int C>
+DEVICE Floats<C> operator+(Floats<C> a, Floats<C> b) {
+#pragma unroll
+    for (int i = 0; i < C; i++) a.at[i] += b.at[i];
+    return a;
+}
+
 DEVICE Pack<float, 2> unpack(bf16, unsigned word) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }

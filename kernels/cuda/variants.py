@@ -59,6 +59,7 @@ class Backward(NamedTuple):
     states: int = 4
     warps: int = 4
     min_blocks: int = 2
+    stages: int = 1
 
 
 FORWARD = {
@@ -69,8 +70,8 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(1, 65, 48)], "selective": [Quads(1, 105, 64)]}  # of 16-bit inputs with 16 or 32 states
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 685, 575), Backward(2, 8, 485, 310, min_blocks=3)],
-    "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3, stages=2)],
+    "selective": [Backward(2, 8, 620, 405, min_blocks=3, stages=2)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
