@@ -40,7 +40,7 @@ from vil.training.config import Config, ConfigError, load_config
 from vil.training.evaluation import autocast, default_device, evaluate
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.models import create_model
-from vil.training.processes import from_first_process, join_processes, sum_over_processes
+from vil.training.processes import from_first_process, join_processes, leave_processes, sum_over_processes
 from vil.training.summary import EpochMeter, Reporter
 
 
@@ -54,20 +54,20 @@ def main() -> None:
     try:
         config = load_config(__doc__)
         Trainer(config, *join_processes(config.device or default_device())).run()
-    except (ConfigError, checkpoint.CheckpointError, DivergenceError) as error:
-        sys.exit(f"error: {error}")
     except PreemptedError as notice:
         if os.environ.get("RANK", "0") == "0":
             print(notice, file=sys.stderr)
         status = PREEMPTED
-    except Exception:
-        if not dist.is_initialized():
-            raise
-        # at once: tidying up would wait for GPUs, which may wait for a process that is gone
-        traceback.print_exc()
-        os._exit(1)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    except Exception as error:
+        foreseen = isinstance(error, (ConfigError, checkpoint.CheckpointError, DivergenceError))
+        if dist.is_initialized():  # at once: tidying up would wait for other processes, which may be gone
+            sys.stdout.flush()
+            print(f"error: {error}" if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
+            os._exit(1)
+        if foreseen:
+            sys.exit(f"error: {error}")
+        raise
+    leave_processes()
     sys.exit(status)
 
 

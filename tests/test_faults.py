@@ -21,7 +21,7 @@ from PIL import Image
 from processes import ROOT, train_command
 
 import train_imagenet
-from vil.training import checkpoint, interruption
+from vil.training import checkpoint, interruption, processes
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 PREEMPTED = interruption.PREEMPTED
@@ -91,6 +91,20 @@ def print_digest_at_the_end():
         print("digest", hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest(), flush=True)
 
     train_imagenet.Trainer.run = run
+
+
+def wait_for_ever(step, rank):
+    """Has a process wait in one step, as for a GPU that waits for another one."""
+    processes.GRACE = 1
+    original, calls = train_imagenet.Trainer.update, []
+
+    def update(trainer):
+        calls.append(None)
+        while os.environ["RANK"] == str(rank) and len(calls) == step:
+            time.sleep(1)
+        return original(trainer)
+
+    train_imagenet.Trainer.update = update
 
 
 def poison(step, rank):
@@ -224,6 +238,18 @@ def test_a_run_goes_on_with_other_processes_from_the_middle_of_an_epoch(uninterr
             f"resumed on one process with two micro-batches a step, after step {step} on two",
             "losses equal those of an uninterrupted run on one process to rounding (1e-5)",
         )
+    )
+
+
+def test_a_process_that_waits_for_something_else_ends_as_well(start):
+    two = start(prepare=functools.partial(wait_for_ever, 5, rank=0))
+    two.wait_for_saves(4)
+    time.sleep(2)  # until the other one is in the fifth step
+    two.signal(signal.SIGKILL, 1)
+    assert two.wait(30) == [1, -signal.SIGKILL]
+    assert "the process of rank 1 is gone, and this one waits for it" in two.log.read_text()
+    ROWS.append(
+        ("SIGKILL to one process while the other waits for something else, as for a GPU", "the other ends as well")
     )
 
 
@@ -396,11 +422,15 @@ def test_processes_do_not_outlive_torchrun(image_folder, tmp_path):
     command = train_command(tmp_path, image_folder, 2, epochs=1000)
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as torchrun:
-        while not (tmp_path / "run" / "last.pt").exists():
-            assert torchrun.poll() is None
-            time.sleep(0.01)
-        workers = children(torchrun)
-        torchrun.kill()
+        begin = time.monotonic()
+        try:
+            while not (tmp_path / "run" / "last.pt").exists():
+                assert torchrun.poll() is None
+                assert time.monotonic() - begin < 300
+                time.sleep(0.01)
+            workers = children(torchrun)
+        finally:
+            torchrun.kill()
     assert len(workers) == 2
     begin = time.monotonic()
     while any(map(is_running, workers)):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -185,6 +186,16 @@ def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_fol
     assert not torch.equal(whole[0], images)
     for tensor, pieces in zip(whole, zip(*parts)):
         assert torch.equal(tensor, torch.cat(pieces))
+
+
+def test_workers_start_with_their_loader(image_folder):
+    before = set(multiprocessing.active_children())
+    trainer = Trainer(small_config(image_folder, workers=2), torch.device("cpu"), 0, 1)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 4  # two for either split
+    assert len(list(data.micro_batches(trainer.train_loader, trainer.batches, 0, 1))) == trainer.batches.steps - 1
+    assert sum(len(images) for images, _ in trainer.val_loader) == 28
+    assert set(multiprocessing.active_children()) - before == workers
 
 
 def test_a_worker_that_hangs_ends_the_run(image_folder, monkeypatch):

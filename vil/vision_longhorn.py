@@ -379,16 +379,16 @@ class VisionLonghorn(nn.Module):
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
         return at_least_fp32(x_BLC) + pos_embed_1LC
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to normed tokens (B, L, C)."""
-        return self.norm(self.forward_blocks(x))
-
     def forward_blocks(self, x: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to the tokens (B, L, C) behind the last block."""
+        """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet."""
         x = self.embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
             return checkpoint_seq(self.blocks, x)
         return self.blocks(x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, 3, H, W) to normed tokens (B, L, C)."""
+        return self.norm(self.forward_blocks(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (B, L, C) to logits (B, num_classes), or to the pooled features if `pre_logits`."""
@@ -401,7 +401,7 @@ class VisionLonghorn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.forward_blocks(x)
-        if self.global_pool == "token":  # all that the head sees: the others need no norm
+        if self.global_pool == "token":  # the norm takes each token by itself: no need to norm, and keep, the others
             middle = (x.shape[1] - 1) // 2
             x = x[:, middle : middle + 1]
         return self.forward_head(self.norm(x))

@@ -316,6 +316,19 @@ class EvaluationBatches:
         return map(len, self)
 
 
+class _NoneYet:
+    """Batch sampler: `batches`, but none of them before `ready`."""
+
+    def __init__(self, batches: TrainingBatches | EvaluationBatches):
+        self.batches, self.ready = batches, False
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.batches if self.ready else ())
+
+
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
     """Augmented images (B, 3, H, W), normalised on `device`, and targets (B,), in micro-batches."""
     transform = create_transform(
@@ -364,7 +377,7 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         order = dict(batch_size=batch_size, drop_last=is_training)
     else:
         dataset = EncodedReader(dataset, transform, draw) if draw else ImageReader(dataset, transform, is_training)
-        order = dict(batch_sampler=batches)
+        order = dict(batch_sampler=_NoneYet(batches))
     loader = DataLoader(
         dataset,
         num_workers=workers,
@@ -375,6 +388,12 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         worker_init_fn=_heed_the_parent_alone,
         **order,
     )
+    if "batch_sampler" in order:
+        # A thread of PyTorch's that enters Python, as DDP's do, holds a lock, which Python below 3.12 takes into a fork
+        # and then waits for: so the workers start here, before there are such threads.
+        if workers:
+            iter(loader)
+        loader.batch_sampler.ready = True
     if draw:
         return DeviceLoader(loader, draw, data_config, device)
     return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from timm.utils import init_distributed_device
 from torch import Tensor
 
+GRACE = 20  # seconds in which a process may notice by itself that another is gone
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 
@@ -27,7 +31,49 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
     device = init_distributed_device(process)
+    if process.world_size > 1:
+        global _watch
+        _watch = _Watch(process.rank, process.world_size)
+        _watch.start()
     return device, process.rank, process.world_size
+
+
+def leave_processes() -> None:
+    """Ends the connection to the other processes, once all of them have got here."""
+    if dist.is_initialized():
+        sum_over_processes(torch.zeros(()))
+        if _watch:
+            _watch.end()
+        dist.destroy_process_group()
+
+
+class _Watch(threading.Thread):
+    """Ends this process if the next one ends before `leave_processes`, and so, one after the other, all of them.
+
+    A process that waits for its GPU would not notice: what other GPUs are to send never comes, and NCCL waits for it.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        super().__init__(daemon=True)
+        self.next, self.previous = (rank + 1) % world_size, (rank - 1) % world_size
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1000))
+
+    def run(self) -> None:
+        try:
+            dist.recv(torch.empty(()), self.next, self.group)
+        except RuntimeError as error:
+            time.sleep(GRACE)
+            gone = f"the process of rank {self.next} is gone, and this one waits for it"
+            print(f"error: {gone}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def end(self) -> None:
+        """All processes call it."""
+        dist.send(torch.zeros(()), self.previous, self.group)
+        self.join()
+
+
+_watch: _Watch | None = None
 
 
 def _rendezvous(url: str, **kwargs):
