@@ -36,15 +36,15 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
     dstep_proj += (i64(g) * parts + part) * CHANNELS * RANK;
 
     auto fetch = [&](Stage &stage, int tile) {
+        constexpr int PIECES = CHANNELS / 8;  // of a token; in memory those of a tile are neighbours
+        const T *from = dlogits + i64(tile) * TILE * CHANNELS;
 #pragma unroll
-        for (int i = threadIdx.x; i < TILE * CHANNELS / 8; i += THREADS) {
-            int row = i / (CHANNELS / 8), c = i % (CHANNELS / 8) * 8;
-            copy_async<8>(&stage.dlogits[row][c], dlogits + i64(tile * TILE + row) * CHANNELS + c, tile * TILE + row < all);
+        for (int item = 0; item < TILE * PIECES / THREADS; item++) {
+            int i = item * THREADS + threadIdx.x, row = i / PIECES;
+            copy_async<8>(&stage.dlogits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < all);
         }
-        for (int i = threadIdx.x; i < TILE * EIGHTS; i += THREADS) {
-            int row = i / EIGHTS, c = i % EIGHTS * 8;
+        if (int row = threadIdx.x / EIGHTS, c = threadIdx.x % EIGHTS * 8; row < TILE)
             copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c, tile * TILE + row < all);
-        }
         commit_copies();
     };
     // step_proj of the warp's channels as the second factor of products
@@ -59,8 +59,8 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
                 weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
             }
     auto write_dstep = [&](int tile, const float (*dstep)[TILE][RANK]) {
-        for (int i = threadIdx.x; i < TILE * RANK / 2; i += THREADS) {
-            int row = i / (RANK / 2), r = i % (RANK / 2) * 2;
+        static_assert(TILE * RANK / 2 <= THREADS);
+        if (int row = threadIdx.x / (RANK / 2), r = threadIdx.x % (RANK / 2) * 2; row < TILE) {
             Floats<2> sum = load<2>(&dstep[0][row][r]);
 #pragma unroll
             for (int w = 1; w < WARPS; w++) {
