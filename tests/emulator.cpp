@@ -23,7 +23,6 @@ namespace emulator {
 struct Index { unsigned x; };
 struct Copy { char *to; const char *from; int bytes; bool valid; };
 struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
-struct Tf32 { float upper[2], lower[2], b[2]; };  // of one in tf32: of every fourth column, of rows of `a` 8 apart and of `b`
 enum State { READY, AT_WARP, AT_BLOCK, DONE };
 struct Thread {
     ucontext_t context;
@@ -32,7 +31,6 @@ struct Thread {
     Index index;
     float passed;
     Fragments fragments;
-    Tf32 tf32;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> committed;
 };
@@ -111,23 +109,6 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
         for (int k = 0; k < 16; k++) {
             float a = element(row * 4 + k % 8 / 2, k / 8 * 2 + i / 2, k % 2);
             sums[i] += a * element(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
-        }
-    }
-    __syncwarp();
-}
-template <int WORDS>
-static void multiply_tf32(float *sums, const float (&upper)[WORDS], const float (&lower)[WORDS], const float (&b)[WORDS]) {
-    auto truncated = [](float f) { return __uint_as_float(bits_of<unsigned>(f) & ~0x1fffu); };
-    auto of = [](int lane) -> emulator::Tf32 & { return emulator::threads[threadIdx.x / 32 * 32 + lane].tf32; };
-    emulator::Tf32 &mine = of(threadIdx.x % 32);
-    for (int w = 0; w < WORDS; w++)
-        mine.upper[w] = truncated(upper[w]), mine.lower[w] = truncated(lower[w]), mine.b[w] = truncated(b[w]);
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        for (int k = 0; k < 4 * WORDS; k++) {
-            const emulator::Tf32 &a = of(row * 4 + k % 4);
-            sums[i] += (i < 2 ? a.upper : a.lower)[k / 4] * of(column * 4 + k % 4).b[k / 4];
         }
     }
     __syncwarp();

@@ -30,12 +30,6 @@ MEANING = {
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
         "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
     ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32.*?\(b_1\)\)\);': (
-        "multiply_tf32(&sums[0].at[0], {a_0, a_2}, {a_1, a_3}, {b_0, b_1});"
-    ),
-    r'asm\("mma.sync.aligned.m16n8k4.row.col.f32.tf32.*?\(b_0\)\)\);': (
-        "multiply_tf32(&sums[0].at[0], {a_0}, {a_1}, {b_0});"
-    ),
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm\("" : [^;]*;': "",
     r"extern __shared__ __align__\(16\) char shared\[\];": "char *shared = shared_memory;",

@@ -53,11 +53,11 @@ FORWARD = {
 }  # fmt: skip
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 240, 200), "selective": Lanes(8, 2, 16, 8, 320, 280)}
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 800, 540, min_blocks=3), Backward(2, 8, 500, 330, stages=2)],
+    "longhorn": [Backward(4, 8, 750, 540, min_blocks=3), Backward(2, 8, 500, 330, stages=2)],
     "selective": [Backward(2, 8, 800, 410, min_blocks=3, stages=2)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
-BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
+BACKWARD_64 = {name: [Backward(2, 16, 800, 600, stages=2)] for name in BACKWARD}
 
 
 def cycles(variant: Lanes | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
