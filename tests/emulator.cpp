@@ -30,7 +30,6 @@ struct Thread {
     State state;
     Index index;
     float passed;
-    const void *row;
     Fragments fragments;
     const void *row;  // of a matrix to load
     std::vector<Copy> open;

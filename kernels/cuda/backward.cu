@@ -5,6 +5,8 @@
 // A lane owns 4 states of C channels, which makes its sums over states and over channels equally short. Both are finished
 // through shared memory, half a tile at once: that takes a third of the instructions of shuffles. There are no atomics:
 // blocks write partial sums over their channels, to be added in a fixed order.
+//
+// Registers and shared memory are dealt so that 12 warps fit on a multiprocessor of an H200.
 
 constexpr int TILES = CHUNK / TILE;
 constexpr int HALF = TILE / 2;
@@ -29,7 +31,7 @@ struct Warp {
     alignas(16) float gate[TILE][ROW];
     alignas(16) float slope[TILE][ROW];
     alignas(16) float dy[TILE][ROW];
-    alignas(16) float channel_sums[HALF][CHANNEL_SUMS];  // dq, then dk of a token over each lane's channels
+    alignas(16) float channel_sums[HALF][CHANNEL_SUMS];  // dq, then dk over each lane's channels
     alignas(16) float state_sums[2][HALF][STATE_SUMS];   // sum_x and sum_gate over each lane's states
     alignas(16) float dkeys[2][TILE][2][N];              // dk and dq over the warp's channels, of two tiles
     alignas(16) float norm[2][TILE];                     // dL/d(k.k) over the warp's channels
@@ -210,8 +212,8 @@ struct ChannelSums {
     Floats<C> skip, bias;
 };
 
-// From the sums of half a tile over each lane's channels: dk, or else dq, over the warp's. Lanes take 4 states of a token;
-// where that leaves some without, several share the groups.
+// dq or dk of half a tile over the warp's channels, from those over each lane's. A lane adds 4 states of a token; where
+// that leaves lanes without work, several share the groups of a sum.
 DEVICE void finish_keys(Warp &warp, bool is_query, int first, int buffer, const Place &at) {
     constexpr int SUMS = HALF * QUADS, SHARE = SUMS < 32 ? 32 / SUMS : 1;
 #pragma unroll
@@ -230,9 +232,9 @@ DEVICE void finish_keys(Warp &warp, bool is_query, int first, int buffer, const 
     }
 }
 
-// From those over each lane's states: dx and dlogit of half a tile, where a lane takes C channels of one token
-DEVICE void finish_channels(Warp &warp, int first, int buffer, const Sequence<T> &dxs, const Sequence<T> &dlogits, int t0,
-                            int tokens, ChannelSums &sums, const Place &at) {
+// dx and dlogit of half a tile, from the sums over each lane's states. A lane takes C channels of one token.
+DEVICE void finish_channels(Warp &warp, int first, int buffer, const Sequence<T> &dxs, const Sequence<T> &dlogits,
+                            int t0, int tokens, ChannelSums &sums, const Place &at) {
     Floats<C> skip = load<C>(&warp.skip[at.c]);
 #pragma unroll
     for (int base = 0; base < HALF; base += QUADS) {
@@ -334,7 +336,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     __syncwarp();
 
     // Tiles are worked on in this order, and copied ahead in the same: of each chunk, from the last to the first, all
-    // tiles but the last forwards, then all backwards
+    // tiles but the last forwards, then all backwards. A tile that has been staged makes room for another.
     int tiles = (end - last * CHUNK + TILE - 1) / TILE;
     int stage = 0, copied_tiles = tiles, copied_start = last * CHUNK, turn = 1 - tiles;
     auto copy_next = [&](Channels &to) {

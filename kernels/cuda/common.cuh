@@ -15,7 +15,7 @@
 constexpr int CHUNK = 64;  // tokens between the states that forward keeps for backward; the first, which is 0, it does not
 
 // A recurrence S_t = decay * S_{t-1} + drive, for one state n of one channel d. `gate` is what the logits become.
-//   keep, gradients   the element of backward: what to keep of a token while its states are recomputed, and from
+//   Kept, gradients   the element of backward: what to keep of a token while its states are recomputed, and from
 //                     G = dL/dS_t the gradients of the token and dL/dS_{t-1}, which replaces G. Sums over states go
 //                     into sum_x and sum_gate, the sum over channels into dk, that over tokens into dA.
 //   dx, dlogit        those sums to gradients; slope is what the logit's gradient is proportional to

@@ -13,6 +13,7 @@ from .variants import CHUNK, SUMMARY, Backward, Lanes, Quads, choose
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this is for
+SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each block takes 1 KiB more than it asks for
 
 
 def forward(
@@ -143,18 +144,21 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
     warp_bytes = (
         variant.stages * 3 * _align(tile * row * x.element_size())
         + 2 * _align(4 * row) + 4 * 4 * tile * (row + 8)  # skip and bias; x, gate, slope and dy
-        + 2 * tile * (quads * (4 * groups + 8) + 4) + 4 * tile * (quads * (row + 8) + 8)  # sums over channels, states
+        + 2 * tile * (quads * (4 * groups + 8) + 4)  # sums over channels
+        + 4 * tile * (quads * (row + 8) + 8)  # sums over states
         + 4 * 4 * tile * N + _align(8 * tile)  # dk and dq of two tiles; norm
     )  # fmt: skip
     min_blocks = variant.min_blocks if x.element_size() == 2 and N >= 16 else 2
     keys_bytes = 4 * CHUNK * (2 * N + 1)
     while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
         warps //= 2
+    block_bytes = keys_bytes + warps * warp_bytes
+    min_blocks = min(min_blocks * variant.warps // warps, SHARED_BYTES // (block_bytes + 1024))
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
-        STAGES=variant.stages, MIN_BLOCKS=min_blocks * variant.warps // warps, BLOCK_BYTES=keys_bytes + warps * warp_bytes, VECTOR=vector,
+        STAGES=variant.stages, MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
     )  # fmt: skip
-    return macros, -(-x.shape[-1] // (warps * row)), macros["BLOCK_BYTES"]
+    return macros, -(-x.shape[-1] // (warps * row)), block_bytes
 
 
 def _common(recurrence: str, x: Tensor, N: int) -> dict:

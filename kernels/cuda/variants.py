@@ -74,7 +74,7 @@ BACKWARD = {
     "selective": [Backward(2, 8, 620, 405, min_blocks=3, stages=2)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
-BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
+BACKWARD_64 = {name: [Backward(2, 16, 800, 600, stages=2)] for name in BACKWARD}
 
 
 def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Quads]:
