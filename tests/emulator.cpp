@@ -178,19 +178,6 @@ static unsigned transpose_rows(unsigned m) {
     return transposed;
 }
 
-static void load_four_matrices(unsigned (&word)[4], const void *row, bool transposed) {
-    if (size_t(row) % 16) fprintf(stderr, "misaligned row of a matrix\n"), abort();
-    current->row = row;
-    __syncwarp();
-    for (int i = 0; i < 8; i++) {
-        int lane = threadIdx.x % 32, two = lane % 4 * 2 + i % 2, r = transposed ? two : lane / 4;
-        auto *from = (const unsigned short *)emulator::threads[threadIdx.x / 32 * 32 + i / 2 * 8 + r].row;
-        unsigned bits = from[transposed ? lane / 4 : two];
-        word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
-    }
-    __syncwarp();
-}
-
 /* KERNELS */
 
 namespace emulator {

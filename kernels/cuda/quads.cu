@@ -27,26 +27,6 @@ struct Block {
     Tile tiles[STAGES];
 };
 
-// Matrices of 8 rows of 8 elements from shared memory, each row from the address that one lane gives: of each the lane gets
-// elements 2 p and 2 p + 1 of row c, or transposed of column c
-DEVICE unsigned shared_address(const T *p) { return __cvta_generic_to_shared(p); }
-DEVICE void load_matrices(unsigned (&m)[2], const T *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(m[0]), "=r"(m[1]) : "r"(shared_address(row)) : "memory");
-}
-DEVICE void load_matrices(unsigned (&m)[4], const T *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)) : "memory");
-}
-DEVICE void load_transposed(unsigned (&m)[2], const T *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(m[0]), "=r"(m[1]) : "r"(shared_address(row)) : "memory");
-}
-DEVICE void load_transposed(unsigned (&m)[4], const T *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)) : "memory");
-}
-
 // of a matrix of which each lane has elements 2 p and 2 p + 1 of row c
 DEVICE unsigned transpose(unsigned m) {
     unsigned transposed;

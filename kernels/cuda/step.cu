@@ -103,7 +103,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
 #pragma unroll
         for (int n = 0; n < EIGHTS; n += 2) {
             unsigned word[4];
-            load_matrices_transposed(word, &stage.step[lane % 16][min(n + lane / 16, EIGHTS - 1) * 8]);
+            load_transposed(word, &stage.step[lane % 16][min(n + lane / 16, EIGHTS - 1) * 8]);
             steps[n][0] = word[0], steps[n][1] = word[1], steps[n + 1][0] = word[2], steps[n + 1][1] = word[3];
         }
         Floats<2> dstep[EIGHTS][2] = {};
@@ -111,8 +111,8 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
         for (int k = 0; k < SIXTEENS; k++) {
             unsigned rows[4], columns[4];
             load_matrices(rows, &stage.dlogits[lane % 16][first_channel + k * 16 + lane / 16 * 8]);
-            load_matrices_transposed(columns,
-                                     &stage.dlogits[lane / 16 * 8 + lane % 8][first_channel + k * 16 + lane / 8 % 2 * 8]);
+            load_transposed(columns,
+                            &stage.dlogits[lane / 16 * 8 + lane % 8][first_channel + k * 16 + lane / 8 % 2 * 8]);
 #pragma unroll
             for (int n = 0; n < EIGHTS; n++) {
                 multiply_add(T{}, dstep[n], rows[0], rows[1], rows[2], rows[3], weights[k][n][0], weights[k][n][1]);

@@ -150,21 +150,30 @@ DEVICE void multiply_add(fp16, Floats<2> (&sums)[2], unsigned a_0, unsigned a_1,
         : "r"(a_0), "r"(a_1), "r"(a_2), "r"(a_3), "r"(b_0), "r"(b_1));
 }
 
-// Four matrices of 8 by 8 elements from shared memory, whose rows of 16 bytes lanes 8 i to 8 i + 7 name: lane l gets, of
-// matrix i, columns 2 (l % 4), + 1 of row l / 4; transposed, rows 2 (l % 4), + 1 of column l / 4
-template <class T>
-DEVICE void load_matrices(unsigned (&word)[4], const T *row) {
-    unsigned from = __cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(from)
+// 2 or 4 matrices of 8 rows of 8 16-bit elements from shared memory. Lanes 8 i to 8 i + 7 name the rows of matrix i, of which
+// lane l gets columns 2 (l % 4), + 1 of row l / 4, or transposed rows 2 (l % 4), + 1 of column l / 4.
+DEVICE unsigned shared_address(const void *p) { return __cvta_generic_to_shared(p); }
+DEVICE void load_matrices(unsigned (&m)[2], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(m[0]), "=r"(m[1])
+                 : "r"(shared_address(row))
                  : "memory");
 }
-template <class T>
-DEVICE void load_matrices_transposed(unsigned (&word)[4], const T *row) {
-    unsigned from = __cvta_generic_to_shared(row);
+DEVICE void load_matrices(unsigned (&m)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void load_transposed(unsigned (&m)[2], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(m[0]), "=r"(m[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void load_transposed(unsigned (&m)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(from)
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
                  : "memory");
 }
