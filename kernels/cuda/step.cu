@@ -72,20 +72,27 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
         }
     };
     // dk and dq of a tile, 4 neighbours at a time, on their way while the warp multiplies
-    constexpr int KEYS = TILE * STATES / 2;
-    Pack<T, 4> dkeys[(KEYS + THREADS - 1) / THREADS];
-    auto each_key = [&](int tile, auto use) {
+    constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
+    Pack<T, 4> dkeys[ITEMS];
+    auto is_key = [&](int tile, int i) {
+        return (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < all;
+    };
+    auto read_dkeys = [&](int tile) {
 #pragma unroll
-        for (int item = 0; item * THREADS < KEYS; item++) {
-            int i = item * THREADS + threadIdx.x, row = i / (STATES / 2), n = i % (STATES / 2) * 4;
-            i64 token = tile * TILE + row;
-            if ((KEYS % THREADS == 0 || i < KEYS) && token < all) use(dkeys[item], token, n);
+        for (int item = 0; item < ITEMS; item++) {
+            int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
+            const T *from = (n < STATES ? dk : dq) + i64(tile * TILE + i / (STATES / 2)) * STATES;
+            if (is_key(tile, i)) dkeys[item] = load<4>(from + n % STATES);
         }
     };
-    auto read_dkeys = [&](Pack<T, 4> &keys, i64 token, int n) {
-        keys = load<4>((n < STATES ? dk : dq) + token * STATES + n % STATES);
+    auto write_dkeys = [&](int tile) {
+#pragma unroll
+        for (int item = 0; item < ITEMS; item++) {
+            int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
+            T *to = dprojected + i64(tile * TILE + i / (STATES / 2)) * PROJECTIONS + RANK;
+            if (is_key(tile, i)) store(to + n, dkeys[item]);
+        }
     };
-    auto write_dkeys = [&](Pack<T, 4> &keys, i64 token, int n) { store(dprojected + token * PROJECTIONS + RANK + n, keys); };
 
     Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};
 #pragma unroll
@@ -98,7 +105,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
         fetch(block.stages[(i + STAGES - 1) % STAGES], tile + (STAGES - 1) * int(parts));
         if (i > 0) write_dstep(tile - int(parts), block.dstep[(i - 1) % 2]);
         const Stage &stage = block.stages[i % STAGES];
-        each_key(tile, read_dkeys);
+        read_dkeys(tile);
         unsigned steps[EIGHTS + EIGHTS % 2][2];
 #pragma unroll
         for (int n = 0; n < EIGHTS; n += 2) {
@@ -125,7 +132,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 store(&block.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
-        each_key(tile, write_dkeys);
+        write_dkeys(tile);
     }
     wait_for_copies<0>();  // of tiles that do not exist
     __syncthreads();
