@@ -66,7 +66,8 @@ FORWARD = {
                  Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
 }  # fmt: skip
-QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}  # of 16-bit inputs with 16 or 32 states
+# of 16-bit inputs with 16 or 32 states; with 64 registers do not suffice
+QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
     "longhorn": [Backward(4, 8, 685, 575), Backward(2, 8, 485, 310, min_blocks=3)],
