@@ -81,7 +81,9 @@ def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Qua
     return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in (16, 32) else [])
 
 
-def cycles(variant: Lanes | Quads | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int) -> float:
+def cycles(
+    variant: Lanes | Quads | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int
+) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
     at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
