@@ -59,14 +59,18 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
-            mock.patch.object(operator, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float())),
+            mock.patch.object(operator, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
             mock.patch.object(kernels, "_multiprocessors", return_value=1),
         ):
             Block(width, mixer, drop_path=0.5).cuda().train()(x).sum().backward()
 
 
 def in_fp32(product):
-    return lambda a, b, out_dtype=None: product(a.float(), b.float()).to(out_dtype or a.dtype)
+    @torch.autocast("cuda", enabled=False)
+    def in_fp32(a, b, out_dtype=None):
+        return product(a.float(), b.float()).to(out_dtype or a.dtype)
+
+    return in_fp32
 
 
 def inputs(recurrence: str, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """Kernels in CUDA C++ for NVIDIA GPUs, sm_80 and newer, compiled at first use.
 
-The scan: `common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `summary.cu` the kernels, one family for
-both; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`, which
-`block` launches. `types.cuh` is what all share; `compiler` compiles and caches them.
+The scan: `common.cuh` holds the recurrences; `forward.cu`, `quads.cu` (forward on tensor cores), `backward.cu` and
+`summary.cu` the kernels, one family for both; `scan` launches them; `variants` chooses among their variants. What
+surrounds it in a block: `block.cu`, which `block` launches. `types.cuh` is what all share; `compiler` compiles and
+caches them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ struct Longhorn {
     DEVICE float slope(float logit, float gate) { return gate * min_or_nan(exp_fast(-logit), 0x1p126f); }
 
     DEVICE void update(float &S, float x, float gate, float k, float) { S = fmaf(gate * k, fmaf(-k, S, x), S); }
-    DEVICE float decay(float gate, float k, float) { return fmaf(-gate * k, k, 1); }
+    // k k first, which a lane's channels share
+    DEVICE float decay(float gate, float k, float) { return fmaf(-gate, k * k, 1); }
 
     struct Kept { float residual; };
     DEVICE void update(float &S, Kept &kept, float x, float gate, float k, float) {

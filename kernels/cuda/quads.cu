@@ -1,29 +1,31 @@
 // forward.cu's scan for 16-bit inputs and batches that leave much of a GPU idle. A warp has 8 channels only, which makes
-// many warps. Reading keys and queries and summing over states would then take most of the time; tensor cores do both:
-//   keys     (2 tokens, states) = (2 of 8 tokens chosen) times (8 tokens, states): exact, as a sum of one key and zeros
-//   outputs  (channels and 2 tokens, 8 tokens) = (channels and 2 tokens, states) times (states, 8 tokens), of which the
-//            outputs are where both tokens are the same; states are cut to the 10 bits of tf32, their recurrence is fp32
-// Of these products lane 4 c + p has channel c and of each 8 columns, states or tokens, columns 2 p and 2 p + 1.
+// many warps. To read keys and queries and to sum over states would take much of the time; tensor cores do it:
+//   keys     (2 tokens, 8 states) = (which 2 of 8 tokens, 8 tokens) times (8 tokens, 8 states): exact, each sum being one
+//            key and zeros; but a key that is no number spoils 8 tokens
+//   outputs  (8 channels and 2 tokens, 8 tokens) = (8 channels and 2 tokens, states) times (states, 8 tokens), of which
+//            those count where both tokens are the same; it reads states cut to 10 bits (tf32), the recurrence does not
+//   k.k      the diagonal of (16 tokens, states) times (states, 8 tokens)
+// Lane 4 c + p has channel c and, of each 8 states or tokens, numbers 2 p and 2 p + 1, as the products have them.
 
-constexpr int THREADS = 32 * WARPS, BLOCK_CHANNELS = WARP_CHANNELS * WARPS, OCTETS = N / 8;
-static_assert(TILE == 32 && LANES == 4 && CHUNK % TILE == 0 && sizeof(T) == 2);
+constexpr int THREADS = 32 * WARPS, BLOCK_CHANNELS = 8 * WARPS, OCTETS = N / 8;
+static_assert(TILE == 32 && CHUNK % TILE == 0 && LANES == 4 && WARP_CHANNELS == 8 && sizeof(T) == 2);
 
-// A tile on its way from memory and as it is there, but by 8 states and 8 channels
+// A tile as it is in memory, but by 8 states and 8 channels
 struct Tile {
     alignas(16) T k[OCTETS][TILE][8];
     alignas(16) T q[OCTETS][TILE][8];
-    alignas(16) T x[WARPS * C][TILE][8];
-    alignas(16) T logit[WARPS * C][TILE][8];
+    alignas(16) T x[WARPS][TILE][8];
+    alignas(16) T logit[WARPS][TILE][8];
 };
 
-// by 8 tokens and 8 channels
-struct Warp {
-    alignas(16) float x[TILE / 8][C][8][8];
-    alignas(16) float gate[TILE / 8][C][8][8];
+// What the 4 lanes of a channel share: x and gates of 8 channels by 8 tokens
+struct Staged {
+    alignas(16) float x[TILE / 8][8][8];
+    alignas(16) float gate[TILE / 8][8][8];
 };
 
 struct Block {
-    Warp warps[2][WARPS];
+    Staged staged[2][WARPS];
     Tile tiles[STAGES];
 };
 
@@ -34,7 +36,7 @@ DEVICE unsigned transpose(unsigned m) {
     return transposed;
 }
 
-// (16, 8) times (8, 8). Of the product the lane has columns 2 p and 2 p + 1 of row c, then of row c + 8.
+// (16, 8) times (8, 8); of the product the lane has columns 2 p and 2 p + 1 of row c, then of row c + 8
 DEVICE void multiply(bf16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
         : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
@@ -45,31 +47,35 @@ DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsi
         : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
         : "r"(a_0), "r"(a_1), "r"(b), "f"(0.0f));
 }
+// the same in tf32, where columns p and p + 4 of a are the lane's, and these rows of b
 DEVICE void multiply_add_tf32(float (&sums)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
           "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)));
 }
 
-// One warp's place in the grid: a segment of a sequence; and the first channel of this lane, whose others are 8 apart
+// One warp's place in the grid: a segment of a sequence; and the channel of this lane
 struct Place {
     i64 g, b, segment, block_d, warp_d, d;
     int warp, lane, c, p;
+    bool valid;
     __device__ __forceinline__ Place(i64 B, i64 D, i64 segments) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         c = lane / 4, p = lane % 4;
         i64 blocks = (D + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
         block_d = blockIdx.x % blocks * BLOCK_CHANNELS;
-        warp_d = block_d + warp * WARP_CHANNELS;
+        warp_d = block_d + warp * 8;
         d = warp_d + c;
         segment = blockIdx.x / blocks % segments;
         b = blockIdx.x / blocks / segments % B;
         g = blockIdx.x / blocks / segments / B;
+        valid = d < D;
     }
 };
 
-// Copies rows of WIDTH elements of a tile's tokens, ELEMENTS at once, by all threads of the block
+// Copies WIDTH neighbours of each token of a tile, ELEMENTS at once, of which `width` exist: for all threads of the block
 template <int WIDTH, int ELEMENTS>
 struct Copies {
     static constexpr int ROW = WIDTH / ELEMENTS, ITEMS = (TILE * ROW + THREADS - 1) / THREADS, APART = THREADS / ROW;
@@ -77,7 +83,7 @@ struct Copies {
     Sequence<const T> source;
     int token, column;
     bool exists;
-    __device__ __forceinline__ Copies(const Sequence<const T> &source, int width)
+    __device__ __forceinline__ Copies(const Sequence<const T> &source, i64 width)
         : source(source), token(threadIdx.x / ROW), column(threadIdx.x % ROW * ELEMENTS), exists(column < width) {
         this->source.data += column;
         asm("" : "+l"(this->source.data));  // or the compiler would add it up again for every tile
@@ -93,25 +99,16 @@ struct Copies {
     }
 };
 
-DEVICE void scatter(T *p, Pack<T, 2> two, i64 count) {
-    p[0].bits = two.word[0];
-    if (count > 1) p[1].bits = two.word[0] >> 16;
-}
-
-// What staging a tile takes of it: x, logits and k.k of the lane's own tokens, 2 p and 2 p + 1 of each 8
+// Of a tile that is to be staged, x, logits and k.k of the lane's channel and tokens
 struct Unstaged {
-    unsigned x[C][TILE / 8], logits[C][TILE / 8];
+    unsigned x[TILE / 8], logits[TILE / 8];
     Floats<2> kk[TILE / 8];
     __device__ __forceinline__ void read(const Tile &tile, const Place &at) {
-#pragma unroll
-        for (int ch = 0; ch < C; ch++) {
-            load_transposed(x[ch], tile.x[at.warp * C + ch][at.lane]);
-            load_transposed(logits[ch], tile.logit[at.warp * C + ch][at.lane]);
-        }
+        load_transposed(x, tile.x[at.warp][at.lane]);
+        load_transposed(logits, tile.logit[at.warp][at.lane]);
 #pragma unroll
         for (int i = 0; i < TILE / 8; i += 2) {
-            // k.k are the diagonal of the product of keys and keys, here of 16 tokens with the first 8 and the last 8
-            Floats<2> products[2][2] = {};
+            Floats<2> products[2][2] = {};  // with the first and with the last 8 of 16 tokens
 #pragma unroll
             for (int o = 0; o < OCTETS; o += 2) {
                 unsigned k[4];
@@ -126,48 +123,43 @@ struct Unstaged {
                     kk[i + half].at[j] = __shfl_sync(WARP, products[half][half].at[j], 9 * at.p + 4 * j);
         }
     }
-    // gates and values in fp32, which the 4 lanes of a channel share, of 8 tokens
-    __device__ __forceinline__ void stage(Warp &warp, int i, const Floats<C> &bias, const Place &at) const {
+    // 8 tokens
+    __device__ __forceinline__ void stage(Staged &staged, int i, float bias, const Place &at) const {
+        Floats<2> logit = unpack(T{}, logits[i]), gate;
 #pragma unroll
-        for (int ch = 0; ch < C; ch++) {
-            Floats<2> logit = unpack(T{}, logits[ch][i]), gate;
-#pragma unroll
-            for (int j = 0; j < 2; j++) gate.at[j] = R::gate(logit.at[j] + bias.at[ch], kk[i].at[j]);
-            store(&warp.gate[i][ch][at.c][2 * at.p], gate);
-            store(&warp.x[i][ch][at.c][2 * at.p], unpack(T{}, x[ch][i]));
-        }
+        for (int j = 0; j < 2; j++) gate.at[j] = R::gate(logit.at[j] + bias, kk[i].at[j]);
+        store(&staged.gate[i][at.c][2 * at.p], gate);
+        store(&staged.x[i][at.c][2 * at.p], unpack(T{}, x[i]));
     }
 };
 
-// What the lane needs of 8 tokens
+// What the lane needs of 8 tokens: x and gates of its channel, and as the products want them keys and queries
 struct Octet {
-    Floats<4> x[C][2], gate[C][2];
+    Floats<4> x[2], gate[2];
     unsigned k[OCTETS / 2][2], q[OCTETS / 2][2];
-    __device__ __forceinline__ void read(const Warp &warp, const Tile &tile, int i, const Place &at) {
+    __device__ __forceinline__ void read(const Staged &staged, const Tile &tile, int i, const Place &at) {
 #pragma unroll
-        for (int ch = 0; ch < C; ch++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                x[ch][j] = load<4>(&warp.x[i][ch][at.c][4 * j]);
-                gate[ch][j] = load<4>(&warp.gate[i][ch][at.c][4 * j]);
-            }
+        for (int j = 0; j < 2; j++) {
+            x[j] = load<4>(&staged.x[i][at.c][4 * j]);
+            gate[j] = load<4>(&staged.gate[i][at.c][4 * j]);
+        }
 #pragma unroll
         for (int o = 0; o < OCTETS; o += 2) {
-            int row = 8 * i + at.lane % 8;
-            load_transposed(k[o / 2], tile.k[o + at.lane / 8 % 2][row]);
-            load_matrices(q[o / 2], tile.q[o + at.lane / 8 % 2][row]);
+            int token = 8 * i + at.lane % 8;
+            load_transposed(k[o / 2], tile.k[o + at.lane / 8 % 2][token]);
+            load_matrices(q[o / 2], tile.q[o + at.lane / 8 % 2][token]);
         }
     }
 };
 
-typedef float States[NL][C];  // states 8 h + 2 p and + 1 for each h
-DEVICE int state_of(int n) { return n / 2 * 8 + n % 2; }
+// The lane's states: 8 o + 2 p and 8 o + 2 p + 1 for each o
+typedef float States[OCTETS][2];
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
              const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
              T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks,
-             i64 keep, i64) {
+             i64 keep) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
     Block &block = *reinterpret_cast<Block *>(shared);
@@ -176,73 +168,24 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     Place at(B, D, segments);
     bool backwards = reverse >> at.g & 1;
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    Copies<N, KEY_VECTOR> ks({TOKENS_OF(k), at.g, at.b, L, backwards}, N), qs({TOKENS_OF(q), at.g, at.b, L, backwards}, N);
-    Copies<BLOCK_CHANNELS, VECTOR> xs({{x_data + at.block_d, x_stride_G, x_stride_B, x_stride_L}, at.g, at.b, L, backwards}, min(D - at.block_d, i64(BLOCK_CHANNELS)));
-    Copies<BLOCK_CHANNELS, VECTOR> logits({{logit_data + at.block_d, logit_stride_G, logit_stride_B, logit_stride_L}, at.g, at.b, L, backwards}, min(D - at.block_d, i64(BLOCK_CHANNELS)));
+    Copies<N, KEY_VECTOR> ks({TOKENS_OF(k), at.g, at.b, L, backwards}, N);
+    Copies<N, KEY_VECTOR> qs({TOKENS_OF(q), at.g, at.b, L, backwards}, N);
+    Sequence<const T> x_tokens(TOKENS_OF(x), at.g, at.b, L, backwards);
+    Sequence<const T> logit_tokens(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    x_tokens.data += at.block_d, logit_tokens.data += at.block_d;
+    Copies<BLOCK_CHANNELS, VECTOR> xs(x_tokens, D - at.block_d), logits(logit_tokens, D - at.block_d);
     Sequence<T> ys({y + at.warp_d + 2 * at.p, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, at.d, B, chunks - 1, D);
 
-    Floats<C> skip = {}, bias = {};
+    float skip = skips && at.valid ? skips[at.g * D + at.d] : 0, bias = biases && at.valid ? biases[at.g * D + at.d] : 0;
     States A = {}, S = {};
 #pragma unroll
-    for (int ch = 0; ch < C; ch++) {
-        i64 d = at.d + 8 * ch;
-        if (d >= D) continue;
-        if (skips) skip.at[ch] = skips[at.g * D + d];
-        if (biases) bias.at[ch] = biases[at.g * D + d];
+    for (int o = 0; o < OCTETS; o++)
 #pragma unroll
-        for (int n = 0; n < NL; n++) {
-            if (R::HAS_RATES) A[n][ch] = R::rate(rates[(at.g * D + d) * N + 2 * at.p + state_of(n)]);
-            if (begin > 0) S[n][ch] = kept[state_of(n) * D + 8 * ch];
+        for (int n = 0; n < 2; n++) {
+            if (R::HAS_RATES && at.valid) A[o][n] = R::rate(rates[(at.g * D + at.d) * N + 8 * o + 2 * at.p + n]);
+            if (begin > 0 && at.valid) S[o][n] = kept[(8 * o + n) * D];
         }
-    }
-    const unsigned one = from_floats<T>(Floats<2>{1, 0}).word[0];
-
-    auto step = [&](const Octet &tokens, const unsigned (&own_x)[C][TILE / 8], int i, int t0) {
-        float y[C][4][4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int h = 0; h < OCTETS; h++) {
-                float k[4];  // two states of token 2 j, two of the next
-                multiply(T{}, k, at.p == j ? one : 0, at.p == j ? one << 16 : 0, tokens.k[h / 2][h % 2]);
-                Floats<2> q = unpack(T{}, tokens.q[h / 2][h % 2]);
-#pragma unroll
-                for (int ch = 0; ch < C; ch++) {
-                    float products[2][2];
-#pragma unroll
-                    for (int n = 0; n < 2; n++)
-#pragma unroll
-                        for (int odd = 0; odd < 2; odd++) {
-                            float x = tokens.x[ch][j / 2].at[2 * j % 4 + odd];
-                            float gate = tokens.gate[ch][j / 2].at[2 * j % 4 + odd];
-                            R::update(S[2 * h + n][ch], x, gate, k[2 * odd + n], A[2 * h + n][ch]);
-                            products[n][odd] = S[2 * h + n][ch];
-                        }
-                    multiply_add_tf32(y[ch][j], products[0][0], products[0][1], products[1][0], products[1][1], q.at[0],
-                                      q.at[1]);
-                }
-            }
-        int token = 8 * i + at.c;
-        T *to = ys.at(t0 + token);
-#pragma unroll
-        for (int ch = 0; ch < C; ch++) {
-            Floats<2> x = unpack(T{}, own_x[ch][i]), own = {};
-#pragma unroll
-            for (int j = 0; j < 4; j++)  // where the product's token is the column's
-                if (j == 0 || at.p == j) own = {y[ch][j][0], y[ch][j][3]};
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) own.at[odd] = fmaf(skip.at[ch], x.at[odd], own.at[odd]);
-            Pack<T, 2> two = {transpose(from_floats<T>(own).word[0])};
-            i64 left = D - at.warp_d - 8 * ch - 2 * at.p;
-            if (t0 + token < end && left > 0) {
-                if (VECTOR > 1)
-                    store(to + 8 * ch, two);
-                else
-                    scatter(to + 8 * ch, two, left);
-            }
-        }
-    };
 
     auto copy = [&](int stage, int t0) {
         Tile &tile = block.tiles[stage];
@@ -252,43 +195,83 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         logits.start(tile.logit, t0, end - t0);
         commit_copies();
     };
+    const unsigned one = from_floats<T>(Floats<2>{1, 0}).word[0];
+    // 8 tokens from t on, whose x is also in `own_x`
+    auto step = [&](const Octet &tokens, unsigned own_x, int t) {
+        float products[4][4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int o = 0; o < OCTETS; o++) {
+                float k[4], after[2][2];  // of tokens 2 j and 2 j + 1
+                multiply(T{}, k, at.p == j ? one : 0, at.p == j ? one << 16 : 0, tokens.k[o / 2][o % 2]);
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int odd = 0; odd < 2; odd++) {
+                        float x = tokens.x[j / 2].at[2 * j % 4 + odd], gate = tokens.gate[j / 2].at[2 * j % 4 + odd];
+                        R::update(S[o][n], x, gate, k[2 * odd + n], A[o][n]);
+                        after[n][odd] = S[o][n];
+                    }
+                Floats<2> q = unpack(T{}, tokens.q[o / 2][o % 2]);
+                multiply_add_tf32(products[j], after[0][0], after[0][1], after[1][0], after[1][1], q.at[0], q.at[1]);
+            }
+        Floats<2> x = unpack(T{}, own_x), own_y = {products[0][0], products[0][3]};
+#pragma unroll
+        for (int j = 1; j < 4; j++)
+            if (at.p == j) own_y = {products[j][0], products[j][3]};
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) own_y.at[odd] = fmaf(skip, x.at[odd], own_y.at[odd]);
+        // of the 8 tokens of a channel to the 8 channels of a token, which are neighbours in memory
+        Pack<T, 2> y = {transpose(from_floats<T>(own_y).word[0])};
+        i64 channels = D - at.warp_d - 2 * at.p;
+        if (t + at.c < end && channels > 0) {
+            T *to = ys.at(t + at.c);
+            if (VECTOR > 1) {
+                store(to, y);
+            } else {
+                to[0].bits = y.word[0];
+                if (channels > 1) to[1].bits = y.word[0] >> 16;
+            }
+        }
+    };
+
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) copy(s, begin + s * TILE);
-    Unstaged here, next;
     wait_for_copies<STAGES - 2>();
     __syncthreads();
+    Unstaged here, next;
     here.read(block.tiles[0], at);
 #pragma unroll
-    for (int i = 0; i < TILE / 8; i++) here.stage(block.warps[0][at.warp], i, bias, at);
+    for (int i = 0; i < TILE / 8; i++) here.stage(block.staged[0][at.warp], i, bias, at);
     int stage = 0, buffer = 0;
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE) {
         if ((t0 - begin) % CHUNK == 0) {
-            if (keep && t0 > 0)
+            if (keep && at.valid && t0 > 0)
 #pragma unroll
-                for (int ch = 0; ch < C; ch++)
-                    if (at.d + 8 * ch < D)
+                for (int o = 0; o < OCTETS; o++)
 #pragma unroll
-                        for (int n = 0; n < NL; n++) kept[state_of(n) * D + 8 * ch] = S[n][ch];
+                    for (int n = 0; n < 2; n++) kept[(8 * o + n) * D] = S[o][n];
             kept += N * D;
         }
-        // the next tile is staged while this one is worked on
+        // the next tile is staged while this one is worked on, as gates are a long chain of instructions
         wait_for_copies<STAGES - 3>();
         __syncthreads();
         copy(stage > 0 ? stage - 1 : STAGES - 1, t0 + (STAGES - 1) * TILE);
         const Tile &tile = block.tiles[stage];
-        const Warp &warp = block.warps[buffer][at.warp];
+        const Staged &staged = block.staged[buffer][at.warp];
         stage = stage + 1 < STAGES ? stage + 1 : 0;
         buffer ^= 1;
         next.read(block.tiles[stage], at);
         Octet tokens;
-        tokens.read(warp, tile, 0, at);
+        tokens.read(staged, tile, 0, at);
 #pragma unroll
         for (int i = 0; i < TILE / 8; i++) {
             Octet following;
-            following.read(warp, tile, i + 1 < TILE / 8 ? i + 1 : i, at);
-            next.stage(block.warps[buffer][at.warp], i, bias, at);
-            step(tokens, here.x, i, t0);
+            next.stage(block.staged[buffer][at.warp], i, bias, at);
+            following.read(staged, tile, i + 1 < TILE / 8 ? i + 1 : i, at);
+            step(tokens, here.x[i], t0 + 8 * i);
             tokens = following;
         }
         here = next;

@@ -34,14 +34,16 @@ def forward(
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
         _summarize(recurrence, tensors, reverse, segment_chunks, states, spacing=segment_chunks, gradients=False)
+    arguments = [
+        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, y, states,
+        B, L, D, _mask(reverse), segment_chunks, keep,
+    ]  # fmt: skip
     if isinstance(variant, Quads):
         file, (macros, blocks, shared) = "quads", _quads(variant, recurrence, x, logits, k, q)
     else:
         file, (macros, blocks, shared) = "forward", _lanes(variant, recurrence, x, logits, N)
-    launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, [
-        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, y, states,
-        B, L, D, _mask(reverse), segment_chunks, keep, _vector(4, k, q) == 4,
-    ], shared)  # fmt: skip
+        arguments.append(_vector(4, k, q) == 4)
+    launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
     return y, states if keep else states.new_empty(0)
 
 
@@ -125,7 +127,7 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
 def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor, q: Tensor):
     """The same for quads.cu."""
     N, tile, warps = k.shape[-1], 32, variant.warps
-    block_channels = 8 * variant.channels * warps
+    block_channels = 8 * warps
     block_bytes = 2 * 2 * 4 * tile * block_channels + variant.stages * 2 * 2 * tile * (N + block_channels)
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,

@@ -45,8 +45,8 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
                         float decay_t = R::decay(gate.at[c], k.at[i], A[n + i][c]);
                         if (GRADIENTS)
                             S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
-                        else
-                            R::update(S[n + i][c], value.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                        else  // the drive of both recurrences
+                            S[n + i][c] = fmaf(decay_t, S[n + i][c], gate.at[c] * value.at[c] * k.at[i]);
                         decay[n + i][c] *= decay_t;
                     }
             }

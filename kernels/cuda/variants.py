@@ -40,10 +40,10 @@ class Lanes(NamedTuple):
 class Quads(NamedTuple):
     """A variant of forward with tensor cores, for 16-bit inputs: quads.cu, where four lanes share a channel."""
 
-    channels: int
     alone: int
     shared: int
     states: int = 4
+    channels: int = 1
     stages: int = 4
     warps: int = 2
     min_blocks: int = 6
@@ -67,7 +67,8 @@ FORWARD = {
                  Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
 }  # fmt: skip
-QUADS = {"longhorn": [Quads(1, 65, 48)], "selective": [Quads(1, 105, 64)]}  # of 16-bit inputs with 16 or 32 states
+# of 16-bit inputs with 16 or 32 states; with 64 registers do not suffice
+QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
     "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3, stages=2)],
