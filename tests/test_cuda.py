@@ -93,11 +93,11 @@ def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(k
 
 
 @pytest.mark.parametrize(("B", "D"), [(4, 768), (4, 384), (2, 768)])
-def test_the_cost_model_cuts_sequences_so_that_no_wave_of_blocks_is_half_empty(B, D):
+def test_the_cost_model_cuts_sequences_so_that_no_last_wave_of_blocks_is_nearly_empty(B, D):
     variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, 6085, 16, 2, H200)
     segments = -(-96 // segment_chunks)
     waves = 2 * B * segments * D / (8 * variant.channels) / (H200 * variant.min_blocks * variant.warps)
-    assert waves / math.ceil(waves) > 0.95
+    assert waves < 1 or waves / math.ceil(waves) > 0.95
 
 
 def test_the_cost_model_gives_a_lane_more_where_there_is_more():

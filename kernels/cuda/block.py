@@ -99,7 +99,7 @@ def project(
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
     # what the fused kernel's copies need, its shared memory holds and fills the GPU
     tokens = 96 if P <= 64 else 48  # of a block
-    fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and L >= tokens // 4 and _vector(8, u_BLD) == 8
+    fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
     if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
         macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
         projected_2TP = torch.empty(2, B * L, P, device=u_BLD.device, dtype=u_BLD.dtype)
