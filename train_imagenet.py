@@ -58,7 +58,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(notice, file=sys.stderr)
         status = PREEMPTED
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         foreseen = isinstance(error, (ConfigError, checkpoint.CheckpointError, DivergenceError))
         if dist.is_initialized():  # at once: tidying up would wait for other processes, which may be gone
             sys.stdout.flush()

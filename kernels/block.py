@@ -218,9 +218,7 @@ def _below_autograd(*arguments):
 
 def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     if not keep:
-        return _below_autograd(
-            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep
-        )  # fmt: skip
+        return _below_autograd(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, False)
     return _Block.apply(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions)
 
 

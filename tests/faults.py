@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -41,9 +42,7 @@ class Run:
         (self.folder / "last.pt.tmp").unlink(missing_ok=True)  # of a process killed before
         config = output / "faults.yaml"
         config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output), resume="auto") | options))
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.ranks = [
             CONTEXT.Process(target=_train, args=(rank, processes, port, str(config), str(self.log), prepare))
             for rank in range(processes)
@@ -100,6 +99,15 @@ class Run:
         history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
         names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
         return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
+
+
+def free_port() -> int:
+    """A port below those that connections take by themselves, one of which may take this one before it is used."""
+    for port in random.sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("localhost", port))
+            return port
+    raise OSError("no port is free")
 
 
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:

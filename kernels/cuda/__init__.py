@@ -2,8 +2,8 @@
 
 The scan: `common.cuh` holds the recurrences; `forward.cu`, `quads.cu` (forward on tensor cores), `backward.cu` and
 `summary.cu` the kernels, one family for both; `scan` launches them; `variants` chooses among their variants. What
-surrounds it in a block: `block.cu`, which `block` launches. `types.cuh` is what all share; `compiler` compiles and
-caches them.
+surrounds it in a block: `block.cu`, `convolve.cu`, `project.cu` and `step.cu`, which `block` launches. `types.cuh` is
+what all share; `compiler` compiles and caches them.
 """
 
 from __future__ import annotations

@@ -97,9 +97,11 @@ def project(
     (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
     rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
     v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    # what the fused kernel's copies need, its shared memory holds and fills the GPU
+    # what the fused kernel's copies need, its shared memory holds, its 32-bit offsets within two sequences reach and
+    # fills the GPU
     tokens = 96 if P <= 64 else 48  # of a block
     fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
+    fits = fits and 2 * L * u_BLD.stride(1) < 2**31
     if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
         macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
         projected_2TP = torch.empty(2, B * L, P, device=u_BLD.device, dtype=u_BLD.dtype)
