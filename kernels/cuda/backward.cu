@@ -298,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
               const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
               const float *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
-              T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks,
-              i64 key_vectors) {
+              T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L,
+              i64 D, i64 reverse, i64 segment_chunks, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
     Block &block = *reinterpret_cast<Block *>(shared);
