@@ -163,7 +163,8 @@ class PlainKernels:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, compiled, monkeypatch):
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
     monkeypatch.setattr(operator, "kernels", PlainKernels)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
@@ -183,7 +184,11 @@ def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, monk
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", operator._block, "CPU")
         library.impl("block_backward", operator._block_backward, "CPU")
-        y = operator.block(
+        block_operator = operator.block
+        if compiled:
+            torch.compiler.reset()
+            block_operator = torch.compile(block_operator, fullgraph=True, backend="aot_eager")
+        y = block_operator(
             m.recurrence, x, scale, norm.eps, norm.weight, m.in_proj.weight, m.out_proj.weight, directions, x.dtype
         )
         y.backward(dy)
