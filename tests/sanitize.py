@@ -3,9 +3,9 @@
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that it sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tests/sanitize.py  # racecheck, initcheck
 
-initcheck does not see what the copy engine writes to memory, as cuBLAS's products of 16-bit tensors do on a H200: there
-PyTorch's own kernels are reported too when they read the result of a `torch.mm`. So blocks get their products from fp32
-ones here, which are written by ordinary stores.
+initcheck does not see what the copy engine writes to memory, as cuBLAS's products of 16-bit tensors do on an H200:
+there PyTorch's own kernels are reported too when they read the result of a `torch.mm`. So blocks get their products
+from fp32 ones here, which are written by ordinary stores.
 """
 
 from unittest import mock
@@ -54,7 +54,8 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    for width in (16, 18, 32):  # in whole vectors, not, and as `project` takes it, which is for what fills the GPU
+    # in whole vectors, not, and as `step_backward` and `project` take it, which is for what fills the GPU
+    for width in (16, 18, 64):
         x = torch.randn(2, L, width, device="cuda", requires_grad=True)
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
