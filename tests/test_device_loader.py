@@ -20,7 +20,7 @@ from torchvision.transforms import functional as pil
 from vil.training import batched_transforms, data, device_loader
 from vil.training.config import Config, ConfigError
 
-DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 FILL = (124, 116, 104)
 PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]  # a temple, a flower: 427 x 640 pixels
@@ -28,7 +28,7 @@ PHOTOS = [Image.fromarray(pixels) for pixels in load_sample_images().images]  # 
 PHOTO = PHOTOS[0].resize((60, 40))
 
 
-@pytest.fixture(params=DEVICES, ids=str)
+@pytest.fixture(params=[torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=GPU)], ids=str)
 def device(request):
     return request.param
 
