@@ -40,10 +40,9 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
 
 def leave_processes() -> None:
     """Ends the connection to the other processes, once all of them have got here."""
-    if dist.is_initialized():
+    if _watch:
         sum_over_processes(torch.zeros(()))
-        if _watch:
-            _watch.end()
+        _watch.end()
         dist.destroy_process_group()
 
 
