@@ -57,7 +57,16 @@ class PatchProjection(nn.Conv2d):
         h, w = x_B3HW.shape[2] // height, x_B3HW.shape[3] // width
         x_B3HW = x_B3HW[:, :, : h * height, : w * width]
         patches = x_B3HW.unflatten(3, (w, width)).unflatten(2, (h, height)).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        patches = copy_for_product(patches).flatten(3)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+@register_notrace_function
+@torch.jit.ignore
+def copy_for_product(x: Tensor) -> Tensor:
+    """A contiguous copy of x, in the dtype that autocast would give it next if it is on."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type) if autocast else x.dtype, memory_format=torch.contiguous_format)
 
 
 @register_notrace_module  # its checks branch on the size of the image
@@ -167,7 +176,8 @@ def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: lis
 
 def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
     middle = patches_BnC.shape[1] // 2
-    return torch.cat((patches_BnC[:, :middle], token_B1C, patches_BnC[:, middle:]), dim=1)
+    before, behind = patches_BnC.split([middle, patches_BnC.shape[1] - middle], dim=1)
+    return torch.cat((before, token_B1C, behind), dim=1)
 
 
 def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
