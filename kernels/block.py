@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import gpu
 from .cuda import block as kernels
+from .kept import boundaries, kept_dtype
 
 REVERSE = [False, True]
 
@@ -176,9 +177,9 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
 def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
-    kept = (2, B, gpu.boundaries(L), N, D)
+    kept = (2, B, boundaries(L), N, D)
     shapes = [(B * L, C), (B * L,), (B, L, 2 * D), (B, L, D), kept]
-    dtypes = [dtype, torch.float32, dtype, dtype, torch.float32]
+    dtypes = [dtype, torch.float32, dtype, dtype, kept_dtype(dtype)]
     saved = [x_BLC.new_empty(shape if keep else 0, dtype=t) for shape, t in zip(shapes, dtypes)]
     return x_BLC.new_empty(x_BLC.shape), *saved
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens between the states that forward keeps for backward: at most 1 byte for an element of x at N = 16
+from .kept import boundaries, kept_dtype
+
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # which of them are reversed is a mask of 64 bits
@@ -91,11 +92,6 @@ def runs_cuda(device: torch.device) -> bool:
     return device.type == "cuda" and _module("auto", device) is importlib.import_module(".cuda", __package__)
 
 
-def boundaries(L: int) -> int:
-    """Those between chunks of `L` tokens, where forward keeps a state."""
-    return max(L - 1, 0) // CHUNK
-
-
 # Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.
 torch.library.define(
     "vil::scan",
@@ -113,7 +109,7 @@ scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-    """y and, if `keep`, the states between chunks of `CHUNK` tokens (G, B, chunks - 1, N, D), else an empty tensor."""
+    """y and, if `keep`, the states between chunks of tokens (G, B, chunks - 1, N, D), else an empty tensor."""
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
     return _module(backend, x.device).forward(recurrence, x, logits, k, q, rates, skip, bias, list(reverse), keep)
@@ -132,7 +128,7 @@ def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, 
 def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
     G, B, L, D = x.shape
     kept = (G, B, boundaries(L), k.shape[-1], D) if keep else (0,)
-    return x.new_empty(x.shape), x.new_empty(kept, dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(kept, dtype=kept_dtype(x.dtype))
 
 
 @torch.library.register_fake("vil::scan_backward")

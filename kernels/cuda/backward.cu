@@ -78,10 +78,11 @@ DEVICE float sum_over_quads(float v) {
 typedef float States[NL][C];
 typedef R::Kept Kept[NL][C];
 
-DEVICE void load_states(States &S, const float *p, i64 stride) {
+template <class E>
+DEVICE void load_states(States &S, const E *p, i64 stride) {
 #pragma unroll
     for (int n = 0; n < NL; n++) {
-        Floats<C> v = load<C>(p + n * stride);
+        Floats<C> v = to_floats(load<C>(p + n * stride));
 #pragma unroll
         for (int c = 0; c < C; c++) S[n][c] = v.at[c];
     }
@@ -94,11 +95,26 @@ DEVICE void clear_states(States &S) {
         for (int c = 0; c < C; c++) S[n][c] = 0;
 }
 
-DEVICE void copy_states(States &to, const States &from) {
+// States to start from again: those of all warps on a GPU are about the size of its L2, so bytes count
+typedef Pack<KeptState, C> Restart[NL];
+
+DEVICE void save_states(Restart &to, const States &from) {
 #pragma unroll
-    for (int n = 0; n < NL; n++)
+    for (int n = 0; n < NL; n++) {
+        Floats<C> v;
 #pragma unroll
-        for (int c = 0; c < C; c++) to[n][c] = from[n][c];
+        for (int c = 0; c < C; c++) v.at[c] = from[n][c];
+        to[n] = from_floats<KeptState>(v);
+    }
+}
+
+DEVICE void restore_states(States &to, const Restart &from) {
+#pragma unroll
+    for (int n = 0; n < NL; n++) {
+        Floats<C> v = to_floats(from[n]);
+#pragma unroll
+        for (int c = 0; c < C; c++) to[n][c] = v.at[c];
+    }
 }
 
 // The warp's channels of a tile in fp32, and their gates: what scanning the states needs, and with `gradients` the rest
@@ -297,7 +313,7 @@ DEVICE void write_keys(const Block &block, int buffer, const Sequence<float> &dk
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
               const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
-              const float *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
+              const KeptState *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
               T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L,
               i64 D, i64 reverse, i64 segment_chunks, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
@@ -319,7 +335,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     Sequence<float> dkeys_out({dkeys + all_keys, B * L * 2 * N, L * 2 * N, 2 * N}, at.g, at.b, L, backwards);
     int first = at.segment * segment_chunks, last = min(chunks, first + int(segment_chunks)) - 1;
     int end = min(int(L), (last + 1) * CHUNK);
-    const float *kept_states = states + state_offset(at.g, at.b, -1, 4 * at.quad, at.loaded_d, B, chunks - 1, D);
+    const KeptState *kept_states = states + state_offset(at.g, at.b, -1, 4 * at.quad, at.loaded_d, B, chunks - 1, D);
 
     States A, dA = {}, S, G = {};
 #pragma unroll
@@ -381,7 +397,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         __syncthreads();
 
         // indexed at run time, so in local memory, which suits states that a lane keeps for itself and needs rarely
-        States before[2 * TILES];
+        Restart before[2 * TILES];
         if (chunk > 0)
             load_states(S, kept_states + i64(chunk) * N * D, D);
         else
@@ -391,11 +407,11 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             stage_next(false, tile);
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
-                copy_states(before[2 * tile + half], S);
+                save_states(before[2 * tile + half], S);
                 scan_half(S, warp, block.keys, tile * TILE, half * HALF, A, at);
             }
         }
-        copy_states(before[2 * tiles - 2], S);
+        save_states(before[2 * tiles - 2], S);
 #pragma unroll 1
         for (int tile = tiles - 1; tile >= 0; tile--) {
             int t0 = start + tile * TILE, tokens = min(TILE, end - t0);
@@ -409,7 +425,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
                 finish_keys(warp, true, half * HALF, buffer, at);
                 __syncwarp();
                 // S is free until the next half: time to fetch what that starts from
-                copy_states(S, before[max(2 * tile + half - 1, 0)]);
+                restore_states(S, before[max(2 * tile + half - 1, 0)]);
                 walk_back(G, dA, kept, warp, block.keys, tile * TILE, half * HALF, A, at);
                 __syncwarp();
                 finish_keys(warp, false, half * HALF, buffer, at);

@@ -2,6 +2,8 @@
 //   INPUT           element type of the tensors: bf16, fp16 or float
 //   RECURRENCE      Longhorn or SelectiveStateSpace
 //   STATES          states N of a channel: 4, 8, 16, 32 or 64
+//   CHUNK           tokens between the states that forward keeps for backward; the first, which is 0, it does not
+//   KEPT            element type of states that are kept, which may round them: bf16 or float
 //   LANE_STATES     states of a channel that one lane holds; STATES / LANE_STATES neighbouring lanes share a channel
 //   LANE_CHANNELS   neighbouring channels of a lane, loaded as one vector
 //   TILE            tokens whose inputs are staged at once
@@ -11,8 +13,6 @@
 //   VECTOR          channels copied by one instruction, as the alignment of the tensors allows
 //
 // G directions    B batch    L tokens    D channels    N states. Tokens are counted in the order a direction reads them.
-
-constexpr int CHUNK = 64;  // tokens between the states that forward keeps for backward; the first, which is 0, it does not
 
 // A recurrence S_t = decay * S_{t-1} + drive, for one state n of one channel d. `gate` is what the logits become.
 //   Kept, gradients   the element of backward: what to keep of a token while its states are recomputed, and from
@@ -117,6 +117,7 @@ struct Sequence {
 
 typedef RECURRENCE R;
 typedef INPUT T;
+typedef KEPT KeptState;
 constexpr int N = STATES;
 constexpr int NL = LANE_STATES;
 constexpr int C = LANE_CHANNELS;

@@ -176,22 +176,23 @@ DEVICE void load_rates(States &A, const float *rates, const Place &at, i64 D) {
             A[n][c] = R::HAS_RATES && at.valid ? R::rate(rates[(at.g * D + at.d + c) * N + at.n + n]) : 0;
 }
 
-DEVICE void load_states(States &S, const float *kept, i64 D) {
+DEVICE void load_states(States &S, const float *states, i64 D) {
 #pragma unroll
     for (int n = 0; n < NL; n++) {
-        Floats<C> v = load<C>(kept + n * D);
+        Floats<C> v = load<C>(states + n * D);
 #pragma unroll
         for (int c = 0; c < C; c++) S[n][c] = v.at[c];
     }
 }
 
-DEVICE void store_states(float *kept, const States &S, i64 D) {
+template <class E>
+DEVICE void store_states(E *states, const States &S, i64 D) {
 #pragma unroll
     for (int n = 0; n < NL; n++) {
         Floats<C> v;
 #pragma unroll
         for (int c = 0; c < C; c++) v.at[c] = S[n][c];
-        store(kept + n * D, v);
+        store(states + n * D, from_floats<E>(v));
     }
 }
 

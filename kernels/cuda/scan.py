@@ -7,8 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ..kept import CHUNK, boundaries, kept_dtype
 from .compiler import launch
-from .variants import CHUNK, SUMMARY, Backward, Lanes, Quads, choose
+from .variants import SUMMARY, Backward, Lanes, Quads, choose
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -30,12 +31,13 @@ def forward(
     variant, segment_chunks = plan or _choose("forward", recurrence, x, N)
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
-    states = torch.empty((G, B, chunks - 1, N, D) if keep or segments > 1 else 0, device=x.device, dtype=torch.float32)
+    kept = (G, B, boundaries(L), N, D) if keep else 0
+    states, earlier = torch.empty(kept, device=x.device, dtype=kept_dtype(x.dtype)), None
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
-        _summarize(recurrence, tensors, reverse, segment_chunks, states, spacing=segment_chunks, gradients=False)
+        earlier = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=False)
     arguments = [
-        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, y, states,
+        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, earlier, y, states,
         B, L, D, _mask(reverse), segment_chunks, keep,
     ]  # fmt: skip
     if isinstance(variant, Quads):
@@ -44,7 +46,7 @@ def forward(
         file, (macros, blocks, shared) = "forward", _lanes(variant, recurrence, x, logits, N)
         arguments.append(_vector(4, k, q) == 4)
     launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
-    return y, states if keep else states.new_empty(0)
+    return y, states
 
 
 def backward(
@@ -59,9 +61,8 @@ def backward(
     segments = -(-chunks // segment_chunks)
     later = None
     if segments > 1:
-        later = torch.empty(G, B, segments - 1, N, D, device=x.device, dtype=torch.float32)
         tensors = dy, logits, k, q, rates_GDN, bias_GD
-        _summarize(recurrence, tensors, reverse, segment_chunks, later, spacing=1, gradients=True)
+        later = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=True)
     macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
     new = functools.partial(torch.empty, device=x.device)
     dx, dlogits = new(x.shape, dtype=x.dtype), new(x.shape, dtype=x.dtype)
@@ -81,15 +82,13 @@ def backward(
     return dx, dlogits, dk, dq, drates, dchannels
 
 
-def _summarize(recurrence, tensors, reverse, segment_chunks, between, *, spacing: int, gradients: bool) -> None:
-    """Writes the state between segments into every `spacing`-th entry of `between` (G, B, boundaries, N, D).
-
-    With `gradients`, its gradient instead.
-    """
+def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
+    """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead."""
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     variant = SUMMARY[recurrence]
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
+    between = torch.empty_like(ends)
     macros, blocks, shared = _lanes(variant, recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
     launch("summary", "scan_summary", macros, G * B * (segments - 1) * blocks, 32 * variant.warps, [
@@ -97,8 +96,9 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, between, *, spacing
         B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
     states = G * B * N * D
-    arguments = [ends, decays, between, G * B, segments, N * D, spacing, between.shape[2]]
+    arguments = [ends, decays, between, G * B, segments, N * D]
     launch("summary", "scan_combine", macros, -(-states // 128), 128, arguments)
+    return between
 
 
 def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
@@ -164,7 +164,8 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
 
 
 def _common(recurrence: str, x: Tensor, N: int) -> dict:
-    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N)
+    kept = INPUT[kept_dtype(x.dtype)]
+    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK, KEPT=kept)
 
 
 def _align(n: int) -> int:

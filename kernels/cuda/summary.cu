@@ -61,11 +61,9 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
     }
 }
 
-// The states between segments, or with GRADIENTS their gradients, into every `spacing`-th of the `boundaries` of a
-// sequence; one thread for each state
+// The states between segments, or with GRADIENTS their gradients; one thread for each state
 extern "C" __global__ void scan_combine(const float *__restrict__ ends, const float *__restrict__ decays,
-                                        float *__restrict__ between, i64 sequences, i64 segments, i64 ND, i64 spacing,
-                                        i64 boundaries) {
+                                        float *__restrict__ between, i64 sequences, i64 segments, i64 ND) {
     i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x, sequence = i / ND, state = i % ND;
     if (sequence >= sequences) return;
     float carried = 0;
@@ -74,6 +72,6 @@ extern "C" __global__ void scan_combine(const float *__restrict__ ends, const fl
     for (i64 j = 0; j < segments - 1; j++) {
         i64 boundary = GRADIENTS ? segments - 2 - j : j, at = (sequence * (segments - 1) + boundary) * ND + state;
         carried = fmaf(decays[at], carried, ends[at]);
-        between[(sequence * boundaries + (boundary + 1) * spacing - 1) * ND + state] = carried;
+        between[at] = carried;
     }
 }

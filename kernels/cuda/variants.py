@@ -15,7 +15,8 @@ import functools
 import math
 from typing import NamedTuple
 
-CHUNK = 64  # tokens between kept states, as in common.cuh; a segment is some of these
+from ..kept import CHUNK
+
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
 WAVE = 3000  # cycles before a wave's first token
