@@ -24,7 +24,7 @@ torch.library.define(
     "vil::block",
     "(str recurrence, Tensor x_BLC, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
     " Tensor[] directions, ScalarType dtype, bool keep)"
-    " -> (Tensor x_BLC, Tensor xhat_TC, Tensor scale_T, Tensor uz_BLE, Tensor mean_BLD, Tensor states)",
+    " -> (Tensor x_BLC, Tensor[] saved)",
 )
 torch.library.define(
     "vil::block_backward",
@@ -80,10 +80,7 @@ class Weights(NamedTuple):
     def of(
         cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
     ) -> Weights:
-        packed = kernels.pack(norm_C, in_proj, out_proj, directions, dtype)
-        half = len(directions) // 2
-        A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
-        return cls(*packed, -torch.stack(A_log).exp() if A_log else packed[0].new_empty(0, dtype=torch.float32))
+        return cls(*kernels.pack(norm_C, in_proj, out_proj, directions, dtype), _rates(in_proj, directions))
 
     def project(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, T, R)."""
@@ -96,8 +93,14 @@ class Weights(NamedTuple):
         return v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN)), step_2TR
 
 
+def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
+    half = len(directions) // 2
+    A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
+    return -torch.stack(A_log).exp() if A_log else in_proj.new_empty(0, dtype=torch.float32)
+
+
 def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
-    """The block's output, and what backward needs if `keep`, else empty tensors."""
+    """The block's output, and what backward needs if `keep`."""
     B, L, C = x_BLC.shape
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     xhat_TC, scale_T, out_TC = kernels.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
@@ -110,15 +113,14 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     )
     gated_BLD, mean_BLD = kernels.gate(y_2BLD, z_BLD, scale_B, keep)
     _add_product(out_TC, gated_BLD.flatten(0, 1), weights.out_proj.t())
-    saved = [xhat_TC, scale_T, uz_BLE, mean_BLD, states]
-    return out_TC.view(B, L, C), *(saved if keep else [t.new_empty(0) for t in saved])
+    return out_TC.view(B, L, C), [xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights] if keep else []
 
 
 def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
     """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`."""
-    xhat_TC, scale_T, uz_BLE, mean_BLD, states = saved
+    xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights = saved
+    weights = Weights(*weights)
     (B, L, D), C, dtype = mean_BLD.shape, xhat_TC.shape[1], uz_BLE.dtype
-    weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
     duz_BLE = torch.empty_like(uz_BLE)
     du_BLD, dz_BLD = duz_BLE.chunk(2, dim=-1)
@@ -177,11 +179,14 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
 def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
+    if not keep:
+        return x_BLC.new_empty(x_BLC.shape), []
     kept = (2, B, boundaries(L), N, D)
     shapes = [(B * L, C), (B * L,), (B, L, 2 * D), (B, L, D), kept]
     dtypes = [dtype, torch.float32, dtype, dtype, kept_dtype(dtype)]
-    saved = [x_BLC.new_empty(shape if keep else 0, dtype=t) for shape, t in zip(shapes, dtypes)]
-    return x_BLC.new_empty(x_BLC.shape), *saved
+    saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes)]
+    weights = [*kernels.empty_weights(out_proj, directions, dtype), _rates(in_proj, directions)]
+    return x_BLC.new_empty(x_BLC.shape), saved + weights
 
 
 @torch.library.register_fake("vil::block_backward")
@@ -194,7 +199,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions):
-        y_BLC, *saved = _below_autograd(
+        y_BLC, saved = _below_autograd(
             recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, True
         )
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
@@ -220,7 +225,8 @@ def _below_autograd(*arguments):
 def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
     if not keep:
         return _below_autograd(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, False)
-    return _Block.apply(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions)
+    y_BLC, *saved = _Block.apply(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions)
+    return y_BLC, saved
 
 
 torch.library.impl("vil::block", "CUDA", _block)

@@ -89,6 +89,10 @@ class PlainKernels:
         return [in_proj * norm, out_proj.clone(), conv.squeeze(2), conv_bias, x_proj, step, step_bias, skip]
 
     @classmethod
+    def empty_weights(cls, out_proj, directions, dtype):
+        return cls.pack(1, out_proj.new_empty(2 * out_proj.shape[1], len(out_proj)), out_proj, directions, dtype)
+
+    @classmethod
     def unpack(cls, norm, in_proj, directions, dtype, dfolded, dfilters, dx_proj, dstep, dchannels):
         half = len(directions) // 2
         pairs = [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]

@@ -11,10 +11,8 @@ from .scan import INPUT, _multiprocessors, _vector_of
 WARPS = 4  # of a block, as in the kernels
 
 
-def pack(
-    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """The weights of a block, all of one dtype, as `block.Weights` wants them."""
+def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Room for what `pack` returns."""
     (C, D), half = out_proj.shape, len(directions) // 2
     conv, _, x_proj, step, *_ = directions[:half]
     taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
@@ -23,7 +21,16 @@ def pack(
     shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
     fp32 = torch.float32
     dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
-    packed = [torch.empty(shape, device=norm_C.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+    return [torch.empty(shape, device=out_proj.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+
+
+def pack(
+    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """The weights of a block, all of one dtype, as `block.Weights` wants them."""
+    packed = empty_weights(out_proj, directions, dtype)
+    (C, D), (_, _, taps), (_, projections, _), (_, _, padded) = (packed[i].shape for i in (1, 2, 4, 5))
+    rank = directions[3].shape[1]
     weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
     vector = 4 if C % 4 == D % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in weights) else 1
     items = (3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)
