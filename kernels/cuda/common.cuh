@@ -32,8 +32,7 @@ struct Longhorn {
     DEVICE float slope(float logit, float gate) { return gate * min_or_nan(exp_fast(-logit), 0x1p126f); }
 
     DEVICE void update(float &S, float x, float gate, float k, float) { S = fmaf(gate * k, fmaf(-k, S, x), S); }
-    // k k first, which a lane's channels share
-    DEVICE float decay(float gate, float k, float) { return fmaf(-gate, k * k, 1); }
+    DEVICE float decay(float gate, float k_squared, float) { return fmaf(-gate, k_squared, 1); }
 
     struct Kept { float residual; };
     DEVICE void update(float &S, Kept &kept, float x, float gate, float k, float) {
@@ -171,8 +170,8 @@ struct KeysInFlight {
             for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
         }
     }
-    // `keys` may have room for more tokens: these go from `start` on
-    template <int ROOM>
+    // `keys` may have room for more tokens: these go from `start` on. SQUARED: k^2 of each state in place of k
+    template <bool SQUARED = false, int ROOM>
     __device__ __forceinline__ void put(Keys<ROOM> &keys, int start = 0) const {
         float *to = is_query ? keys.q[start + first] : keys.k[start + first];
 #pragma unroll
@@ -182,6 +181,9 @@ struct KeysInFlight {
 #pragma unroll
             for (int distance = 1; distance < QUADS; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
             if (TOKENS % APART == 0 || first + i * APART < TOKENS) {
+                if (SQUARED && !is_query)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) v.at[j] *= v.at[j];
                 store(to + i * APART * N + n, v);
                 if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;
             }

@@ -197,8 +197,8 @@ DEVICE void store_states(E *states, const States &S, i64 D) {
 }
 
 // Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `step(tokens, t, left)` for UNROLL
-// tokens from t on, of which `left` exist, perhaps more or none
-template <class AtChunk, class Step>
+// tokens from t on, of which `left` exist, perhaps more or none. SQUARED: their keys are the squares
+template <bool SQUARED = false, class AtChunk, class Step>
 DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const T> &logits, const Sequence<const T> &ks,
                 const Sequence<const T> &qs, const float *biases, int begin, int end, i64 L, bool backwards,
                 bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Step step) {
@@ -221,7 +221,7 @@ DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const 
     for (int t0 = begin; t0 < end; t0 += TILE) {
         if ((t0 - begin) % CHUNK == 0) at_chunk(t0);
         Keys<TILE> &tile_keys = block.keys[buffer];
-        keys.put(tile_keys);
+        keys.template put<SQUARED>(tile_keys);
         if (end - t0 > TILE) keys.fetch(t0 + TILE, end - t0 - TILE);
         wait_for_copies<STAGES - 2>();
         // two buffers of keys, so that one barrier a tile is enough

@@ -42,7 +42,7 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int c = 0; c < C; c++) {
-                        float decay_t = R::decay(gate.at[c], k.at[i], A[n + i][c]);
+                        float decay_t = R::decay(gate.at[c], GRADIENTS ? k.at[i] : k.at[i] * k.at[i], A[n + i][c]);
                         if (GRADIENTS)
                             S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
                         else  // the drive of both recurrences
@@ -52,7 +52,7 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
             }
         }
     };
-    run(block, TOKENS_OF(value), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D,
+    run<GRADIENTS>(block, TOKENS_OF(value), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D,
         [](int) {}, step);
     if (at.valid) {
         i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments - 1, D);
