@@ -24,13 +24,11 @@ struct Channels {
 };
 
 struct Warp {
-    Channels stage[STAGES];
+    Channels stage[STAGES];  // the tile that is worked on and those on their way
     alignas(16) float skip[WARP_CHANNELS];
     alignas(16) float bias[WARP_CHANNELS];
-    alignas(16) float x[TILE][ROW];
     alignas(16) float gate[TILE][ROW];
     alignas(16) float slope[TILE][ROW];
-    alignas(16) float dy[TILE][ROW];
     alignas(16) float channel_sums[HALF][CHANNEL_SUMS];  // dq, then dk over each lane's channels
     alignas(16) float state_sums[2][HALF][STATE_SUMS];   // sum_x and sum_gate over each lane's states
     alignas(16) float dkeys[2][TILE][2][N];              // dk and dq over the warp's channels, of two tiles
@@ -117,8 +115,8 @@ DEVICE void restore_states(States &to, const Restart &from) {
     }
 }
 
-// The warp's channels of a tile in fp32, and their gates: what scanning the states needs, and with `gradients` the rest
-DEVICE void stage_channels(bool gradients, Warp &warp, const Channels &tile, const float *kk, const Place &at) {
+// The gates of the warp's channels of a tile, and with `gradients` what these need besides
+DEVICE void stage_gates(bool gradients, Warp &warp, const Channels &tile, const float *kk, const Place &at) {
     constexpr int ITEMS = TILE / QUADS > 0 ? TILE / QUADS : 1;
     static_assert(TILE % QUADS == 0);
     Floats<C> bias = load<C>(&warp.bias[at.c]), gate[ITEMS], slope[ITEMS];
@@ -136,22 +134,28 @@ DEVICE void stage_channels(bool gradients, Warp &warp, const Channels &tile, con
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         int token = at.quad + i * QUADS;
-        store(&warp.x[token][at.c], to_floats(load<C>(&tile.x[token][at.c])));
         store(&warp.gate[token][at.c], gate[i]);
-        if (gradients) {
-            store(&warp.slope[token][at.c], slope[i]);
-            store(&warp.dy[token][at.c], to_floats(load<C>(&tile.dy[token][at.c])));
-        }
+        if (gradients) store(&warp.slope[token][at.c], slope[i]);
     }
 }
 
-// What the lane needs of token j of the tile
+// A tile that is worked on, which has its keys and queries from token `start` of the chunk on
+struct Tile {
+    const Keys<CHUNK> &keys;
+    Warp &warp;
+    const Channels &channels;
+    int start;
+};
+
+// What the lane needs of token j of a tile. Reading x and dy in 16 bits halves the traffic of shared memory, which
+// binds more than the instructions that widen them.
 struct Token {
     Floats<4> k, q;
     Floats<C> x, gate, dy;
-    __device__ __forceinline__ Token(const Keys<CHUNK> &keys, const Warp &warp, int tile_start, int j, const Place &at)
-        : k(load<4>(&keys.k[tile_start + j][4 * at.quad])), q(load<4>(&keys.q[tile_start + j][4 * at.quad])),
-          x(load<C>(&warp.x[j][at.c])), gate(load<C>(&warp.gate[j][at.c])), dy(load<C>(&warp.dy[j][at.c])) {}
+    __device__ __forceinline__ Token(const Tile &tile, int j, const Place &at)
+        : k(load<4>(&tile.keys.k[tile.start + j][4 * at.quad])), q(load<4>(&tile.keys.q[tile.start + j][4 * at.quad])),
+          x(to_floats(load<C>(&tile.channels.x[j][at.c]))), gate(load<C>(&tile.warp.gate[j][at.c])),
+          dy(to_floats(load<C>(&tile.channels.dy[j][at.c]))) {}
 };
 
 DEVICE void step(States &S, const Token &t, const States &A) {
@@ -186,40 +190,38 @@ DEVICE void step_back(States &G, States &dA, const Kept &kept, Floats<4> &dk, Fl
 }
 
 // S over half a tile, keeping nothing
-DEVICE void scan_half(States &S, const Warp &warp, const Keys<CHUNK> &keys, int tile_start, int first, const States &A,
-                      const Place &at) {
+DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, const Place &at) {
 #pragma unroll
-    for (int j = 0; j < HALF; j++) step(S, Token(keys, warp, tile_start, first + j, at), A);
+    for (int j = 0; j < HALF; j++) step(S, Token(tile, first + j, at), A);
 }
 
-// S over half a tile, keeping what the gradients need. Here and below a token is loaded before the one ahead of it stores
-// its sums, as the compiler lets no load overtake a store.
-DEVICE void rescan(States &S, Kept (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys, int tile_start, int first,
-                   const States &A, const Place &at) {
-    Token t(keys, warp, tile_start, first, at);
+// S over half a tile, keeping what the gradients need; returns the last token, with which the way back begins. Here and
+// below a token is loaded before the one ahead of it stores its sums, as the compiler lets no load overtake a store.
+DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, const States &A, const Place &at) {
+    Token t(tile, first, at);
 #pragma unroll
     for (int j = 0; j < HALF; j++) {
-        Token following(keys, warp, tile_start, first + (j < HALF - 1 ? j + 1 : j), at);
+        Token following = j < HALF - 1 ? Token(tile, first + j + 1, at) : t;
         Floats<4> dq = {};
         step_keeping(S, kept[j], dq, t, A);
-        store(&warp.channel_sums[j][at.quad * QUAD_SUMS + 4 * at.group], dq);
+        store(&tile.warp.channel_sums[j][at.quad * QUAD_SUMS + 4 * at.group], dq);
         t = following;
     }
+    return t;
 }
 
-// G back through half a tile
-DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Warp &warp, const Keys<CHUNK> &keys,
-                      int tile_start, int first, const States &A, const Place &at) {
-    Token t(keys, warp, tile_start, first + HALF - 1, at);
+// G back through half a tile, of which t is the last token
+DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, const Tile &tile, int first,
+                      const States &A, const Place &at) {
 #pragma unroll
     for (int j = HALF - 1; j >= 0; j--) {
-        Token following(keys, warp, tile_start, first + (j > 0 ? j - 1 : 0), at);
+        Token following = j > 0 ? Token(tile, first + j - 1, at) : t;
         Floats<4> dk = {};
         Floats<C> sum_x = {}, sum_gate = {};
         step_back(G, dA, kept[j], dk, sum_x, sum_gate, t, A);
-        store(&warp.channel_sums[j][at.quad * QUAD_SUMS + 4 * at.group], dk);
-        store(&warp.state_sums[0][j][at.quad * ROW + at.c], sum_x);
-        store(&warp.state_sums[1][j][at.quad * ROW + at.c], sum_gate);
+        store(&tile.warp.channel_sums[j][at.quad * QUAD_SUMS + 4 * at.group], dk);
+        store(&tile.warp.state_sums[0][j][at.quad * ROW + at.c], sum_x);
+        store(&tile.warp.state_sums[1][j][at.quad * ROW + at.c], sum_gate);
         t = following;
     }
 }
@@ -249,16 +251,17 @@ DEVICE void finish_keys(Warp &warp, bool is_query, int first, int buffer, const 
 }
 
 // dx and dlogit of half a tile, from the sums over each lane's states. A lane takes C channels of one token.
-DEVICE void finish_channels(Warp &warp, int first, int buffer, const Sequence<T> &dxs, const Sequence<T> &dlogits,
+DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Sequence<T> &dxs, const Sequence<T> &dlogits,
                             int t0, int tokens, ChannelSums &sums, const Place &at) {
+    Warp &warp = tile.warp;
     Floats<C> skip = load<C>(&warp.skip[at.c]);
 #pragma unroll
     for (int base = 0; base < HALF; base += QUADS) {
         int half_token = base + at.quad, j = first + half_token;
         float norm = 0;
         if (HALF % QUADS == 0 || half_token < HALF) {
-            Floats<C> x = load<C>(&warp.x[j][at.c]), gate = load<C>(&warp.gate[j][at.c]);
-            Floats<C> dy = load<C>(&warp.dy[j][at.c]), slope = load<C>(&warp.slope[j][at.c]);
+            Floats<C> x = to_floats(load<C>(&tile.channels.x[j][at.c])), gate = load<C>(&warp.gate[j][at.c]);
+            Floats<C> dy = to_floats(load<C>(&tile.channels.dy[j][at.c])), slope = load<C>(&warp.slope[j][at.c]);
             const float *parts_x = &warp.state_sums[0][half_token][at.c];
             const float *parts_gate = &warp.state_sums[1][half_token][at.c];
             Floats<C> sum_x = load<C>(parts_x), sum_gate = load<C>(parts_gate), dx, dlogit;
@@ -352,7 +355,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     __syncwarp();
 
     // Tiles are worked on in this order, and copied ahead in the same: of each chunk, from the last to the first, all
-    // tiles but the last forwards, then all backwards. A tile that has been staged makes room for another.
+    // tiles but the last forwards, then all backwards. A tile that is done makes room for another.
     int tiles = (end - last * CHUNK + TILE - 1) / TILE;
     int stage = 0, copied_tiles = tiles, copied_start = last * CHUNK, turn = 1 - tiles;
     auto copy_next = [&](Channels &to) {
@@ -369,16 +372,17 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         }
         commit_copies();
     };
-    auto stage_next = [&](bool gradients, int tile) {
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();
-        stage_channels(gradients, warp, warp.stage[stage], &block.keys.kk[tile * TILE], at);
+    auto stage_next = [&](bool gradients, int start) {
+        wait_for_copies<STAGES - 2>();
         __syncwarp();
         copy_next(warp.stage[stage]);
         stage = stage + 1 < STAGES ? stage + 1 : 0;
+        stage_gates(gradients, warp, warp.stage[stage], &block.keys.kk[start], at);
+        __syncwarp();
+        return Tile{block.keys, warp, warp.stage[stage], start};
     };
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) copy_next(warp.stage[s]);
+    for (int s = 1; s < STAGES; s++) copy_next(warp.stage[s]);
 
     ChannelSums sums = {};
     KeysInFlight<KEY_TOKENS, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
@@ -403,38 +407,38 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         else
             clear_states(S);
 #pragma unroll 1
-        for (int tile = 0; tile < tiles - 1; tile++) {
-            stage_next(false, tile);
+        for (int i = 0; i < tiles - 1; i++) {
+            Tile tile = stage_next(false, i * TILE);
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
-                save_states(before[2 * tile + half], S);
-                scan_half(S, warp, block.keys, tile * TILE, half * HALF, A, at);
+                save_states(before[2 * i + half], S);
+                scan_half(S, tile, half * HALF, A, at);
             }
         }
         save_states(before[2 * tiles - 2], S);
 #pragma unroll 1
-        for (int tile = tiles - 1; tile >= 0; tile--) {
-            int t0 = start + tile * TILE, tokens = min(TILE, end - t0);
-            stage_next(true, tile);
-            if (tile == tiles - 1 && tokens > HALF) scan_half(S, warp, block.keys, tile * TILE, 0, A, at);
+        for (int i = tiles - 1; i >= 0; i--) {
+            int t0 = start + i * TILE, tokens = min(TILE, end - t0);
+            Tile tile = stage_next(true, i * TILE);
+            if (i == tiles - 1 && tokens > HALF) scan_half(S, tile, 0, A, at);
 #pragma unroll 1
             for (int half = tokens > HALF; half >= 0; half--) {
                 Kept kept[HALF];
-                rescan(S, kept, warp, block.keys, tile * TILE, half * HALF, A, at);
+                Token last = rescan(S, kept, tile, half * HALF, A, at);
                 __syncwarp();
                 finish_keys(warp, true, half * HALF, buffer, at);
                 __syncwarp();
                 // S is free until the next half: time to fetch what that starts from
-                restore_states(S, before[max(2 * tile + half - 1, 0)]);
-                walk_back(G, dA, kept, warp, block.keys, tile * TILE, half * HALF, A, at);
+                restore_states(S, before[max(2 * i + half - 1, 0)]);
+                walk_back(G, dA, kept, last, tile, half * HALF, A, at);
                 __syncwarp();
                 finish_keys(warp, false, half * HALF, buffer, at);
-                finish_channels(warp, half * HALF, buffer, dxs, dlogits, t0, tokens, sums, at);
+                finish_channels(tile, half * HALF, buffer, dxs, dlogits, t0, tokens, sums, at);
                 __syncwarp();
             }
             // two buffers, so that one barrier a tile is enough
             __syncthreads();
-            write_keys(block, buffer, dkeys_out, tile * TILE, t0, tokens);
+            write_keys(block, buffer, dkeys_out, tile.start, t0, tokens);
             buffer ^= 1;
         }
     }

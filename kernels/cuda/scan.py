@@ -145,7 +145,7 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
     vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
     warp_bytes = (
         variant.stages * 3 * _align(tile * row * x.element_size())
-        + 2 * _align(4 * row) + 4 * 4 * tile * (row + 8)  # skip and bias; x, gate, slope and dy
+        + 2 * _align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; gate and slope
         + 2 * tile * (quads * (4 * groups + 8) + 4)  # sums over channels
         + 4 * tile * (quads * (row + 8) + 8)  # sums over states
         + 4 * 4 * tile * N + _align(8 * tile)  # dk and dq of two tiles; norm

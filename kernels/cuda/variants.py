@@ -60,7 +60,7 @@ class Backward(NamedTuple):
     states: int = 4
     warps: int = 4
     min_blocks: int = 2
-    stages: int = 1
+    stages: int = 2
 
 
 FORWARD = {
@@ -72,11 +72,11 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3, stages=2)],
-    "selective": [Backward(2, 8, 620, 405, min_blocks=3, stages=2)],
+    "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3)],
+    "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
-BACKWARD_64 = {name: [Backward(2, 16, 800, 600, stages=2)] for name in BACKWARD}
+BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 
 
 def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Quads]:
