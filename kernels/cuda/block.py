@@ -29,7 +29,8 @@ def pack(
 ) -> list[Tensor]:
     """The weights of a block, all of one dtype, as `block.Weights` wants them."""
     packed = empty_weights(out_proj, directions, dtype)
-    (C, D), (_, _, taps), (_, projections, _), (_, _, padded) = (packed[i].shape for i in (1, 2, 4, 5))
+    _, _, conv, _, x_proj, step, *_ = packed
+    (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
     rank = directions[3].shape[1]
     weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
     vector = 4 if C % 4 == D % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in weights) else 1

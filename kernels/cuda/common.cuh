@@ -32,6 +32,7 @@ struct Longhorn {
     DEVICE float slope(float logit, float gate) { return gate * min_or_nan(exp_fast(-logit), 0x1p126f); }
 
     DEVICE void update(float &S, float x, float gate, float k, float) { S = fmaf(gate * k, fmaf(-k, S, x), S); }
+    // of k^2, which a lane's channels share
     DEVICE float decay(float gate, float k_squared, float) { return fmaf(-gate, k_squared, 1); }
 
     struct Kept { float residual; };
@@ -170,7 +171,7 @@ struct KeysInFlight {
             for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
         }
     }
-    // `keys` may have room for more tokens: these go from `start` on. SQUARED: k^2 of each state in place of k
+    // `keys` may have room for more tokens: these go from `start` on. SQUARED has k^2 in place of k
     template <bool SQUARED = false, int ROOM>
     __device__ __forceinline__ void put(Keys<ROOM> &keys, int start = 0) const {
         float *to = is_query ? keys.q[start + first] : keys.k[start + first];

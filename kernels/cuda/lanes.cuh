@@ -197,7 +197,7 @@ DEVICE void store_states(E *states, const States &S, i64 D) {
 }
 
 // Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `step(tokens, t, left)` for UNROLL
-// tokens from t on, of which `left` exist, perhaps more or none. SQUARED: their keys are the squares
+// tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
 template <bool SQUARED = false, class AtChunk, class Step>
 DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const T> &logits, const Sequence<const T> &ks,
                 const Sequence<const T> &qs, const float *biases, int begin, int end, i64 L, bool backwards,

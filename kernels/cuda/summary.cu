@@ -52,8 +52,9 @@ scan_summary(TOKENS(const T, value), TOKENS(const T, logit), TOKENS(const T, k),
             }
         }
     };
-    run<GRADIENTS>(block, TOKENS_OF(value), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D,
-        [](int) {}, step);
+    // gradients need the keys only as squares
+    run<GRADIENTS>(block, TOKENS_OF(value), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at,
+                   D, [](int) {}, step);
     if (at.valid) {
         i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, segments - 1, D);
         store_states(ends + offset, S, D);
