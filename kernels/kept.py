@@ -11,7 +11,7 @@ def boundaries(L: int) -> int:
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which states are kept for inputs of `dtype`: with N = 16 they take at most a byte for an element of x.
+    """The dtype of the states kept for inputs of `dtype`. With N = 16 they take at most a byte for each element of x.
 
     Gradients in bf16 lose about as much to rounding as these states do. fp16 is finer, and its range may be too small.
     """
