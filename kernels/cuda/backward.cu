@@ -147,8 +147,8 @@ struct Tile {
     int start;
 };
 
-// What the lane needs of token j of a tile. Reading x and dy in 16 bits halves the traffic of shared memory, which
-// binds more than the instructions that widen them.
+// What the lane needs of token j of a tile. x and dy are widened when they are read, which takes less shared memory than
+// keeping them in fp32.
 struct Token {
     Floats<4> k, q;
     Floats<C> x, gate, dy;
