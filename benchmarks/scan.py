@@ -18,7 +18,7 @@ import subprocess
 import torch
 import triton
 from vil.kernels import gpu
-from vil.kernels.kept import boundaries, kept_dtype
+from vil.kernels.kept import boundaries
 
 from vil.info import git_commit
 
@@ -117,7 +117,7 @@ def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[t
     """Microseconds that issuing the fp32 instructions and moving the bytes take at least, for each pass."""
     G, size = len(REVERSE), dtype.itemsize
     elements, keys = G * B * L * D, G * B * L * STATE_SIZE
-    kept = G * B * D * boundaries(L) * STATE_SIZE * kept_dtype(dtype).itemsize
+    kept = G * B * D * boundaries(L) * STATE_SIZE * 4
     per_second = torch.cuda.get_device_properties(0).multi_processor_count * LANES * clock
     forward_bytes = (3 * elements + 2 * keys) * size + kept
     backward_bytes = (5 * elements + 4 * keys) * size + kept

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import gpu
 from .cuda import block as kernels
-from .kept import boundaries, kept_dtype
+from .kept import boundaries
 
 REVERSE = [False, True]
 
@@ -183,7 +183,7 @@ def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dire
         return x_BLC.new_empty(x_BLC.shape), []
     kept = (2, B, boundaries(L), N, D)
     shapes = [(B * L, C), (B * L,), (B, L, 2 * D), (B, L, D), kept]
-    dtypes = [dtype, torch.float32, dtype, dtype, kept_dtype(dtype)]
+    dtypes = [dtype, torch.float32, dtype, dtype, torch.float32]
     saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes)]
     weights = [*kernels.empty_weights(out_proj, directions, dtype), _rates(in_proj, directions)]
     return x_BLC.new_empty(x_BLC.shape), saved + weights

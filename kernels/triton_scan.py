@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kept import CHUNK, boundaries, kept_dtype
+from .kept import CHUNK, boundaries
 
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
 CHANNELS = 2**16  # of all sequences: what fills a large GPU in blocks of 64
@@ -230,7 +230,7 @@ def _backward_kernel(
             tokens = tl.minimum(CHUNK, end - start)
             # the chunk once more, keeping the state before each token
             kept_ND = states + ((sequence * (chunks - 1) + start // CHUNK - 1) * N + n_N1) * D + d_1D
-            S_ND = tl.load(kept_ND, mask=d_1D < tl.where(start > 0, D, 0), other=0).to(tl.float32)
+            S_ND = tl.load(kept_ND, mask=d_1D < tl.where(start > 0, D, 0), other=0)
             row = first + stride * start
             x_1D, logit_1D, k_N1, _ = _token(x, logits, k, q, row, D, d_1D, n_N1, bias_1D, N)
             tl.debug_barrier()
@@ -295,7 +295,7 @@ def forward(
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, before = torch.empty_like(x), None
     span, segments, block_d = _cut(x, 32)
-    states = x.new_empty((G, B, boundaries(L), N, D) if keep else 0, dtype=kept_dtype(x.dtype))
+    states = x.new_empty((G, B, boundaries(L), N, D) if keep else 0, dtype=torch.float32)
     with _on(x.device):
         if segments > 1:
             before = _summarize(recurrence, x, logits, k, q, rates_GDN, bias_GD, reverse, gradients=False)

@@ -108,13 +108,12 @@ def test_the_cost_model_gives_a_lane_more_where_there_is_more():
     assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(8, 768, 6085) == lane(1, 768, 197) == 4
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1), (torch.float16, 1), (torch.bfloat16, 0.5)])
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
-def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L, dtype, most):
-    x, k = (torch.empty(1, 2, L, n, device="meta", dtype=dtype) for n in (96, 16))
+def test_memory_kept_for_backward_is_at_most_a_byte_for_each_element(L):
+    x, k = (torch.empty(1, 2, L, n, device="meta") for n in (96, 16))
     _, states = gpu._fake_scan("cuda", "longhorn", x, x, k, k, None, None, None, [False], True)
     assert states.shape == (1, 2, (L - 1) // 64, 16, 96)
-    assert states.nbytes <= most * x.numel()
+    assert states.nbytes <= x.numel()
 
 
 def test_tensors_on_the_cpu_are_refused():
@@ -147,8 +146,7 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device)
     for variant in variants.forward_variants(recurrence, k.shape[-1], dtype.itemsize):
         y, kept = scan.forward(recurrence, *tensors, reverse, True, (variant, segment_chunks))
         assert max(relative_error(y[g].cpu(), truth[g][0]) for g in range(2)) < TOLERANCE[dtype], variant
-        rounding = 2**-7 if kept.dtype == torch.bfloat16 else 0  # either way
-        torch.testing.assert_close(kept, states, rtol=1e-4 + rounding, atol=1e-5)
+        torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
     for variant in variants.BACKWARD[recurrence]:
         plan = variant, segment_chunks
         dx, dlogits, dk, dq, dA, dchannels = scan.backward(recurrence, dy.to(device), *tensors, states, reverse, plan)

@@ -76,11 +76,10 @@ DEVICE float sum_over_quads(float v) {
 typedef float States[NL][C];
 typedef R::Kept Kept[NL][C];
 
-template <class E>
-DEVICE void load_states(States &S, const E *p, i64 stride) {
+DEVICE void load_states(States &S, const float *p, i64 stride) {
 #pragma unroll
     for (int n = 0; n < NL; n++) {
-        Floats<C> v = to_floats(load<C>(p + n * stride));
+        Floats<C> v = load<C>(p + n * stride);
 #pragma unroll
         for (int c = 0; c < C; c++) S[n][c] = v.at[c];
     }
@@ -93,8 +92,14 @@ DEVICE void clear_states(States &S) {
         for (int c = 0; c < C; c++) S[n][c] = 0;
 }
 
-// States to start from again: those of all warps on a GPU are about the size of its L2, so bytes count
-typedef Pack<KeptState, C> Restart[NL];
+// States to start from again for half a tile. Those of all warps on a GPU are about the size of its L2, so bytes count:
+// in bf16 for such inputs, but for Mamba, where the gradients of rates, sums over all tokens, would lose too much.
+template <class T, bool HAS_RATES>
+struct RestartState { typedef float type; };
+template <>
+struct RestartState<bf16, false> { typedef bf16 type; };
+typedef RestartState<T, R::HAS_RATES>::type E;
+typedef Pack<E, C> Restart[NL];
 
 DEVICE void save_states(Restart &to, const States &from) {
 #pragma unroll
@@ -102,7 +107,7 @@ DEVICE void save_states(Restart &to, const States &from) {
         Floats<C> v;
 #pragma unroll
         for (int c = 0; c < C; c++) v.at[c] = from[n][c];
-        to[n] = from_floats<KeptState>(v);
+        to[n] = from_floats<E>(v);
     }
 }
 
@@ -316,7 +321,7 @@ DEVICE void write_keys(const Block &block, int buffer, const Sequence<float> &dk
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
               const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
-              const KeptState *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
+              const float *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
               T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L,
               i64 D, i64 reverse, i64 segment_chunks, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
@@ -338,7 +343,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     Sequence<float> dkeys_out({dkeys + all_keys, B * L * 2 * N, L * 2 * N, 2 * N}, at.g, at.b, L, backwards);
     int first = at.segment * segment_chunks, last = min(chunks, first + int(segment_chunks)) - 1;
     int end = min(int(L), (last + 1) * CHUNK);
-    const KeptState *kept_states = states + state_offset(at.g, at.b, -1, 4 * at.quad, at.loaded_d, B, chunks - 1, D);
+    const float *kept_states = states + state_offset(at.g, at.b, -1, 4 * at.quad, at.loaded_d, B, chunks - 1, D);
 
     States A, dA = {}, S, G = {};
 #pragma unroll

@@ -3,7 +3,6 @@
 //   RECURRENCE      Longhorn or SelectiveStateSpace
 //   STATES          states N of a channel: 4, 8, 16, 32 or 64
 //   CHUNK           tokens between the states that forward keeps for backward; the first, which is 0, it does not
-//   KEPT            element type of states that are kept, which may round them: bf16 or float
 //   LANE_STATES     states of a channel that one lane holds; STATES / LANE_STATES neighbouring lanes share a channel
 //   LANE_CHANNELS   neighbouring channels of a lane, loaded as one vector
 //   TILE            tokens whose inputs are staged at once
@@ -117,7 +116,6 @@ struct Sequence {
 
 typedef RECURRENCE R;
 typedef INPUT T;
-typedef KEPT KeptState;
 constexpr int N = STATES;
 constexpr int NL = LANE_STATES;
 constexpr int C = LANE_CHANNELS;

@@ -3,7 +3,7 @@
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
              const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
-             const float *__restrict__ earlier, T *__restrict__ y, KeptState *__restrict__ states, i64 B, i64 L, i64 D,
+             const float *__restrict__ earlier, T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D,
              i64 reverse, i64 segment_chunks, i64 keep, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
@@ -15,7 +15,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<T> ys({y + at.d, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    KeptState *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, chunks - 1, D);
+    float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, chunks - 1, D);
 
     States A, S = {};
     load_rates(A, rates, at, D);

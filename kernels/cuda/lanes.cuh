@@ -185,14 +185,13 @@ DEVICE void load_states(States &S, const float *states, i64 D) {
     }
 }
 
-template <class E>
-DEVICE void store_states(E *states, const States &S, i64 D) {
+DEVICE void store_states(float *states, const States &S, i64 D) {
 #pragma unroll
     for (int n = 0; n < NL; n++) {
         Floats<C> v;
 #pragma unroll
         for (int c = 0; c < C; c++) v.at[c] = S[n][c];
-        store(states + n * D, from_floats<E>(v));
+        store(states + n * D, v);
     }
 }
 

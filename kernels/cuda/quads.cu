@@ -158,7 +158,7 @@ typedef float States[OCTETS][2];
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
              const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
-             const float *__restrict__ earlier, T *__restrict__ y, KeptState *__restrict__ states, i64 B, i64 L, i64 D,
+             const float *__restrict__ earlier, T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D,
              i64 reverse, i64 segment_chunks, i64 keep) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
@@ -175,7 +175,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     x_tokens.data += at.block_d, logit_tokens.data += at.block_d;
     Copies<BLOCK_CHANNELS, VECTOR> xs(x_tokens, D - at.block_d), logits(logit_tokens, D - at.block_d);
     Sequence<T> ys({y + at.warp_d + 2 * at.p, B * L * D, L * D, D}, at.g, at.b, L, backwards);
-    KeptState *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, at.d, B, chunks - 1, D);
+    float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, at.d, B, chunks - 1, D);
     earlier += state_offset(at.g, at.b, at.segment - 1, 2 * at.p, at.d, B, segments - 1, D);
 
     float skip = skips && at.valid ? skips[at.g * D + at.d] : 0, bias = biases && at.valid ? biases[at.g * D + at.d] : 0;
@@ -253,8 +253,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
 #pragma unroll
                 for (int o = 0; o < OCTETS; o++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++)
-                        store(kept + (8 * o + n) * D, from_floats<KeptState>(Floats<1>{S[o][n]}));
+                    for (int n = 0; n < 2; n++) kept[(8 * o + n) * D] = S[o][n];
             kept += N * D;
         }
         // the next tile is staged while this one is worked on, as gates are a long chain of instructions

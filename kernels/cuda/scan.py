@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..kept import CHUNK, boundaries, kept_dtype
+from ..kept import CHUNK, boundaries
 from .compiler import launch
 from .variants import SUMMARY, Backward, Lanes, Quads, choose
 
@@ -32,7 +32,7 @@ def forward(
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
     kept = (G, B, boundaries(L), N, D) if keep else 0
-    states, earlier = torch.empty(kept, device=x.device, dtype=kept_dtype(x.dtype)), None
+    states, earlier = torch.empty(kept, device=x.device, dtype=torch.float32), None
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
         earlier = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=False)
@@ -164,8 +164,7 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
 
 
 def _common(recurrence: str, x: Tensor, N: int) -> dict:
-    kept = INPUT[kept_dtype(x.dtype)]
-    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK, KEPT=kept)
+    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK)
 
 
 def _align(n: int) -> int:
