@@ -201,6 +201,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
     for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
+        int stored = valid ? end : 0;
         constexpr int LANES = ROW / VECTOR;  // that copy a token
         int c = lane % LANES * VECTOR, copied = first_d + c < D ? length : 0;
         const T *us = u + b * L * u_stride + first_d, *dv_0 = dv + b * L * D + first_d, *dv_1 = dv_0 + B * L * D;
@@ -227,19 +228,23 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
 #pragma unroll
         for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
+        // what a product needs of dprojected is read when the one before has been added
+        Product<T> product_0(dprojected_0, t + BACK, L, lane), product_1(dprojected_1, t, L, lane);
 #pragma unroll 1
         for (int present = 0; t < end; present ^= 1) {
             Tile &tile = tiles[present];
-            Product<T> product_0(dprojected_0, t + BACK, L, lane), product_1(dprojected_1, t, L, lane);
             wait_for_copies<0>();
             __syncwarp();
             fetch(tiles[present ^ 1], t + TILE);
             product_0.add_to(tile.dv[0], shared_x_proj[0], lane);
+            product_0 = Product<T>(dprojected_0, t + TILE + BACK, L, lane);
             product_1.add_to(tile.dv[1], shared_x_proj[1], lane);
+            product_1 = Product<T>(dprojected_1, t + TILE, L, lane);
             __syncwarp();
 #pragma unroll 1
             for (int row = 0; row < TILE && t < end; row += STEP, t += STEP) {
                 float own = t >= begin;
+                Pack<T, LANE> found[STEP];
 #pragma unroll
                 for (int i = 0; i < STEP; i++) {
                     window[BACK + i] = to_floats(load<LANE>(&tile.u[row + i][lane * LANE]));
@@ -272,9 +277,12 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
                         dforward[TAPS].at[c] = fmaf(own, s_0[i].at[c], dforward[TAPS].at[c]);
                         dbackward[TAPS].at[c] = fmaf(own, s_1[BACK + i].at[c], dbackward[TAPS].at[c]);
                     }
-                    if (t >= begin && t + i < end && valid) store(dus, from_floats<T>(sum));
-                    dus += du_stride;
+                    found[i] = from_floats<T>(sum);
                 }
+#pragma unroll
+                for (int i = 0; i < STEP; i++)
+                    if (t >= begin && t + i < stored) store(dus + i * du_stride, found[i]);
+                dus += STEP * du_stride;
 #pragma unroll
                 for (int i = 0; i < BACK; i++)
                     window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];

@@ -71,7 +71,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
                 store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<T>(sum));
         }
     };
-    // dk and dq of a tile, 4 neighbours at a time, on their way while the warp multiplies
+    // dk and dq of a tile, 4 neighbours at a time, on their way during the tile before
     constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
     Pack<T, 4> dkeys[ITEMS];
     auto is_key = [&](int tile, int i) {
@@ -98,6 +98,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) fetch(block.stages[s], part + s * int(parts));
     int i = 0;
+    read_dkeys(part);
 #pragma unroll 1
     for (int tile = part; tile < tiles; tile += int(parts), i++) {
         wait_for_copies<STAGES - 2>();
@@ -105,7 +106,6 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
         fetch(block.stages[(i + STAGES - 1) % STAGES], tile + (STAGES - 1) * int(parts));
         if (i > 0) write_dstep(tile - int(parts), block.dstep[(i - 1) % 2]);
         const Stage &stage = block.stages[i % STAGES];
-        read_dkeys(tile);
         unsigned steps[EIGHTS + EIGHTS % 2][2];
 #pragma unroll
         for (int n = 0; n < EIGHTS; n += 2) {
@@ -133,6 +133,7 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
             for (int half = 0; half < 2; half++)
                 store(&block.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
         write_dkeys(tile);
+        read_dkeys(tile + int(parts));
     }
     wait_for_copies<0>();  // of tiles that do not exist
     __syncthreads();
