@@ -145,14 +145,14 @@ def convolve_backward(
         dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     macros = _convolution(u_BLD, conv_2DK, P)
     lane = min(2, macros["VECTOR"])
-    row, tile, groups = 32 * lane, 32 // size, -(-P // 32) if size == 2 else 0
+    row, tile, products = 32 * lane, 32 // size, -(-P // 16) if size == 2 else 0
     blocks = -(-D // row)
     stretch = _stretch(256, L, 32 * B * blocks, 352, u_BLD.device)
     # no more parts than keep the GPU busy: each is written, and added by another kernel
     parts = min(-(-B * -(-L // stretch) // WARPS), -(-3 * _multiprocessors(u_BLD.device) // blocks))
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     tiles = WARPS * 2 * 3 * tile * (row * size + 16)
-    shared = max(tiles + 2 * groups * 32 * row * size, WARPS * 2 * (taps + 1) * row * 4)
+    shared = max(tiles + 2 * products * 16 * row * size, WARPS * 2 * (taps + 1) * row * 4)
     launch("convolve", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
         u_BLD, u_BLD.stride(1), dv_2BLD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
         dfilters, B, L, D, stretch, parts,

@@ -99,33 +99,44 @@ struct Tile {
 };
 
 // dprojected @ x_proj by the tensor cores, as (16 channels, 16 projections) times (16 projections, 8 tokens): lane l has,
-// of tokens l / 4 and l / 4 + 8 and of each group of 32 projections, 8 neighbours, read at once. To the cores these are
-// columns of two products, in another order, which is all the same as long as x_proj is dealt alike. Nor do they mind the
-// order of channels, so that a lane's sums are of neighbours: 2 (l / 4), + 1 of tokens 2 (l % 4), + 1.
-constexpr int GROUPS = (PROJECTIONS + 31) / 32, SIXTEENS = ROW / 16;
+// of tokens l / 4 and l / 4 + 8 and of each group of 32 projections, 8 neighbours, read at once (4 where the last group is
+// of 16). To the cores these are columns of two products, in another order, which is all the same as long as x_proj is
+// dealt alike. Nor do they mind the order of channels, so that a lane's sums in two products side by side are of
+// neighbours: 4 (l / 4) .. + 3 of 32 channels, of tokens 2 (l % 4), + 1.
+constexpr int PRODUCTS = (PROJECTIONS + 15) / 16, GROUPS = (PRODUCTS + 1) / 2, SIXTEENS = ROW / 16;
 struct Fragments {  // x_proj as it is dealt to lanes
-    Pack<unsigned, 4> at[2 * GROUPS][SIXTEENS][32];
+    Pack<unsigned, 4> at[PRODUCTS][SIXTEENS][32];
 };
+DEVICE bool whole(int group) { return 2 * group + 1 < PRODUCTS; }
 template <class T>
 struct Product {
     Pack<T, 8> projections[GROUPS][2];
     __device__ __forceinline__ Product(const T *dprojected, int t, int L, int lane) {
-        const T *from = dprojected + i64(t + lane / 4) * PROJECTIONS + lane % 4 * 8;
+        const T *from = dprojected + i64(t + lane / 4) * PROJECTIONS;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                bool valid = unsigned(t + half * 8 + lane / 4) < unsigned(L) && group * 32 + lane % 4 * 8 < PROJECTIONS;
-                projections[group][half] = valid ? load<8>(from + half * 8 * PROJECTIONS + group * 32) : Pack<T, 8>{};
+                int p = group * 32 + lane % 4 * (whole(group) ? 8 : 4);
+                bool valid = unsigned(t + half * 8 + lane / 4) < unsigned(L) && p < PROJECTIONS;
+                Pack<T, 8> &to = projections[group][half];
+                if (whole(group)) {
+                    to = valid ? load<8>(from + half * 8 * PROJECTIONS + p) : Pack<T, 8>{};
+                } else {
+                    Pack<T, 4> four = valid ? load<4>(from + half * 8 * PROJECTIONS + p) : Pack<T, 4>{};
+                    to.word[0] = four.word[0], to.word[1] = four.word[1];
+                }
             }
     }
     DEVICE void deal(Fragments &to, const T *x_proj, int channels, int D) {
 #pragma unroll
-        for (int n = 0; n < 2 * GROUPS * SIXTEENS / WARPS; n++) {
+        for (int n = 0; n < (PRODUCTS * SIXTEENS + WARPS - 1) / WARPS; n++) {
             int i = n * 32 * WARPS + threadIdx.x, lane = i % 32, sixteen = i / 32 % SIXTEENS, k = i / (32 * SIXTEENS);
+            if (k >= PRODUCTS) break;
 #pragma unroll
             for (int word = 0; word < 4; word++) {
-                int c = sixteen * 16 + lane / 4 * 2 + word % 2, p = k / 2 * 32 + lane % 4 * 8 + k % 2 * 4 + word / 2 * 2;
+                int c = sixteen / 2 * 32 + lane / 4 * 4 + sixteen % 2 * 2 + word % 2;
+                int p = k / 2 * 32 + (whole(k / 2) ? lane % 4 * 8 + k % 2 * 4 : lane % 4 * 4) + word / 2 * 2;
                 T low = {}, high = {};  // PROJECTIONS is even
                 if (c < channels && p < PROJECTIONS) low = x_proj[i64(p) * D + c], high = x_proj[i64(p + 1) * D + c];
                 to.at[k][sixteen][lane].at[word] = low.bits | unsigned(high.bits) << 16;
@@ -133,21 +144,20 @@ struct Product {
         }
     }
     __device__ __forceinline__ void add_to(T (*dv)[PITCH], const Fragments &x_proj, int lane) const {
-        constexpr int SIDE = 2;  // sixteens side by side, as a product waits for the one before it
+        constexpr int SIDE = 2;  // products side by side, as one waits for the one before it
 #pragma unroll
         for (int first = 0; first < SIXTEENS; first += SIDE) {
-            T *even = &dv[lane % 4 * 2][first * 16 + lane / 4 * 2], *odd = even + PITCH;
+            T *even = &dv[lane % 4 * 2][first * 16 + lane / 4 * 4], *odd = even + PITCH;
             Floats<2> sums[SIDE][2][2];
 #pragma unroll
-            for (int i = 0; i < SIDE; i++)
+            for (int half = 0; half < 2; half++) {
+                Floats<4> a = to_floats(load<4>(even + half * 8 * PITCH));
+                Floats<4> b = to_floats(load<4>(odd + half * 8 * PITCH));
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    Floats<2> a = to_floats(load<2>(even + half * 8 * PITCH + i * 16));
-                    Floats<2> b = to_floats(load<2>(odd + half * 8 * PITCH + i * 16));
-                    sums[i][half][0] = {a.at[0], b.at[0]}, sums[i][half][1] = {a.at[1], b.at[1]};
-                }
+                for (int c = 0; c < 4; c++) sums[c / 2][half][c % 2] = {a.at[c], b.at[c]};
+            }
 #pragma unroll
-            for (int k = 0; k < 2 * GROUPS; k++)
+            for (int k = 0; k < PRODUCTS; k++)
 #pragma unroll
                 for (int i = 0; i < SIDE; i++) {
                     Pack<unsigned, 4> x = x_proj.at[k][first + i][lane];
@@ -158,13 +168,16 @@ struct Product {
                     }
                 }
 #pragma unroll
-            for (int i = 0; i < SIDE; i++)
+            for (int half = 0; half < 2; half++) {
+                Floats<4> a, b;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    Floats<2> *sum = sums[i][half], a = {sum[0].at[0], sum[1].at[0]}, b = {sum[0].at[1], sum[1].at[1]};
-                    store(even + half * 8 * PITCH + i * 16, from_floats<T>(a));
-                    store(odd + half * 8 * PITCH + i * 16, from_floats<T>(b));
+                for (int c = 0; c < 4; c++) {
+                    Floats<2> sum = sums[c / 2][half][c % 2];
+                    a.at[c] = sum.at[0], b.at[c] = sum.at[1];
                 }
+                store(even + half * 8 * PITCH, from_floats<T>(a));
+                store(odd + half * 8 * PITCH, from_floats<T>(b));
+            }
         }
     }
 };
@@ -175,8 +188,9 @@ struct Product<float> {  // none: dv comes with it
     __device__ void add_to(float (*)[PITCH], const Fragments &, int) const {}
 };
 
-// on sm_120 a third block would cost spills
-extern "C" __global__ void __launch_bounds__(32 * WARPS, sizeof(T) == 2 && GROUPS <= 2 && __CUDA_ARCH__ < 1200 ? 3 : 2)
+// three blocks a multiprocessor where registers and shared memory suffice
+constexpr bool FEW = sizeof(T) == 2 && GROUPS <= 2;
+extern "C" __global__ void __launch_bounds__(32 * WARPS, FEW && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200 ? 3 : 2)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
                   const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
                   T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch,
