@@ -58,7 +58,14 @@ struct Longhorn {
 struct SelectiveStateSpace {
     static constexpr bool HAS_RATES = true, HAS_NORM = false;
     DEVICE float rate(float A) { return A * LOG2E; }
-    DEVICE float gate(float logit, float) { return logit > 20 ? logit : log1pf(exp_fast(logit)); }
+    // softplus as max(logit, 0) + log(1 + u) with u = exp(-|logit|) and a polynomial for log(1 + u) / u: no branches, and
+    // where u is small a relative error of 2^-21 still
+    DEVICE float gate(float logit, float) {
+        float u = exp_fast(-fabsf(logit)), p = -0.008778933f;
+        p = fmaf(p, u, 0.04498657f), p = fmaf(p, u, -0.10902282f), p = fmaf(p, u, 0.17847203f);
+        p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33284062f), p = fmaf(p, u, -0.49998179f);
+        return fmaf(u, fmaf(p, u, 1), fmaxf(logit, 0));
+    }
     DEVICE float slope(float logit, float) { return reciprocal(1 + exp_fast(-logit)); }
 
     DEVICE void update(float &S, float x, float gate, float k, float A) {
