@@ -4,7 +4,11 @@ It computes what `vil.block.Block` does, by fewer kernels and with fewer tensors
 folded into the projection behind it, both directions share each kernel, the residual addition is part of the last
 product, and backward computes convolutions, projections and gate again.
 
+If only the middle token's output is wanted, as of a model's last block, each direction runs over the half of the tokens
+that it reads up to there, and z, the gate and the last product are of that token alone.
+
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
+M tokens whose output is wanted: L or 1    H tokens that a direction reads for it: L or L // 2 + 1    E of uz: 2D or D
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import gpu
@@ -23,13 +28,13 @@ REVERSE = [False, True]
 torch.library.define(
     "vil::block",
     "(str recurrence, Tensor x_BLC, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
-    " Tensor[] directions, ScalarType dtype, bool keep)"
-    " -> (Tensor x_BLC, Tensor[] saved)",
+    " Tensor[] directions, ScalarType dtype, bool middle, bool keep)"
+    " -> (Tensor x_BMC, Tensor[] saved)",
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, Tensor dx_BLC, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
-    " Tensor[] directions, Tensor[] saved) -> Tensor[]",
+    "(str recurrence, Tensor dx_BMC, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
+    " Tensor[] directions, bool middle, Tensor[] saved) -> Tensor[]",
 )
 
 
@@ -41,7 +46,7 @@ def supports(x_BLC: Tensor, state_size: int) -> bool:
 
 def block(
     recurrence: str, x_BLC: Tensor, scale_B: Tensor | None, eps: float, norm_C: Tensor, in_proj: Tensor,
-    out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
+    out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype, middle: bool = False,
 ) -> Tensor:  # fmt: skip
     """x + scale * out_proj(mixer(norm(x))) of the residual stream x (fp32), computed in `dtype`.
 
@@ -56,10 +61,11 @@ def block(
         directions: For each direction in turn: convolution weight (D, 1, taps) and bias, x_proj (R + 2N, D), step_proj
             weight (D, R) and bias, skip, and A_log (D, N) if the recurrence has rates.
         dtype: float32, bfloat16 or float16.
+        middle: Compute the output of the middle token, number (L - 1) // 2, alone: (B, 1, C).
     """
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BLC, norm_C, in_proj, out_proj, *directions))
     return torch.ops.vil.block(
-        recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep
+        recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep
     )[0]  # fmt: skip
 
 
@@ -82,15 +88,23 @@ class Weights(NamedTuple):
     ) -> Weights:
         return cls(*kernels.pack(norm_C, in_proj, out_proj, directions, dtype), _rates(in_proj, directions))
 
-    def project(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the recurrence reads: v, the step's logits, keys and queries; and the step (2, T, R)."""
+    def split(self, uz_BLE: Tensor, xhat_TC: Tensor, middle: bool) -> tuple[Tensor, Tensor]:
+        """u and z; if `middle`, uz is u alone."""
+        if not middle:
+            return uz_BLE.chunk(2, dim=-1)
+        B, L, D = uz_BLE.shape
+        xhat_BC = _wanted(xhat_TC.view(B, L, -1), middle).squeeze(1)
+        return uz_BLE, torch.mm(xhat_BC, self.in_proj[D:].t()).unsqueeze(1)
+
+    def project(self, u_BLD: Tensor) -> list[Tensor]:
+        """What the recurrence reads: v, the step's logits, keys and queries; and the step. All as (2, B, L, ...)."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
         v_2BLD, projected_2TP, logits_2TD = kernels.project(
             u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj
         )
         step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        return v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN)), step_2TR
+        return [v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN, step_2TR))]
 
 
 def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
@@ -99,59 +113,98 @@ def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
     return -torch.stack(A_log).exp() if A_log else in_proj.new_empty(0, dtype=torch.float32)
 
 
-def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
+def _wanted(x_BLC: Tensor, middle: bool) -> Tensor:
+    """The M tokens whose output is wanted."""
+    return x_BLC.narrow(1, (x_BLC.shape[1] - 1) // 2, 1) if middle else x_BLC
+
+
+def _read(x_2BLD: Tensor, middle: bool) -> Tensor:
+    """The H tokens that each direction reads for them: if `middle`, the first of one and the last of the other."""
+    if not middle:
+        return x_2BLD
+    _, B, L, D = x_2BLD.shape
+    H, (direction, *strides) = L // 2 + 1, x_2BLD.stride()
+    return x_2BLD.as_strided((2, B, H, D), (direction + (L - H) * strides[1], *strides))
+
+
+def _padded(x_2TP: Tensor, B: int, L: int) -> Tensor:
+    """Of the tokens that each direction reads (2, B H, P) to all (2, B L, P), with zeros for the others."""
+    H, P = x_2TP.shape[1] // B, x_2TP.shape[2]
+    if H == L:
+        return x_2TP
+    all_2BLP = x_2TP.new_zeros(2, B, L, P)
+    _read(all_2BLP, True).copy_(x_2TP.view(2, B, H, P))
+    return all_2BLP.flatten(1, 2)
+
+
+def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep):
     """The block's output, and what backward needs if `keep`."""
-    B, L, C = x_BLC.shape
+    (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     xhat_TC, scale_T, out_TC = kernels.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
-    uz_BLE = torch.mm(xhat_TC, weights.in_proj.t()).view(B, L, -1)
-    u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, _ = weights.project(u_BLD)
+    projection = weights.in_proj[:D] if middle else weights.in_proj
+    uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
+    u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
+    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, _ = [_read(t_2BLX, middle) for t_2BLX in weights.project(u_BLD)]
     rates = weights.rates if recurrence == "selective" else None
-    y_2BLD, states = gpu.scan(
-        "cuda", recurrence, v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, weights.skip, weights.step_bias, REVERSE, keep
+    y_2BMD, states = gpu.scan(
+        "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, REVERSE, keep
     )
-    gated_BLD, mean_BLD = kernels.gate(y_2BLD, z_BLD, scale_B, keep)
-    _add_product(out_TC, gated_BLD.flatten(0, 1), weights.out_proj.t())
-    return out_TC.view(B, L, C), [xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights] if keep else []
+    if middle:
+        y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
+    gated_BMD, mean_BMD = kernels.gate(y_2BMD, z_BMD, scale_B, keep)
+    out_BMC = _wanted(out_TC.view(B, L, C), middle).contiguous()
+    _add_product(out_BMC.flatten(0, 1), gated_BMD.flatten(0, 1), weights.out_proj.t())
+    return out_BMC, [xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights] if keep else []
 
 
-def _block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
+def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
     """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`."""
-    xhat_TC, scale_T, uz_BLE, mean_BLD, states, *weights = saved
+    xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights = saved
     weights = Weights(*weights)
-    (B, L, D), C, dtype = mean_BLD.shape, xhat_TC.shape[1], uz_BLE.dtype
-    u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
-    duz_BLE = torch.empty_like(uz_BLE)
-    du_BLD, dz_BLD = duz_BLE.chunk(2, dim=-1)
-    dx_TC = dx_BLC.contiguous().view(-1, C)
+    (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
+    u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
+    duz_BLE = torch.zeros_like(uz_BLE) if middle else torch.empty_like(uz_BLE)
+    du_BLD, dz_BMD = (duz_BLE, torch.empty_like(z_BMD)) if middle else duz_BLE.chunk(2, dim=-1)
 
-    dout_TC = dx_TC.to(dtype)
-    dgated_BLD = torch.mm(dout_TC, weights.out_proj).view(B, L, D)
+    dout_TC = dx_BMC.reshape(-1, C).to(dtype)
+    dgated_BMD = torch.mm(dout_TC, weights.out_proj).view_as(mean_BMD)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
-    gated_BLD = kernels.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
-    dout_proj = _mm(dout_TC.t(), gated_BLD.flatten(0, 1))
-    del dgated_BLD, gated_BLD, dout_TC
+    gated_BMD = kernels.gate_backward(dgated_BMD, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, middle), dz_BMD)
+    dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
+    del dgated_BMD, gated_BMD, dout_TC
 
-    v_2BLD, logits_2BLD, k_2BLN, q_2BLN, step_2TR = weights.project(u_BLD)
+    projected = weights.project(u_BLD)
+    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, step_2BHR = [_read(t_2BLX, middle) for t_2BLX in projected]
     rates = weights.rates if recurrence == "selective" else None
-    dv_2BLD, dlogits_2BLD, dk_2BLN, dq_2BLN, drates, dchannels = gpu.scan_backward(
-        "cuda", recurrence, dy_BLD.expand(2, -1, -1, -1), v_2BLD, logits_2BLD, k_2BLN, q_2BLN, rates, weights.skip,
-        weights.step_bias, states, REVERSE,
+    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = gpu.scan_backward(
+        "cuda", recurrence, _read(dy_BLD.expand(2, -1, -1, -1), middle), v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates,
+        weights.skip, weights.step_bias, states, REVERSE,
     )  # fmt: skip
-    del logits_2BLD
+    v_2BLD = projected[0]
+    del projected, logits_2BHD
     dprojected_2TP, dstep_proj = kernels.step_backward(
-        dlogits_2BLD.flatten(1, 2), step_2TR, weights.step_proj, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2), B
-    )
-    dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2BLD.flatten(1, 2), B)
+        dlogits_2BHD.flatten(1, 2), step_2BHR.flatten(1, 2), weights.step_proj, dk_2BHN.flatten(1, 2),
+        dq_2BHN.flatten(1, 2), B,
+    )  # fmt: skip
+    dx_proj = kernels.products_over_tokens(_padded(dprojected_2TP, B, L), v_2BLD.flatten(1, 2), B)
     dfilters = kernels.convolve_backward(
-        u_BLD, dv_2BLD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
+        u_BLD, dv_2BHD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
     )
-    del v_2BLD, dv_2BLD, dlogits_2BLD
+    del v_2BLD, v_2BHD, dv_2BHD, dlogits_2BHD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
-    dx_TC = kernels.rms_norm_backward(torch.mm(duz_TE, weights.in_proj), xhat_TC, scale_T, dx_TC)
+    dxhat_TC = torch.mm(duz_TE, weights.in_proj[:E])
+    dx_BLC = dx_BMC.contiguous()
+    if middle:  # what z adds, and zeros for the residual stream of the other tokens
+        dz_BD, xhat_BC, dxhat_BC = [
+            _wanted(t_BLX, middle).squeeze(1) for t_BLX in (dz_BMD, xhat_TC.view(B, L, C), dxhat_TC.view(B, L, C))
+        ]
+        dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
+        dxhat_BC.addmm_(dz_BD, weights.in_proj[E:])
+        dx_BLC = F.pad(dx_BMC, (0, 0, (L - 1) // 2, L // 2))
+    dx_TC = kernels.rms_norm_backward(dxhat_TC, xhat_TC, scale_T, dx_BLC.view(-1, C))
 
     dnorm, din_proj, *pairs = kernels.unpack(
         norm_C, in_proj, directions, dtype, dfolded, dfilters, dx_proj, dstep_proj, dchannels
@@ -176,45 +229,50 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @torch.library.register_fake("vil::block")
-def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
+def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep):
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
+    M, H, E = (1, L // 2 + 1, D) if middle else (L, L, 2 * D)
+    y_BMC = x_BLC.new_empty(B, M, C)
     if not keep:
-        return x_BLC.new_empty(x_BLC.shape), []
-    kept = (2, B, boundaries(L), N, D)
-    shapes = [(B * L, C), (B * L,), (B, L, 2 * D), (B, L, D), kept]
+        return y_BMC, []
+    kept = (2, B, boundaries(H), N, D)
+    shapes = [(B * L, C), (B * L,), (B, L, E), (B, M, D), kept]
     dtypes = [dtype, torch.float32, dtype, dtype, torch.float32]
     saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes)]
     weights = [*kernels.empty_weights(out_proj, directions, dtype), _rates(in_proj, directions)]
-    return x_BLC.new_empty(x_BLC.shape), saved + weights
+    return y_BMC, saved + weights
 
 
 @torch.library.register_fake("vil::block_backward")
-def _fake_block_backward(recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, directions, saved):
-    return [t.new_empty(t.shape) for t in (dx_BLC, norm_C, in_proj, out_proj, *directions)]
+def _fake_block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
+    B, L, _ = saved[2].shape
+    gradients = [t.new_empty(t.shape) for t in (norm_C, in_proj, out_proj, *directions)]
+    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), *gradients]
 
 
 class _Block(torch.autograd.Function):
     """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer."""
 
     @staticmethod
-    def forward(ctx, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions):
-        y_BLC, saved = _below_autograd(
-            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, True
+    def forward(ctx, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, middle, *directions):
+        y_BMC, saved = _below_autograd(
+            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, True
         )
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
         ctx.mark_non_differentiable(*saved)
-        ctx.recurrence, ctx.count = recurrence, len(directions)
+        ctx.recurrence, ctx.middle, ctx.count = recurrence, middle, len(directions)
         ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *saved)
-        return y_BLC, *saved
+        return y_BMC, *saved
 
     @staticmethod
-    def backward(ctx, dx_BLC, *_):
+    def backward(ctx, dx_BMC, *_):
         scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
+        directions, saved = rest[: ctx.count], rest[ctx.count :]
         dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
-            ctx.recurrence, dx_BLC, scale_B, norm_C, in_proj, out_proj, rest[: ctx.count], rest[ctx.count :]
+            ctx.recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, ctx.middle, saved
         )
-        return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, *ddirections
+        return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, None, *ddirections
 
 
 def _below_autograd(*arguments):
@@ -222,11 +280,12 @@ def _below_autograd(*arguments):
         return torch.ops.vil.block(*arguments)
 
 
-def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, keep):
+def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep):
+    arguments = recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj
     if not keep:
-        return _below_autograd(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, False)
-    y_BLC, *saved = _Block.apply(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, *directions)
-    return y_BLC, saved
+        return _below_autograd(*arguments, directions, dtype, middle, False)
+    y_BMC, *saved = _Block.apply(*arguments, dtype, middle, *directions)
+    return y_BMC, saved
 
 
 torch.library.impl("vil::block", "CUDA", _block)

@@ -6,4 +6,3 @@ CHUNK = 64  # tokens: with N = 16 the states take at most a byte for each elemen
 def boundaries(L: int) -> int:
     """Those between chunks of `L` tokens, where forward keeps a state."""
     return max(L - 1, 0) // CHUNK
-

@@ -63,7 +63,8 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
             mock.patch.object(operator, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
             mock.patch.object(kernels, "_multiprocessors", return_value=1),
         ):
-            Block(width, mixer, drop_path=0.5).cuda().train()(x).sum().backward()
+            for middle in (False, True):
+                Block(width, mixer, drop_path=0.5).cuda().train()(x, middle).sum().backward()
 
 
 def in_fp32(product):

@@ -33,13 +33,13 @@ def make_block(mixer, dim, drop_path=0.0, seed=0, **dd):
     return block.to(**dd)
 
 
-def outcome(block, x, dy, autocast=None):
+def outcome(block, x, dy, autocast=None, **kwargs):
     """Output and every gradient, by name."""
     x = x.detach().clone().requires_grad_()
     block.zero_grad()
     with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
-        y = block(x)
-    y.backward(dy.to(y.dtype))
+        y = block(x, **kwargs)
+    y.backward(dy[:, : y.shape[1]].to(y.dtype))
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
 
 
@@ -131,6 +131,8 @@ class PlainKernels:
     @classmethod
     def convolve_backward(cls, u, dv, dprojected, x_proj, conv, conv_bias, du):
         dv = dv + (dprojected @ x_proj).view_as(dv)
+        others = u.shape[1] - dv.shape[2]
+        dv = torch.stack([F.pad(dv[0], (0, 0, 0, others)), F.pad(dv[1], (0, 0, others, 0))])
         found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
         du.copy_(found)
         return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]
@@ -165,21 +167,22 @@ class PlainKernels:
         return *found, torch.stack([dskip, dbias], 1)
 
 
+@pytest.mark.parametrize(("tokens", "middle"), [(9, False), (9, True), (8, True), (1, True), (2, True)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, compiled, monkeypatch):
+def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, compiled, tokens, middle, monkeypatch):
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
     monkeypatch.setattr(operator, "kernels", PlainKernels)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
     monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     block = make_block(mixer, 24, dtype=torch.float64)
-    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
+    x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
     scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
     if scaled:
         block.drop_path = Scale(scale)
-    expected = outcome(block, x, dy)
+    expected = outcome(block, x, dy, middle=middle)
 
     norm, m = block.norm, block.mixer
     directions = [p for direction in m.directions for p in direction.fused_parameters()]
@@ -193,9 +196,10 @@ def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, comp
             torch.compiler.reset()
             block_operator = torch.compile(block_operator, fullgraph=True, backend="aot_eager")
         y = block_operator(
-            m.recurrence, x, scale, norm.eps, norm.weight, m.in_proj.weight, m.out_proj.weight, directions, x.dtype
-        )
-        y.backward(dy)
+            m.recurrence, x, scale, norm.eps, norm.weight, m.in_proj.weight, m.out_proj.weight, directions, x.dtype,
+            middle,
+        )  # fmt: skip
+        y.backward(dy[:, : y.shape[1]])
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
 
@@ -277,9 +281,10 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
     for R, N in (8, 4), (24, 8):
         P = R + 2 * N
-        dprojected, x_proj = tokens(2, B * L, P), tokens(2, P, D)
-        dv = tokens(2, B, L, D)
-        compare("convolve_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
+        x_proj = tokens(2, P, D)
+        for H in (L, L // 2 + 1):
+            dv, dprojected = tokens(2, B, H, D), tokens(2, B * H, P)
+            compare("convolve_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
         step = tokens(2, B * L, P)[..., :R]
         if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
             compare("step_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N), B)
@@ -287,6 +292,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     for scale in (None, torch.rand(B)):
         compare("gate", tokens(2, B, L, D), z, scale, True)
         compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
+        compare("gate", tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True)
     block = make_block(LonghornMixer, C)
     directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
@@ -323,18 +329,19 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
 
 @gpu_test
+@pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, poison, plain):
+def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
     """Outputs and every gradient; in low precision with no larger an error than that of the plain block."""
     block = make_block(mixer, shape[2], device="cuda")
     x, dy = torch.randn(2, *shape, device="cuda")
-    truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double())
+    truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), middle=middle)
     for autocast, tolerance in TOLERANCE.items():
         assert vil_block.runs_fused(block, x)
-        fused, again = outcome(block, x, dy, autocast), outcome(block, x, dy, autocast)
+        fused, again = [outcome(block, x, dy, autocast, middle=middle) for _ in range(2)]
         plain()
-        reference = outcome(block, x, dy, autocast)
+        reference = outcome(block, x, dy, autocast, middle=middle)
         vil_block.set_fused(True)
         for name, expected in truth.items():
             assert torch.equal(fused[name], again[name]), name
@@ -347,27 +354,29 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, poison, plain):
 
 @gpu_test
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_stochastic_depth_is_that_of_the_plain_block(mixer, plain):
+@pytest.mark.parametrize("middle", [False, True])
+def test_stochastic_depth_is_that_of_the_plain_block(mixer, middle, plain):
     block = make_block(mixer, 64, drop_path=0.5, device="cuda").train()
     x, dy = torch.randn(2, 16, 9, 64, device="cuda")
     torch.manual_seed(1)
-    fused = outcome(block, x, dy)
+    fused = outcome(block, x, dy, middle=middle)
     plain()
     torch.manual_seed(1)
-    for name, expected in outcome(block, x, dy).items():
+    for name, expected in outcome(block, x, dy, middle=middle).items():
         torch.testing.assert_close(fused[name], expected, atol=1e-4, rtol=1e-4)
-    dropped = (fused["y"] == x).flatten(1).all(1)
+    dropped = (fused["y"] == (vil_block.middle_token(x) if middle else x)).flatten(1).all(1)
     assert 0 < dropped.sum() < 16
 
 
 @gpu_test
+@pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_block_operator_keeps_to_the_rules_of_pytorch(mixer):
+def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle):
     block = make_block(mixer, 32, device="cuda")
     weights = [block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight]
     directions = [p for direction in block.mixer.directions for p in direction.fused_parameters()]
     x = torch.randn(2, 70, 32, device="cuda", requires_grad=True)
-    arguments = (mixer.recurrence, x, None, 1e-5, *weights, directions, torch.float32, True)
+    arguments = (mixer.recurrence, x, None, 1e-5, *weights, directions, torch.float32, middle, True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
 
@@ -414,3 +423,23 @@ def test_model_in_every_dtype_and_layout_and_a_part_replaced_or_hooked(plain):
     torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
     plain()
     torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
+
+
+@gpu_test
+@pytest.mark.parametrize("size", [64, (48, 48)])
+def test_the_class_token_alone_equals_that_of_all_tokens(size):
+    """The whole model with its head: eager, compiled and checkpointed."""
+    model = timm.create_model("vil_tiny", img_size=size, depth=2, num_classes=5, drop_path_rate=0.5).cuda().train()
+    x = torch.randn(8, 3, *model.patch_embed.img_size, device="cuda")
+
+    def outcome(forward):
+        torch.manual_seed(0)
+        return torch.autograd.grad(forward(x).square().mean(), list(model.parameters()))
+
+    expected = outcome(lambda x: model.forward_head(model.forward_features(x)))
+    assert vil_block.stops_at_middle(model.blocks, model.embed(x))
+    torch.testing.assert_close(outcome(model), expected, atol=1e-5, rtol=1e-4)
+    compiled = torch.compile(model.eval(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
+    model.train().set_grad_checkpointing()
+    torch.testing.assert_close(outcome(model), expected, atol=1e-5, rtol=1e-4)

@@ -9,10 +9,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.models import group_parameters
+from timm.models._features_fx import create_feature_extractor
 from timm.optim import create_optimizer_v2
 
 import vil
-from vil.block import Block, LonghornMixer, MambaMixer
+from vil import block as vil_block
+from vil.block import Block, LonghornMixer, MambaMixer, middle_token
 from vil.vision_longhorn import insert_class_token, resample_pos_embed, split_class_token
 
 SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # a grid of 3 x 3
@@ -142,6 +144,65 @@ def test_pooling():
     for build in (small, lambda global_pool: small().reset_classifier(5, global_pool)):
         with pytest.raises(ValueError, match="global_pool 'max' is none of 'token', 'avg' and ''"):
             build(global_pool="max")
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Blocks run as on a GPU, by plain modules; a list of whether each, in turn, computed the middle token alone."""
+    middles = []
+
+    def fused_block(block, x, middle=False):
+        middles.append(middle)
+        x = x + block.drop_path(block.mixer(block.norm(x)))
+        return middle_token(x) if middle else x
+
+    monkeypatch.setattr(vil_block, "runs_fused", lambda block, x: True)
+    monkeypatch.setattr(vil_block, "fused_block", fused_block)
+    return middles
+
+
+@pytest.mark.parametrize("size", [(48, 48), (48, 64), (16, 16)])
+def test_the_last_block_computes_the_class_token_alone(size, fused):
+    model = with_random_parameters(small(depth=3, img_size=size, drop_path_rate=0.5))
+    x = random_images(4, 3, *size, dtype=torch.float64)
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        expected = model.forward_head(model.forward_features(x))
+        fused.clear()
+        model.set_grad_checkpointing(checkpointing)
+        torch.manual_seed(1)
+        actual = model(x)
+        assert fused == [False, False, True]
+        assert_same_output_and_gradients(model, actual, expected)
+
+
+def test_the_last_block_computes_all_tokens_for_whoever_looks_at_them(fused):
+    model = small(depth=2).eval()
+    x = random_images(2, 3, 48, 48)
+    expected = model(x)
+    assert fused == [False, True]
+    fused.clear()
+    shapes = []
+    for watched in (model.blocks, model.blocks[-1]):
+        handle = watched.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+        torch.testing.assert_close(model(x), expected)
+        handle.remove()
+    assert shapes == [(2, 10, 32)] * 2
+    model.forward_features(x)
+    model.forward_intermediates(x)
+    small(global_pool="avg", depth=2)(x)
+    model.blocks[-1] = torch.nn.Sequential(model.blocks[-1])
+    torch.testing.assert_close(model(x), expected)
+    assert fused == [False] * 12
+    model.blocks = model.blocks[:0]
+    assert model(x).shape == expected.shape
+
+
+def test_features_by_tracing_are_of_all_tokens():
+    model = small(depth=2).eval()
+    traced = create_feature_extractor(model, {"blocks.1": "last"})
+    x = random_images(2, 3, 48, 48)
+    torch.testing.assert_close(model.norm(traced(x)["last"]), model.forward_features(x))
 
 
 def test_reset_classifier():

@@ -189,11 +189,18 @@ class Block(nn.Module):
         self.mixer = mixer(dim, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x_BLC: Tensor) -> Tensor:
+    def forward(self, x_BLC: Tensor, middle: bool = False) -> Tensor:
+        """All tokens, or the middle one alone (B, 1, C): for that the fused block runs over half of the tokens."""
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
             if runs_fused(self, x_BLC):
-                return fused_block(self, x_BLC)
-        return x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
+                return fused_block(self, x_BLC, middle)
+        x_BLC = x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
+        return middle_token(x_BLC) if middle else x_BLC
+
+
+def middle_token(x_BLC: Tensor) -> Tensor:
+    middle = (x_BLC.shape[1] - 1) // 2
+    return x_BLC[:, middle : middle + 1]
 
 
 FUSED_PARTS = {
@@ -208,19 +215,29 @@ def set_fused(enable: bool) -> None:
     _fused = enable
 
 
+def stops_at_middle(blocks: nn.Sequential, x_BLC: Tensor) -> bool:
+    """Whether the last of these can compute the middle token alone, and nobody is to see its other tokens."""
+    if len(blocks) == 0 or type(blocks) is not nn.Sequential or type(blocks[-1]) is not Block:
+        return False
+    return not any(hooked(module) for module in (blocks, blocks[-1])) and runs_fused(blocks[-1], x_BLC)
+
+
+def hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def runs_fused(block: Block, x_BLC: Tensor) -> bool:
     """Whether `fused_block` stands for this block here: on an NVIDIA GPU, with every part as it was built."""
     if not _fused or not isinstance(x_BLC, Tensor) or not block_operator.supports(x_BLC, block.mixer.state_size):
         return False
     parts = [part for part in block.modules() if part is not block and part is not block.drop_path]
     dtype = block.norm.weight.dtype
-    return all(
-        type(part) in FUSED_PARTS and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
-        for part in parts
-    ) and all(parameter.dtype == dtype for parameter in block.parameters())
+    return all(type(part) in FUSED_PARTS and not hooked(part) for part in parts) and all(
+        parameter.dtype == dtype for parameter in block.parameters()
+    )
 
 
-def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
+def fused_block(block: Block, x_BLC: Tensor, middle: bool = False) -> Tensor:
     """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
     norm, mixer = block.norm, block.mixer
     autocast = torch.is_autocast_enabled("cuda")
@@ -231,5 +248,5 @@ def fused_block(block: Block, x_BLC: Tensor) -> Tensor:
     directions = [parameter for direction in mixer.directions for parameter in direction.fused_parameters()]
     return block_operator.block(
         mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
-        directions, dtype,
+        directions, dtype, middle,
     )  # fmt: skip

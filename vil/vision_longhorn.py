@@ -11,6 +11,7 @@ Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirec
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,16 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from .block import BidirectionalMixer, Block, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
+from .block import (
+    BidirectionalMixer,
+    Block,
+    LonghornMixer,
+    MambaMixer,
+    RMSNorm,
+    at_least_fp32,
+    middle_token,
+    stops_at_middle,
+)
 
 try:
     from timm.models._input import update_model_input_size
@@ -183,7 +193,7 @@ def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
 def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
     middle = (x_BLC.shape[1] - 1) // 2
-    return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), x_BLC[:, middle : middle + 1]
+    return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), middle_token(x_BLC)
 
 
 class VisionLonghorn(nn.Module):
@@ -389,12 +399,21 @@ class VisionLonghorn(nn.Module):
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
         return at_least_fp32(x_BLC) + pos_embed_1LC
 
-    def forward_blocks(self, x: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet."""
+    def forward_blocks(self, x: Tensor, middle: bool = False) -> Tensor:
+        """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""
         x = self.embed(x)
+        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
+            alone = middle and stops_at_middle(self.blocks, x)
+            if alone:
+                *others, last = self.blocks
+                for block in (*others, partial(last, middle=True)):
+                    x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+                return x
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint_seq(self.blocks, x)
-        return self.blocks(x)
+            x = checkpoint_seq(self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return middle_token(x) if middle else x
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to normed tokens (B, L, C)."""
@@ -410,10 +429,8 @@ class VisionLonghorn(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.forward_blocks(x)
-        if self.global_pool == "token":  # the norm takes each token by itself: no need to norm, and keep, the others
-            middle = (x.shape[1] - 1) // 2
-            x = x[:, middle : middle + 1]
+        # the head's class token is the middle one: no need of the others from the last block, nor to norm and keep them
+        x = self.forward_blocks(x, middle=self.global_pool == "token")
         return self.forward_head(self.norm(x))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):

@@ -132,17 +132,18 @@ def project(
 
 
 def convolve_backward(
-    u_BLD: Tensor, dv_2BLD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
+    u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
     """The gradient of the convolutions, given those of v, less what its projections add, and of these.
 
-    Writes du_BLD; returns the gradients of weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
+    They are of the H tokens that each direction reads first; others have none. Writes du_BLD; returns the gradients of
+    weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
     """
     B, L, D = u_BLD.shape
     P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
     if size == 4:
-        dv_2BLD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
+        dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     macros = _convolution(u_BLD, conv_2DK, P)
     lane = min(2, macros["VECTOR"])
     row, tile, products = 32 * lane, 32 // size, -(-P // 16) if size == 2 else 0
@@ -154,8 +155,8 @@ def convolve_backward(
     tiles = WARPS * 2 * 3 * tile * (row * size + 16)
     shared = max(tiles + 2 * products * 16 * row * size, WARPS * 2 * (taps + 1) * row * 4)
     launch("convolve", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
-        u_BLD, u_BLD.stride(1), dv_2BLD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
-        dfilters, B, L, D, stretch, parts,
+        u_BLD, u_BLD.stride(1), dv_2BHD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
+        dfilters, B, L, dv_2BHD.shape[2], D, stretch, parts,
     ], shared)  # fmt: skip
     return dfilters
 
@@ -214,7 +215,7 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
     gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
     means = mean_BLD if keep else None
-    arguments = [y_2BLD, z_BLD, z_BLD.stride(1), scale_B, gated_BLD, means, B * L, L, D]
+    arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, gated_BLD, means, B * L, L, D]
     _launch("gate", _macros(y_2BLD.dtype, _vector(4, z_BLD)), B * L, arguments)
     return gated_BLD, mean_BLD
 
@@ -226,11 +227,16 @@ def gate_backward(
     B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
     arguments = [
-        dgated_BLD, mean_BLD, z_BLD, z_BLD.stride(1), scale_B, dy_BLD, dy_BLD.stride(1), dz_BLD, dz_BLD.stride(1),
-        gated_BLD, B * L, L, D,
+        dgated_BLD, mean_BLD, z_BLD, _token_stride(z_BLD), scale_B, dy_BLD, _token_stride(dy_BLD), dz_BLD,
+        _token_stride(dz_BLD), gated_BLD, B * L, L, D,
     ]  # fmt: skip
     _launch("gate_backward", _macros(mean_BLD.dtype, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
     return gated_BLD
+
+
+def _token_stride(t_BLD: Tensor) -> int:
+    """From one token to the next, also of the next image: L may be 1."""
+    return t_BLD.stride(0) // t_BLD.shape[1]
 
 
 def _macros(

@@ -88,6 +88,7 @@ DEVICE float scaled_slope(float y) {
 //   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
 // where dv is what the scan gives and dprojected @ x_proj what the projections add (16-bit inputs; others come with it).
+// Both are of the H tokens that a direction reads first, and zero of the others.
 // Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes a ROW of channels, LANE of
 // them a lane, and one stretch of tokens after another, from STEP tokens before it on, by tiles in shared memory of which
 // the next is on its way. The sums of a block's warps are added before it writes its part of dfilters,
@@ -193,8 +194,8 @@ constexpr bool FEW = sizeof(T) == 2 && GROUPS <= 2;
 extern "C" __global__ void __launch_bounds__(32 * WARPS, FEW && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200 ? 3 : 2)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
                   const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
-                  T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 D, i64 stretch,
-                  i64 parts) {
+                  T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D,
+                  i64 stretch, i64 parts) {
     extern __shared__ __align__(16) char shared[];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Tile *tiles = reinterpret_cast<Tile *>(shared) + warp * 2;
@@ -207,7 +208,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         Product<T>::deal(shared_x_proj[g], x_proj + g * PROJECTIONS * D + first_d, min(D - first_d, i64(ROW)), D);
     __syncthreads();
     i64 loaded_d = min(d, D - LANE);
-    int stretches = (L + stretch - 1) / stretch, items = B * stretches, length = L;
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches, length = L, read = H, unread = L - H;
     Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     forward.scale(-LOG2E), backward.scale(-LOG2E);
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
@@ -217,21 +218,21 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
         int stored = valid ? end : 0;
         constexpr int LANES = ROW / VECTOR;  // that copy a token
-        int c = lane % LANES * VECTOR, copied = first_d + c < D ? length : 0;
-        const T *us = u + b * L * u_stride + first_d, *dv_0 = dv + b * L * D + first_d, *dv_1 = dv_0 + B * L * D;
-        const T *dprojected_0 = dprojected + b * L * PROJECTIONS, *dprojected_1 = dprojected_0 + B * L * PROJECTIONS;
+        int c = lane % LANES * VECTOR;
+        const T *us = u + b * L * u_stride + first_d, *dv_0 = dv + b * H * D + first_d, *dv_1 = dv_0 + B * H * D;
+        const T *dprojected_0 = dprojected + b * H * PROJECTIONS, *dprojected_1 = dprojected_0 + B * H * PROJECTIONS;
         T *dus = du + (b * L + t) * du_stride + d;
-        auto copy = [&](T (*to)[PITCH], const T *from, i64 stride, int t) {
-            int bytes = stride * sizeof(T);
+        auto copy = [&](T (*to)[PITCH], const T *from, i64 stride, int t, int tokens) {
+            int bytes = stride * sizeof(T), copied = first_d + c < D ? tokens : 0;
 #pragma unroll
             for (int row = lane / LANES; row < TILE; row += 32 / LANES)
                 copy_async<VECTOR>(&to[row][c], (const T *)((const char *)(from + c) + i64(t + row) * bytes),
                                    unsigned(t + row) < unsigned(copied));
         };
         auto fetch = [&](Tile &tile, int t) {
-            copy(tile.u, us, u_stride, t + BACK);
-            copy(tile.dv[0], dv_0, D, t + BACK);
-            copy(tile.dv[1], dv_1, D, t);
+            copy(tile.u, us, u_stride, t + BACK, length);
+            copy(tile.dv[0], dv_0, D, t + BACK, read);
+            copy(tile.dv[1], dv_1, D, t - unread, read);
             commit_copies();
         };
         __syncwarp();
@@ -243,7 +244,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
 #pragma unroll
         for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
         // what a product needs of dprojected is read when the one before has been added
-        Product<T> product_0(dprojected_0, t + BACK, L, lane), product_1(dprojected_1, t, L, lane);
+        Product<T> product_0(dprojected_0, t + BACK, H, lane), product_1(dprojected_1, t - unread, H, lane);
 #pragma unroll 1
         for (int present = 0; t < end; present ^= 1) {
             Tile &tile = tiles[present];
@@ -251,9 +252,9 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
             __syncwarp();
             fetch(tiles[present ^ 1], t + TILE);
             product_0.add_to(tile.dv[0], shared_x_proj[0], lane);
-            product_0 = Product<T>(dprojected_0, t + TILE + BACK, L, lane);
+            product_0 = Product<T>(dprojected_0, t + TILE + BACK, H, lane);
             product_1.add_to(tile.dv[1], shared_x_proj[1], lane);
-            product_1 = Product<T>(dprojected_1, t + TILE, L, lane);
+            product_1 = Product<T>(dprojected_1, t + TILE - unread, H, lane);
             __syncwarp();
 #pragma unroll 1
             for (int row = 0; row < TILE && t < end; row += STEP, t += STEP) {
