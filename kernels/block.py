@@ -141,7 +141,9 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     """The block's output, and what backward needs if `keep`."""
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
-    xhat_TC, scale_T, out_TC = kernels.rms_norm(x_BLC.contiguous().view(-1, C), eps, dtype)
+    x_TC = x_BLC.contiguous().view(-1, C)
+    copy = not (middle or kernels.fuses_product(x_TC, D, dtype))  # the product is written over it
+    xhat_TC, scale_T, x_TC = kernels.rms_norm(x_TC, eps, dtype, copy)
     projection = weights.in_proj[:D] if middle else weights.in_proj
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
@@ -152,10 +154,9 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     )
     if middle:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
-    gated_BMD, mean_BMD = kernels.gate(y_2BMD, z_BMD, scale_B, keep)
-    out_BMC = _wanted(out_TC.view(B, L, C), middle).contiguous()
-    _add_product(out_BMC.flatten(0, 1), gated_BMD.flatten(0, 1), weights.out_proj.t())
-    return out_BMC, [xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights] if keep else []
+        x_TC = _wanted(x_BLC, middle).clone(memory_format=torch.contiguous_format).view(B, C)
+    out_TC, mean_BMD = kernels.gated_product(x_TC, y_2BMD, z_BMD, scale_B, weights.out_proj, keep)
+    return out_TC.view(B, -1, C), [xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights] if keep else []
 
 
 def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
@@ -218,14 +219,6 @@ def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, dire
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32."""
     return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
-    """x += a @ b, with no rounding in between."""
-    if a.dtype == x.dtype:
-        torch.addmm(x, a, b, out=x)
-    else:
-        torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
 
 
 @torch.library.register_fake("vil::block")

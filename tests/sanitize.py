@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from test_operators import longhorn_inputs, selective_inputs
-from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan, triton_scan
 from vil.kernels.cuda import block as kernels
 from vil.kernels.cuda import scan, variants
@@ -54,14 +53,15 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # in whole vectors, not, and as `step_backward` and `project` take it, which is for what fills the GPU
-    for width in (16, 18, 64):
+    # in whole vectors, not, as `step_backward` and `project` take it, which are for what fills the GPU, and as
+    # `gated_product` does, that of many tokens for a multiprocessor and that of few
+    for width, multiprocessors in ((16, 1), (18, 1), (64, 1), (192, 1), (192, 64)):
         x = torch.randn(2, L, width, device="cuda", requires_grad=True)
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
-            mock.patch.object(operator, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
-            mock.patch.object(kernels, "_multiprocessors", return_value=1),
+            mock.patch.object(kernels, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
+            mock.patch.object(kernels, "_multiprocessors", return_value=multiprocessors),
         ):
             for middle in (False, True):
                 Block(width, mixer, drop_path=0.5).cuda().train()(x, middle).sum().backward()

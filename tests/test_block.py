@@ -69,7 +69,11 @@ class PlainKernels:
     """The kernels that the fused block calls, in plain PyTorch; their gradients by autograd."""
 
     @staticmethod
-    def rms_norm(x, eps, dtype):
+    def fuses_product(x, D, dtype):
+        return False
+
+    @staticmethod
+    def rms_norm(x, eps, dtype, copy):
         scale = (x.square().mean(-1) + eps).rsqrt()
         return (x * scale[:, None]).to(dtype), scale, x.clone()
 
@@ -141,6 +145,11 @@ class PlainKernels:
     def gate(y, z, scale, keep):
         mean = y.mean(0)
         return mean * F.silu(z) * (1 if scale is None else scale[:, None, None]), mean
+
+    @classmethod
+    def gated_product(cls, x, y, z, scale, out_proj, keep):
+        gated, mean = cls.gate(y, z, scale, keep)
+        return x + gated.flatten(0, 1) @ out_proj.t(), mean
 
     @classmethod
     def gate_backward(cls, dgated, mean, z, scale, dy, dz):
@@ -226,7 +235,9 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_convolve = [dict(VECTOR=vector, TAPS=4, PROJECTIONS=P) for P in (48, 56, 80, 144)]
     of_step = [dict(CHANNELS=D, RANK=R, STATES=16) for D, R in ((384, 16), (768, 24)) if dtype != "float"]
     of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
+    of_output = [dict(WIDTH=C) for C in (192, 384) if dtype != "float"]
     named = ("block", of_block), ("convolve", of_convolve), ("project", of_project), ("step", of_step)
+    named += (("output", of_output),)
     for name, macros in [(name, macros) for name, all_macros in named for macros in all_macros]:
         macros["INPUT"] = dtype
         log = io.StringIO()
@@ -241,6 +252,44 @@ def close(value, truth, dtype, name):
     if value.dtype != dtype and name != "convolve_backward":
         tolerance = max(1e-6, tolerance / 4)
     assert relative_error(value, truth) < tolerance, name
+
+
+# B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
+GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", GATED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_product_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
+    check_gated_product("cpu", dtype, shape, monkeypatch)
+
+
+def check_gated_product(device, dtype, shape, monkeypatch):
+    B, L, C, multiprocessors = shape
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    D, random = 2 * C, torch.Generator().manual_seed(0)
+    x, y, z, out_proj, scale = [
+        torch.randn(*size, generator=random).to(device, dtype=t)
+        for size, t in (
+            ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
+            ((B,), torch.float32),
+        )
+    ]  # fmt: skip
+    z = z[..., D:]
+    before = x.clone()
+    assert kernels.fuses_product(x, D, dtype)
+    for scale_B, keep in (scale, True), (None, False):
+        (out, mean), (again, _) = (kernels.gated_product(x, y, z, scale_B, out_proj, keep) for _ in range(2))
+        assert torch.equal(x, before)
+        assert torch.equal(out, again)
+        gated, truth = PlainKernels.gate(y.double(), z.double(), None if scale_B is None else scale_B.double(), keep)
+        expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
+        assert relative_error(out, expected) < {torch.bfloat16: 1e-4, torch.float16: 1e-5}[dtype]
+        if keep:
+            close(mean, truth, dtype, "mean")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -274,7 +323,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         ):
             close(value, truth, dtype, name)
 
-    compare("rms_norm", tokens(B * L, C, dtype=torch.float32), 1e-5, dtype, rounded=torch.float64)
+    compare("rms_norm", tokens(B * L, C, dtype=torch.float32), 1e-5, dtype, True, rounded=torch.float64)
     scale, residual = torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)
     compare("rms_norm_backward", tokens(B * L, C), tokens(B * L, C), scale, residual)
     u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
@@ -324,7 +373,7 @@ def plain():
 
 # channels that do and do not fill vectors and warps, one token, more tokens than a stretch, a batch of several parts,
 # one that fills a GPU
-SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (100, 133, 64)]
+SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
 
@@ -350,6 +399,13 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
                 continue
             error = relative_error(fused[name], expected)
             assert error < max(tolerance, 2 * relative_error(reference[name], expected)), (autocast, name, error)
+
+
+@gpu_test
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (1, 197, 384, 132), *GATED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_product_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    check_gated_product("cuda", dtype, shape, monkeypatch)
 
 
 @gpu_test

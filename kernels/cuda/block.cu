@@ -149,7 +149,7 @@ unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj
 }
 
 // xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
-// a token and keeps it in registers; the copy of x is what the block's last product is added to.
+// a token and keeps it in registers; the copy of x, unless null, is what the block's last product is added to.
 constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
@@ -158,7 +158,7 @@ rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ 
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     int lane = threadIdx.x % 32;
-    x += token * WIDTH, xhat += token * WIDTH, copy += token * WIDTH;
+    x += token * WIDTH, xhat += token * WIDTH;
     Floats<V> row[ITEMS] = {};
     float squares = 0;
 #pragma unroll
@@ -172,7 +172,7 @@ rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ 
     if (lane == 0) scale[token] = r;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        if (int c = (i * 32 + lane) * V; c < WIDTH) store(copy + c, row[i]);
+        if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
 #pragma unroll
         for (int j = 0; j < V; j++) row[i].at[j] *= r;
         if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<T>(row[i]));

@@ -1,4 +1,4 @@
-"""Launches the kernels of block.cu, convolve.cu, project.cu and step.cu: what surrounds the scan in a block."""
+"""Launches the kernels of block.cu, convolve.cu, output.cu, project.cu and step.cu: all of a block but the scan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .compiler import launch
-from .scan import INPUT, _multiprocessors, _vector_of
+from .scan import INPUT, _multiprocessors, _shared_bytes, _vector_of
 
 WARPS = 4  # of a block, as in the kernels
 
@@ -76,14 +76,14 @@ def _pairs(directions: list[Tensor]) -> list[Tensor]:
     return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
 
 
-def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and a copy of x, which costs little here."""
+def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and x or a copy, which costs little here."""
     T, C = x_TC.shape
     xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
     scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
-    copy_TC = torch.empty_like(x_TC)
+    copy_TC = torch.empty_like(x_TC) if copy else None
     _launch("rms_norm", _macros(xhat_TC.dtype, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
-    return xhat_TC, scale_T, copy_TC
+    return xhat_TC, scale_T, copy_TC if copy else x_TC
 
 
 def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> Tensor:
@@ -218,6 +218,54 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
     arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, gated_BLD, means, B * L, L, D]
     _launch("gate", _macros(y_2BLD.dtype, _vector(4, z_BLD)), B * L, arguments)
     return gated_BLD, mean_BLD
+
+
+def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
+    """Whether `gated_product` is one kernel: there is one for few tokens and one for enough to fill the GPU."""
+    (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
+    if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
+        return False
+    many = 80 * multiprocessors <= T and _output_bytes(C) <= _shared_bytes(x_TC.device)
+    return _few_blocks(T, C) <= multiprocessors or many
+
+
+def gated_product(
+    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`."""
+    (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
+    if not fuses_product(x_TC, D, y_2BLD.dtype):
+        gated_BLD, mean_BLD = gate(y_2BLD, z_BLD, scale_B, keep)
+        return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD
+    out_TC = torch.empty_like(x_TC)
+    mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
+    macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
+    means = mean_BLD if keep else None
+    arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, out_proj_CD, x_TC, out_TC, means, T, L]
+    multiprocessors, blocks = _multiprocessors(x_TC.device), _few_blocks(T, C)
+    if blocks <= multiprocessors:
+        launch("output", "gated_product_of_few", macros, blocks, D // 2, arguments)
+    else:
+        blocks = min(-(-T // 96), multiprocessors)
+        launch("output", "gated_product", macros, blocks, 384, arguments, _output_bytes(C))
+    return out_TC, mean_BLD
+
+
+def _few_blocks(T: int, C: int) -> int:
+    """Blocks of `gated_product_of_few`: one for 16 tokens and 48 outputs."""
+    return -(-T // 16) * (C // 48)
+
+
+def _output_bytes(C: int) -> int:
+    """Shared memory of a block of `gated_product`: of 64 channels, padded, 96 tokens and the weights, twice."""
+    return 2 * 2 * (96 + C) * 72
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x += a @ b, with no rounding in between."""
+    if a.dtype == x.dtype:
+        return torch.addmm(x, a, b, out=x)
+    return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
 
 
 def gate_backward(

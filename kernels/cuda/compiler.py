@@ -23,6 +23,7 @@ HEADERS = {
     "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
     "step": ["types.cuh"],
     "project": ["types.cuh", "silu.cuh", "filter.cuh"],
+    "output": ["types.cuh", "silu.cuh"],
 }
 
 

@@ -206,3 +206,9 @@ def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int):
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
