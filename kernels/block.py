@@ -33,8 +33,8 @@ torch.library.define(
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, Tensor dx_BMC, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
-    " Tensor[] directions, bool middle, Tensor[] saved) -> Tensor[]",
+    "(str recurrence, Tensor dx_BMC, Tensor? rounded_BMC, Tensor? scale_B, Tensor norm_C, Tensor in_proj,"
+    " Tensor out_proj, Tensor[] directions, bool middle, Tensor[] saved) -> Tensor[]",
 )
 
 
@@ -159,8 +159,11 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     return out_TC.view(B, -1, C), [xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights] if keep else []
 
 
-def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
-    """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`."""
+def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
+    """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`; that of x rounded, if it can be.
+
+    rounded_BMC is dx_BMC in the products' dtype, if somebody has it.
+    """
     xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights = saved
     weights = Weights(*weights)
     (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
@@ -168,7 +171,7 @@ def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, dire
     duz_BLE = torch.zeros_like(uz_BLE) if middle else torch.empty_like(uz_BLE)
     du_BLD, dz_BMD = (duz_BLE, torch.empty_like(z_BMD)) if middle else duz_BLE.chunk(2, dim=-1)
 
-    dout_TC = dx_BMC.reshape(-1, C).to(dtype)
+    dout_TC = (dx_BMC.to(dtype) if rounded_BMC is None else rounded_BMC).reshape(-1, C)
     dgated_BMD = torch.mm(dout_TC, weights.out_proj).view_as(mean_BMD)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
     gated_BMD = kernels.gate_backward(dgated_BMD, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, middle), dz_BMD)
@@ -205,7 +208,7 @@ def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, dire
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, weights.in_proj[E:])
         dx_BLC = F.pad(dx_BMC, (0, 0, (L - 1) // 2, L // 2))
-    dx_TC = kernels.rms_norm_backward(dxhat_TC, xhat_TC, scale_T, dx_BLC.view(-1, C))
+    dx_TC, rounded_TC = kernels.rms_norm_backward(dxhat_TC, xhat_TC, scale_T, dx_BLC.view(-1, C))
 
     dnorm, din_proj, *pairs = kernels.unpack(
         norm_C, in_proj, directions, dtype, dfolded, dfilters, dx_proj, dstep_proj, dchannels
@@ -213,7 +216,7 @@ def _block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, dire
     if recurrence == "selective":  # d(-exp(A_log)) / dA_log is -exp(A_log)
         pairs += (drates * weights.rates).to(directions[6].dtype).unbind()
     gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *pairs[::2], *pairs[1::2]
-    return [dx_TC.view(B, L, C), *gradients]
+    return [dx_TC.view(B, L, C), *gradients, rounded_TC]
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -238,10 +241,14 @@ def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dire
 
 
 @torch.library.register_fake("vil::block_backward")
-def _fake_block_backward(recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
-    B, L, _ = saved[2].shape
+def _fake_block_backward(
+    recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+):
+    xhat_TC, _, uz_BLE, *_ = saved
+    B, L, _ = uz_BLE.shape
     gradients = [t.new_empty(t.shape) for t in (norm_C, in_proj, out_proj, *directions)]
-    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), *gradients]
+    rounded_TC = xhat_TC.new_empty(xhat_TC.shape if xhat_TC.dtype != dx_BMC.dtype else 0)
+    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), *gradients, rounded_TC]
 
 
 class _Block(torch.autograd.Function):
@@ -262,10 +269,18 @@ class _Block(torch.autograd.Function):
     def backward(ctx, dx_BMC, *_):
         scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
         directions, saved = rest[: ctx.count], rest[ctx.count :]
-        dx_BLC, dnorm, din_proj, dout_proj, *ddirections = torch.ops.vil.block_backward(
-            ctx.recurrence, dx_BMC, scale_B, norm_C, in_proj, out_proj, directions, ctx.middle, saved
-        )
+        dx_BLC, dnorm, din_proj, dout_proj, *ddirections, rounded_TC = torch.ops.vil.block_backward(
+            ctx.recurrence, dx_BMC, _rounded(dx_BMC, saved[0].dtype), scale_B, norm_C, in_proj, out_proj, directions,
+            ctx.middle, saved,
+        )  # fmt: skip
+        dx_BLC.rounded = rounded_TC, dx_BLC._version
         return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, None, *ddirections
+
+
+def _rounded(dx_BMC: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What the block behind has left on its gradient of x: the same in its dtype; None if it is not that any more."""
+    rounded_TC, version = getattr(dx_BMC, "rounded", (dx_BMC, None))
+    return rounded_TC if rounded_TC.dtype == dtype and version == dx_BMC._version and rounded_TC.numel() else None
 
 
 def _below_autograd(*arguments):

@@ -60,15 +60,16 @@ except ImportError:  # timm 1.0.29 keeps no record of the size of the images, as
 class PatchProjection(nn.Conv2d):
     """The convolution of patches; as a matrix product, several times faster on a GPU, if they do not overlap."""
 
-    def forward(self, x_B3HW: Tensor) -> Tensor:
+    def forward(self, x_B3HW: Tensor, add_bias: bool = True) -> Tensor:
+        bias = self.bias if add_bias else None
         height, width = self.kernel_size
         if self.stride != self.kernel_size:
-            return self._conv_forward(x_B3HW, self.weight, self.bias)
+            return self._conv_forward(x_B3HW, self.weight, bias)
         h, w = x_B3HW.shape[2] // height, x_B3HW.shape[3] // width
         x_B3HW = x_B3HW[:, :, : h * height, : w * width]
         patches = x_B3HW.unflatten(3, (w, width)).unflatten(2, (h, height)).permute(0, 2, 4, 1, 3, 5)
         patches = copy_for_product(patches).flatten(3)
-        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return F.linear(patches, self.weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
 @register_notrace_function
@@ -148,7 +149,7 @@ class PatchEmbed(nn.Module):
         """The grid (h, w) of patches of an image (H, W)."""
         return patch_grid(img_size, self.patch_size, self.stride, pad=self.dynamic_img_size)
 
-    def forward(self, x_B3HW: Tensor) -> Tensor:
+    def forward(self, x_B3HW: Tensor, add_bias: bool = True) -> Tensor:
         height, width = x_B3HW.shape[2], x_B3HW.shape[3]
         if self.dynamic_img_size:
             h, w = self.dynamic_feat_size((height, width))
@@ -161,7 +162,7 @@ class PatchEmbed(nn.Module):
                 f"the image is {size} but the model was built for {self.img_size}: create it with img_size={size} "
                 f"or dynamic_img_size=True, or call its set_input_size()"
             )
-        return self.proj(x_B3HW).permute(0, 2, 3, 1)
+        return self.proj(x_B3HW, add_bias).permute(0, 2, 3, 1)
 
 
 def patch_grid(
@@ -391,13 +392,16 @@ class VisionLonghorn(nn.Module):
 
     def embed(self, x_B3HW: Tensor) -> Tensor:
         """Images to the tokens (B, L, C) of the residual stream: patches, class token in the middle, positions."""
-        x_BhwC = self.patch_embed(x_B3HW)
+        x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
         pos_embed_1LC = self.pos_embed
         if self.dynamic_img_size:
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
-        class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
-        x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
-        return at_least_fp32(x_BLC) + pos_embed_1LC
+        patches_BnC = x_BhwC.flatten(1, 2)
+        x_BLC = insert_class_token(patches_BnC, self.cls_token.expand(patches_BnC.shape[0], -1, -1))
+        # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
+        bias_1nC = self.patch_embed.proj.bias.expand(1, patches_BnC.shape[1], -1)
+        bias_1LC = insert_class_token(bias_1nC, torch.zeros_like(self.cls_token))
+        return at_least_fp32(x_BLC) + (at_least_fp32(pos_embed_1LC) + bias_1LC)
 
     def forward_blocks(self, x: Tensor, middle: bool = False) -> Tensor:
         """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""

@@ -179,10 +179,10 @@ rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ 
     }
 }
 
-// dx = dresidual + scale (dxhat - xhat mean(dxhat xhat))
+// dx = dresidual + scale (dxhat - xhat mean(dxhat xhat)); and, unless null, dx rounded to T
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 rms_norm_backward(const T *__restrict__ dxhat, const T *__restrict__ xhat, const float *__restrict__ scale,
-                  const float *__restrict__ dresidual, float *__restrict__ dx, i64 tokens) {
+                  const float *__restrict__ dresidual, float *__restrict__ dx, T *__restrict__ rounded, i64 tokens) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
     int lane = threadIdx.x % 32;
@@ -207,6 +207,8 @@ rms_norm_backward(const T *__restrict__ dxhat, const T *__restrict__ xhat, const
 #pragma unroll
         for (int j = 0; j < V; j++) residual[i].at[j] = fmaf(r, fmaf(-v.at[j], mean, g.at[j]), residual[i].at[j]);
         if (int c = (i * 32 + lane) * V; c < WIDTH) store(dx + c, residual[i]);
+        if (int c = (i * 32 + lane) * V; rounded && c < WIDTH)
+            store(rounded + token * WIDTH + c, from_floats<T>(residual[i]));
     }
 }
 

@@ -86,13 +86,17 @@ def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype, copy: bool) -> tuple[
     return xhat_TC, scale_T, copy_TC if copy else x_TC
 
 
-def rms_norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> Tensor:
-    """The gradient of x, of which xhat is one use and the residual stream the other."""
+def rms_norm_backward(
+    dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, of which xhat is one use and the residual stream the other; and that in xhat's dtype, or nothing if it has it."""
     T, C = xhat_TC.shape
     dx_TC = torch.empty_like(dresidual_TC)
-    arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, T]
+    rounds = xhat_TC.dtype != dx_TC.dtype
+    rounded_TC = torch.empty_like(xhat_TC) if rounds else xhat_TC.new_empty(0)
+    arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T]
     _launch("rms_norm_backward", _macros(xhat_TC.dtype, _vector(4, dresidual_TC), width=C), T, arguments)
-    return dx_TC
+    return dx_TC, rounded_TC
 
 
 def project(
