@@ -399,7 +399,9 @@ class VisionLonghorn(nn.Module):
         patches_BnC = x_BhwC.flatten(1, 2)
         x_BLC = insert_class_token(patches_BnC, self.cls_token.expand(patches_BnC.shape[0], -1, -1))
         # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
-        bias_1nC = self.patch_embed.proj.bias.expand(1, patches_BnC.shape[1], -1)
+        bias_C = self.patch_embed.proj.bias
+        assert bias_C is not None
+        bias_1nC = bias_C.expand(1, patches_BnC.shape[1], -1)
         bias_1LC = insert_class_token(bias_1nC, torch.zeros_like(self.cls_token))
         return at_least_fp32(x_BLC) + (at_least_fp32(pos_embed_1LC) + bias_1LC)
 
