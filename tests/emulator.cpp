@@ -57,6 +57,12 @@ static float __shfl_sync(unsigned, float v, int lane) {
     __syncwarp();
     return other;
 }
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
+    unsigned long long bytes = low | (unsigned long long)high << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 static float __shfl_xor_sync(unsigned, float v, int distance) {
     current->passed = v;
     __syncwarp();
@@ -98,6 +104,7 @@ static To bits_of(From v) {
     return bits;
 }
 static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+static unsigned __float_as_uint(float v) { return bits_of<unsigned>(v); }
 static unsigned to_bf16(float f) {
     unsigned bits = bits_of<unsigned>(f);
     return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

@@ -92,33 +92,43 @@ DEVICE void clear_states(States &S) {
         for (int c = 0; c < C; c++) S[n][c] = 0;
 }
 
-// States to start from again for half a tile. Those of all warps on a GPU are about the size of its L2, so bytes count:
-// in bf16 for such inputs, but for Mamba, where the gradients of rates, sums over all tokens, would lose too much.
-template <class T, bool HAS_RATES>
-struct RestartState { typedef float type; };
+// States to start from again, in 24 bits for 16-bit inputs: those of all warps on a GPU are about the size of its L2, so
+// bytes count; in 16 bits gradients that are sums over tokens would lose more than the inputs have.
+template <class T>
+struct alignas(4 * C) Restart {
+    static constexpr int STATES_OF_LANE = NL * C;
+    unsigned high[STATES_OF_LANE / 2], low[STATES_OF_LANE / 4];  // the upper 16 bits of each, and the 8 behind them
+    __device__ __forceinline__ void save(const States &S) {
+        unsigned bits[STATES_OF_LANE];
+#pragma unroll
+        for (int i = 0; i < STATES_OF_LANE; i++) bits[i] = __float_as_uint(S[i / C][i % C]);
+#pragma unroll
+        for (int i = 0; i < STATES_OF_LANE; i += 2) high[i / 2] = __byte_perm(bits[i], bits[i + 1], 0x7632);
+#pragma unroll
+        for (int i = 0; i < STATES_OF_LANE; i += 4)
+            low[i / 4] = __byte_perm(__byte_perm(bits[i], bits[i + 1], 0x51),
+                                     __byte_perm(bits[i + 2], bits[i + 3], 0x51), 0x5410);
+    }
+    // the 8 bits stand for those that were left out, too
+    __device__ __forceinline__ void restore(States &S) const {
+#pragma unroll
+        for (int i = 0; i < STATES_OF_LANE; i++)
+            S[i / C][i % C] = __uint_as_float(
+                __byte_perm(high[i / 2], low[i / 4], (i % 2 ? 0x3200 : 0x1000) + 0x11 * (4 + i % 4)));
+    }
+};
 template <>
-struct RestartState<bf16, false> { typedef bf16 type; };
-typedef RestartState<T, R::HAS_RATES>::type E;
-typedef Pack<E, C> Restart[NL];
-
-DEVICE void save_states(Restart &to, const States &from) {
+struct Restart<float> {
+    States states;
+    __device__ __forceinline__ void save(const States &S) { copy(states, S); }
+    __device__ __forceinline__ void restore(States &S) const { copy(S, states); }
+    static __device__ __forceinline__ void copy(States &to, const States &from) {
 #pragma unroll
-    for (int n = 0; n < NL; n++) {
-        Floats<C> v;
+        for (int n = 0; n < NL; n++)
 #pragma unroll
-        for (int c = 0; c < C; c++) v.at[c] = from[n][c];
-        to[n] = from_floats<E>(v);
+            for (int c = 0; c < C; c++) to[n][c] = from[n][c];
     }
-}
-
-DEVICE void restore_states(States &to, const Restart &from) {
-#pragma unroll
-    for (int n = 0; n < NL; n++) {
-        Floats<C> v = to_floats(from[n]);
-#pragma unroll
-        for (int c = 0; c < C; c++) to[n][c] = v.at[c];
-    }
-}
+};
 
 // The gates of the warp's channels of a tile, and with `gradients` what these need besides
 DEVICE void stage_gates(bool gradients, Warp &warp, const Channels &tile, const float *kk, const Place &at) {
@@ -406,7 +416,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         __syncthreads();
 
         // indexed at run time, so in local memory, which suits states that a lane keeps for itself and needs rarely
-        Restart before[2 * TILES];
+        Restart<T> before[2 * TILES];
         if (chunk > 0)
             load_states(S, kept_states + i64(chunk) * N * D, D);
         else
@@ -416,11 +426,11 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
             Tile tile = stage_next(false, i * TILE);
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
-                save_states(before[2 * i + half], S);
+                before[2 * i + half].save(S);
                 scan_half(S, tile, half * HALF, A, at);
             }
         }
-        save_states(before[2 * tiles - 2], S);
+        before[2 * tiles - 2].save(S);
 #pragma unroll 1
         for (int i = tiles - 1; i >= 0; i--) {
             int t0 = start + i * TILE, tokens = min(TILE, end - t0);
@@ -434,7 +444,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
                 finish_keys(warp, true, half * HALF, buffer, at);
                 __syncwarp();
                 // S is free until the next half: time to fetch what that starts from
-                restore_states(S, before[max(2 * i + half - 1, 0)]);
+                before[max(2 * i + half - 1, 0)].restore(S);
                 walk_back(G, dA, kept, last, tile, half * HALF, A, at);
                 __syncwarp();
                 finish_keys(warp, false, half * HALF, buffer, at);
