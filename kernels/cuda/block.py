@@ -89,7 +89,10 @@ def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype, copy: bool) -> tuple[
 def rms_norm_backward(
     dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, of which xhat is one use and the residual stream the other; and that in xhat's dtype, or nothing if it has it."""
+    """The gradient of x, of which xhat is one use and the residual stream the other.
+
+    And the same in the dtype of xhat, or nothing if that is fp32 too.
+    """
     T, C = xhat_TC.shape
     dx_TC = torch.empty_like(dresidual_TC)
     rounds = xhat_TC.dtype != dx_TC.dtype
