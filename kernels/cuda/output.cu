@@ -8,8 +8,8 @@
 typedef INPUT T;
 constexpr int C = WIDTH, D = 2 * C;
 
-// out = x + gated out_proj^T in fp32, gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the stochastic
-// depth of the image. `means` is null if no gradient is needed.
+// out = x + gated out_proj^T in fp32, gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the
+// stochastic depth of the image. `means` is null if no gradient is needed.
 struct Gated {
     Pack<T, 8> gated, mean;
 };
@@ -28,12 +28,22 @@ DEVICE Gated gate(Pack<T, 8> y_0, Pack<T, 8> y_1, Pack<T, 8> z, float scale) {
     return found;
 }
 
+// A load that is issued where it stands: the compiler moves others behind the barrier that follows
+DEVICE Pack<T, 8> load_here(const T *p) {
+    Pack<T, 8> v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(p));
+    return v;
+}
+
 // A block takes TOKENS at a time with all outputs, one CHUNK of channels after another: its threads gate what they have
-// read of y and z, and then its warps, in two rows of six, multiply what all of them have gated, while the next chunk is
-// on its way.
+// read of y and z, and then its warps, in two rows of six, multiply what all of them have gated, while y, z and the
+// weights of the next chunk are on their way.
 constexpr int CHUNK = 64, CHUNKS = D / CHUNK;
 constexpr int TILES = 3, COLUMNS = 6, THREADS = 2 * COLUMNS * 32;  // 16 tokens each, of a warp; warps of a row
 constexpr int TOKENS = 2 * TILES * 16, PAIRS = C / COLUMNS / 16;   // of eight outputs, of a warp
+constexpr int EIGHTS_AT_ONCE = C <= 192 ? 3 : 1;  // rows of x on their way, for which there are registers
 constexpr int PITCH = CHUNK + 8;  // for which 8 rows of 16 bytes are in different banks
 constexpr int PIECES = CHUNK / 8, AT_ONCE = THREADS / PIECES, ITEMS = TOKENS / AT_ONCE;
 static_assert(CHUNKS % 2 == 0 && AT_ONCE % 16 == 0 && C % AT_ONCE == 0);
@@ -71,8 +81,8 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
             if (i * AT_ONCE < left) {
-                y_0[i] = load<8>(from_0 + i * AT_ONCE * D), y_1[i] = load<8>(from_1 + i * AT_ONCE * D);
-                zs[i] = load<8>(from_z + i * AT_ONCE * z_stride);
+                y_0[i] = load_here(from_0 + i * AT_ONCE * D), y_1[i] = load_here(from_1 + i * AT_ONCE * D);
+                zs[i] = load_here(from_z + i * AT_ONCE * z_stride);
             }
     };
     auto gate_all = [&](Stage &stage, int chunk) {
@@ -103,14 +113,15 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
             Stage &stage = stages[chunk % 2];
             int next = chunk + 1 < CHUNKS ? chunk + 1 : 0;
+            asm("" : "+r"(next));  // or registers would hold what follows from it
             gate_all(stage, chunk);
             if (next == 0) aim(tile + gridDim.x);
             read(next);
             wait_for_copies<0>();
             __syncthreads();
-            fetch(stages[(chunk + 1) % 2], next);
 #pragma unroll
             for (int k = 0; k < CHUNK; k += 16) {
+                if (k == 16) fetch(stages[(chunk + 1) % 2], next);  // the first products do not wait for its copies
                 unsigned a[TILES][4];
 #pragma unroll
                 for (int m = 0; m < TILES; m++)
@@ -131,17 +142,24 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
         int first = tile * TOKENS + first_row + lane / 4;
         i64 to = i64(first) * C + first_column + lane % 4 * 4;
 #pragma unroll
-        for (int r = 0; r < 2 * TILES; r++) {
-            if (first + r * 8 >= all) break;
-            Floats<4> residual[PAIRS];
+        for (int start = 0; start < 2 * TILES; start += EIGHTS_AT_ONCE) {
+            if (first + start * 8 >= all) break;
+            Floats<4> residual[EIGHTS_AT_ONCE][PAIRS] = {};
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++) residual[n] = load<4>(x + to + (r * 8 * C + n * 16));
+            for (int i = 0; i < EIGHTS_AT_ONCE; i++)
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++) {
-                Floats<2> low = sums[r / 2][2 * n][r % 2], high = sums[r / 2][2 * n + 1][r % 2];
-                Floats<4> sum{low.at[0], low.at[1], high.at[0], high.at[1]};
-                store(out + to + (r * 8 * C + n * 16), residual[n] + sum);
-            }
+                for (int n = 0; n < PAIRS; n++)
+                    if (int r = start + i; first + r * 8 < all)
+                        residual[i][n] = load<4>(x + to + (r * 8 * C + n * 16));
+#pragma unroll
+            for (int i = 0; i < EIGHTS_AT_ONCE; i++)
+#pragma unroll
+                for (int n = 0; n < PAIRS; n++) {
+                    int r = start + i;
+                    Floats<2> low = sums[r / 2][2 * n][r % 2], high = sums[r / 2][2 * n + 1][r % 2];
+                    Floats<4> sum{low.at[0], low.at[1], high.at[0], high.at[1]};
+                    if (first + r * 8 < all) store(out + to + (r * 8 * C + n * 16), residual[i][n] + sum);
+                }
         }
     }
     wait_for_copies<0>();  // of a tile that does not exist
