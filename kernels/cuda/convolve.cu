@@ -243,7 +243,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
 #pragma unroll
         for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
-        // what a product needs of dprojected is read when the one before has been added
+        // what products need of dprojected is read when those before have been added
         Product<T> product_0(dprojected_0, t + BACK, H, lane), product_1(dprojected_1, t - unread, H, lane);
 #pragma unroll 1
         for (int present = 0; t < end; present ^= 1) {
@@ -251,10 +251,10 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
             wait_for_copies<0>();
             __syncwarp();
             fetch(tiles[present ^ 1], t + TILE);
-            product_0.add_to(tile.dv[0], shared_x_proj[0], lane);
-            product_0 = Product<T>(dprojected_0, t + TILE + BACK, H, lane);
             product_1.add_to(tile.dv[1], shared_x_proj[1], lane);
+            product_0.add_to(tile.dv[0], shared_x_proj[0], lane);
             product_1 = Product<T>(dprojected_1, t + TILE - unread, H, lane);
+            product_0 = Product<T>(dprojected_0, t + TILE + BACK, H, lane);
             __syncwarp();
 #pragma unroll 1
             for (int row = 0; row < TILE && t < end; row += STEP, t += STEP) {

@@ -64,20 +64,20 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
     int all = tokens, tiles = (all + TOKENS - 1) / TOKENS;
 
     // a thread gates 8 neighbouring channels of every AT_ONCE-th token
-    int piece = threadIdx.x % PIECES * 8, row = threadIdx.x / PIECES, left;  // tokens, from the thread's first
+    int piece = threadIdx.x % PIECES * 8, row = threadIdx.x / PIECES, first_token, left;  // from that on
     i64 at;
-    const T *z_at;
     float scale[ITEMS];
     Pack<T, 8> y_0[ITEMS] = {}, y_1[ITEMS] = {}, zs[ITEMS] = {};
     auto aim = [&](int tile) {
         int token = tile * TOKENS + row;
-        left = all - token, at = i64(token) * D + piece, z_at = z + token * z_stride + piece;
+        left = all - token, at = i64(token) * D + piece, first_token = token;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
             scale[i] = scales && i * AT_ONCE < left ? scales[(token + i * AT_ONCE) / L] : 1;
     };
     auto read = [&](int chunk) {
-        const T *from_0 = y + at + chunk * CHUNK, *from_1 = from_0 + tokens * D, *from_z = z_at + chunk * CHUNK;
+        const T *from_0 = y + at + chunk * CHUNK, *from_1 = from_0 + tokens * D;
+        const T *from_z = z + first_token * z_stride + piece + chunk * CHUNK;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
             if (i * AT_ONCE < left) {
