@@ -68,7 +68,7 @@ FORWARD = {
                  Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
     "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
 }  # fmt: skip
-# of 16-bit inputs with 16 or 32 states; with 64 registers do not suffice
+# of 16-bit inputs with 16 states, or 32 of Longhorn; for more registers do not suffice
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 BACKWARD = {
@@ -80,7 +80,8 @@ BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 
 
 def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Quads]:
-    return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in (16, 32) else [])
+    states = {"longhorn": (16, 32), "selective": (16,)}[recurrence]
+    return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in states else [])
 
 
 def cycles(
