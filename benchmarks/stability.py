@@ -188,7 +188,7 @@ def plot(runs: dict[str, dict[str, Run]]) -> bytes:
             if "fp32" in of_model:
                 difference.plot(steps, loss_S - smooth(of_model["fp32"].losses), linewidth=1)
         loss.set_title(model)
-        loss.set_ylabel("training loss, mean of a twentieth of the run")
+        loss.set_ylabel("training loss, smoothed")
         difference.set_ylabel("difference from fp32")
         difference.set_xlabel("step")
         loss.legend()

@@ -402,7 +402,9 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
                 assert fused[name].norm() == 0, name
                 continue
             error = relative_error(fused[name], expected)
-            assert error < max(tolerance, 2 * relative_error(reference[name], expected)), (autocast, name, error)
+            # gradients that come from one token of one image are sums of few terms, which may cancel
+            most = max(3 * tolerance if middle else tolerance, 2 * relative_error(reference[name], expected))
+            assert error < most, (autocast, name, error)
 
 
 @gpu_test
