@@ -430,6 +430,30 @@ def test_stochastic_depth_is_that_of_the_plain_block(mixer, middle, plain):
     assert 0 < dropped.sum() < 16
 
 
+def test_the_rounded_copy_of_a_gradient_is_used_only_while_it_is_that():
+    """Autograd adds the gradients of several uses in place, to the tensor that it was given."""
+
+    class Leaves(torch.autograd.Function):  # what `operator._Block` does with the gradient of its input
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            rounded = operator._rounded(dy, torch.bfloat16)
+            found.append(rounded)
+            assert rounded is None or torch.equal(rounded, dy.bfloat16())
+            dx = 3 * dy
+            dx.rounded = dx.bfloat16(), dx._version
+            return dx
+
+    once, added, twice = Leaves.apply, lambda x: 2 * x + Leaves.apply(x), lambda x: Leaves.apply(x) + Leaves.apply(x)
+    for uses, valid in ((once, True), (added, False), (twice, False)):
+        found = []
+        uses(Leaves.apply(torch.randn(5, requires_grad=True))).sum().backward()
+        assert found[0] is None and (found[-1] is not None) == valid
+
+
 @gpu_test
 def test_a_gradient_that_changes_between_blocks_is_rounded_again():
     blocks = [make_block(LonghornMixer, 64, seed=seed, device="cuda") for seed in (0, 1)]
