@@ -84,6 +84,8 @@ def copy_for_product(x: Tensor) -> Tensor:
 class PatchEmbed(nn.Module):
     """Image (B, 3, H, W) to patches (B, h, w, C) by a convolution; patches overlap if the stride is below their size.
 
+    Without `add_bias` the convolution's bias is left to who calls.
+
     Args:
         img_size: Image size that the model is built for.
         patch_size: Size of a patch.
