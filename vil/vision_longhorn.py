@@ -76,8 +76,9 @@ class PatchProjection(nn.Conv2d):
 @torch.jit.ignore
 def copy_for_product(x: Tensor) -> Tensor:
     """A contiguous copy of x, in the dtype that autocast would give it next if it is on."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return x.to(torch.get_autocast_dtype(x.device.type) if autocast else x.dtype, memory_format=torch.contiguous_format)
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # PyTorch has none for meta tensors
+    return x.to(torch.get_autocast_dtype(device) if autocast else x.dtype, memory_format=torch.contiguous_format)
 
 
 @register_notrace_module  # its checks branch on the size of the image
@@ -197,6 +198,14 @@ def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
     middle = (x_BLC.shape[1] - 1) // 2
     return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), middle_token(x_BLC)
+
+
+@register_notrace_function
+@torch.jit.ignore
+def add_to_patches(x_1LC: Tensor, bias_C: Tensor | None) -> Tensor:
+    """x in fp32, with the bias added to all tokens but the class token."""
+    patches_1nC, token_11C = split_class_token(at_least_fp32(x_1LC))
+    return insert_class_token(patches_1nC + bias_C, token_11C)
 
 
 class VisionLonghorn(nn.Module):
@@ -398,14 +407,10 @@ class VisionLonghorn(nn.Module):
         pos_embed_1LC = self.pos_embed
         if self.dynamic_img_size:
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
-        patches_BnC = x_BhwC.flatten(1, 2)
-        x_BLC = insert_class_token(patches_BnC, self.cls_token.expand(patches_BnC.shape[0], -1, -1))
+        class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
+        x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
         # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
-        bias_C = self.patch_embed.proj.bias
-        assert bias_C is not None
-        bias_1nC = bias_C.expand(1, patches_BnC.shape[1], -1)
-        bias_1LC = insert_class_token(bias_1nC, torch.zeros_like(self.cls_token))
-        return at_least_fp32(x_BLC) + (at_least_fp32(pos_embed_1LC) + bias_1LC)
+        return at_least_fp32(x_BLC) + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)
 
     def forward_blocks(self, x: Tensor, middle: bool = False) -> Tensor:
         """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""
