@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.cuda import block as kernels
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, scan
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -428,6 +428,41 @@ def test_stochastic_depth_is_that_of_the_plain_block(mixer, middle, plain):
         torch.testing.assert_close(fused[name], expected, atol=1e-4, rtol=1e-4)
     dropped = (fused["y"] == (vil_block.middle_token(x) if middle else x)).flatten(1).all(1)
     assert 0 < dropped.sum() < 16
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("shape", [(1, 50, 100), (2, 17, 192)])  # the latter with one kernel for gate and product
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float16, 3e-3)])
+def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(dtype, tolerance, mixer, shape, middle, monkeypatch):
+    """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
+    for module in (kernels, scan):
+        monkeypatch.setattr(module, "launch", emulator.launch)
+        monkeypatch.setattr(module, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(operator.gpu, "_module", lambda backend, device: scan)
+    monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
+    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b, B: (a.float().mT @ b.float()).unsqueeze(1))
+    block = make_block(mixer, shape[2])
+    x, dy = torch.randn(2, *shape)
+    truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), middle=middle)
+
+    norm, m = block.norm, block.mixer
+    weights = norm.weight, m.in_proj.weight, m.out_proj.weight
+    directions = [p for direction in m.directions for p in direction.fused_parameters()]
+    with torch.no_grad():
+        y, saved = operator._block(m.recurrence, x, None, norm.eps, *weights, directions, dtype, middle, True)
+        dy = dy[:, : y.shape[1]].contiguous()
+        dx, *gradients, rounded = operator._block_backward(
+            m.recurrence, dy, None, None, *weights, directions, middle, saved
+        )
+    assert torch.equal(rounded.view_as(dx), dx.to(dtype))
+    names = {id(parameter): name for name, parameter in block.named_parameters()}
+    found = {"y": y, "x": dx, **{names[id(p)]: g for p, g in zip((*weights, *directions), gradients)}}
+    assert found.keys() == truth.keys()
+    for name, expected in truth.items():
+        assert relative_error(found[name], expected) < (3 * tolerance if middle else tolerance), name
 
 
 def test_the_rounded_copy_of_a_gradient_is_used_only_while_it_is_that():
