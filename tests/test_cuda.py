@@ -174,7 +174,47 @@ def test_every_variant_emulated_on_a_cpu_equals_the_definition(
     assert_every_variant_right(recurrence, dtype, shape, segment_chunks, "cpu")
 
 
+@needs_gxx
+@pytest.mark.parametrize(("dtype", "shape", "segment_chunks"), [
+    (torch.float32, (2, 150, 40, 16), 1), (torch.bfloat16, (1, 200, 71, 16), 2), (torch.bfloat16, (1, 200, 72, 16), 4),
+])  # fmt: skip
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+def test_gradients_written_over_the_logits_emulated_are_the_same(recurrence, dtype, shape, segment_chunks, monkeypatch):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
+    assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, "cpu")
+
+
+def assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, device):
+    """Also where every other token of a longer tensor is scanned; and only if asked for."""
+    (B, L, D, N), g = shape, torch.Generator().manual_seed(0)
+    x, dy, logits = (torch.randn(2, B, L, D, generator=g).to(device, dtype) for _ in range(3))
+    k, q = (torch.randn(2, B, L, N, generator=g).to(device, dtype) for _ in range(2))
+    rates = None if recurrence == "longhorn" else -torch.rand(2, D, N, generator=g).to(device)
+    rest = k, q, rates, torch.ones(2, D, device=device), torch.ones(2, D, device=device)
+    spread = torch.full((2, B, 2 * L, D), float("nan"), device=device, dtype=dtype)[:, :, ::2]
+    reverse = [False, True]
+    _, states = scan.forward(recurrence, x, logits, *rest, reverse, True)
+    for variant in variants.BACKWARD[recurrence]:
+        arguments = *rest, states, reverse, (variant, segment_chunks)
+        before = logits.clone()
+        apart = scan.backward(recurrence, dy, x, logits, *arguments)
+        assert torch.equal(logits, before)
+        for over in (before, spread.copy_(logits)):
+            found = scan.backward(recurrence, dy, x, over, *arguments, over_logits=True)
+            assert found[1].data_ptr() == over.data_ptr()
+            assert all(torch.equal(a, b) for a, b in zip(found, apart)), variant
+
+
 # With a GPU
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_chunks", [1, 3, 100])
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+def test_gradients_written_over_the_logits_are_the_same(recurrence, segment_chunks):
+    assert_logits_overwritten(recurrence, torch.bfloat16, (3, 1000, 768, 16), segment_chunks, "cuda")
 
 
 def on_gpu(inputs):

@@ -52,9 +52,12 @@ def forward(
 def backward(
     recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
     rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
-    reverse: list[bool], plan: tuple[Backward, int] | None = None,
+    reverse: list[bool], plan: tuple[Backward, int] | None = None, over_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
+    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D).
+
+    With `over_logits` dlogits is written over the logits.
+    """
     dy, x, logits, k, q = _rows(dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
     variant, segment_chunks = plan or _choose("backward", recurrence, x, N)
@@ -65,7 +68,8 @@ def backward(
         later = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=True)
     macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
     new = functools.partial(torch.empty, device=x.device)
-    dx, dlogits = new(x.shape, dtype=x.dtype), new(x.shape, dtype=x.dtype)
+    dx = new(x.shape, dtype=x.dtype)
+    dlogits = logits if over_logits else new(x.shape, dtype=x.dtype)
     dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
     dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
     dchannels = new(G, 2, D, dtype=torch.float32)
@@ -74,7 +78,7 @@ def backward(
     rows = new(parts, columns, dtype=torch.float32)
     launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
         *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
-        dx, dlogits, dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+        dx, *_view(dlogits), dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
     launch("backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
         dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
