@@ -158,6 +158,20 @@ static void multiply_tf32(float *sums, emulator::Fragments fragments) {
     }
     __syncwarp();
 }
+// The same with 4 columns of a: words a_0, a_1 and b
+static void multiply_short_tf32(float *product, float start, emulator::Fragments fragments) {
+    auto element = [&](int lane, int word) {
+        return __uint_as_float(emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word] & ~0x1fffu);
+    };
+    current->fragments = fragments;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+        product[i] = start;
+        for (int k = 0; k < 4; k++) product[i] += element(row * 4 + k, i / 2) * element(column * 4 + k, 2);
+    }
+    __syncwarp();
+}
 // Matrices of 8 rows of 8 16-bit elements, of which lanes 8 i to 8 i + 7 give the addresses of matrix i
 static void load_rows(unsigned *matrices, int count, const void *row, bool transposed) {
     if (size_t(row) % 16) fprintf(stderr, "misaligned row\n"), abort();

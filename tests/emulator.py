@@ -40,6 +40,9 @@ MEANING = {
         "multiply_tf32(sums, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(a_2),"
         " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
     ),
+    r'asm\("mma.sync.aligned.m16n8k4.row.col.f32.tf32.*?"f"\(start\)\);': (
+        "multiply_short_tf32(product, start, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(b)});"
+    ),
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).trans.*?"memory"\);': r"load_rows(m, \1, row, true);",
     r'asm\("movmatrix.sync.*?"r"\(m\)\);': "transposed = transpose_rows(m);",

@@ -18,6 +18,7 @@ HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
     "quads": SCAN,
     "summary": [*SCAN, "lanes.cuh"],
+    "summary_pairs": SCAN,
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh"],
     "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
