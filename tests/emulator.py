@@ -30,6 +30,13 @@ MEANING = {
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
         "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
     ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
+        "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
+        " for (int i = 0; i < 4; i++) product[i] += start;"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
+        "multiply_halves(from_fp16, product, {a_0, a_1, b}); for (int i = 0; i < 4; i++) product[i] += start;"
+    ),
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(0.0f\)\);': (
         "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
     ),

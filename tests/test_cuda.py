@@ -32,9 +32,14 @@ def kernels(recurrence, dtype, N, D=768):
         else:
             macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
             yield "forward", macros, shared
-    macros, _, shared = scan._lanes(variants.SUMMARY[recurrence], recurrence, x, x, N)
-    for gradients in ("true", "false"):
-        yield "summary", dict(macros, GRADIENTS=gradients), shared
+    for kind, gradients in (("forward", "false"), ("backward", "true")):
+        summary = variants.summary_variant(kind, recurrence, N, dtype.itemsize)
+        if isinstance(summary, variants.SummaryTriples):
+            macros, _, shared = scan._summary_triples(summary, recurrence, x, x, k)
+            yield "summary_triples", macros, shared
+        else:
+            macros, _, shared = scan._lanes(summary, recurrence, x, x, N)
+            yield "summary", dict(macros, GRADIENTS=gradients), shared
     for variant in (variants.BACKWARD if N < 64 else variants.BACKWARD_64)[recurrence]:
         macros, _, shared = scan._backward(variant, recurrence, x, x, x, N)
         yield "backward", macros, shared

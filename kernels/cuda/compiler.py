@@ -18,7 +18,7 @@ HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
     "quads": SCAN,
     "summary": [*SCAN, "lanes.cuh"],
-    "summary_pairs": SCAN,
+    "summary_triples": SCAN,
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh"],
     "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],

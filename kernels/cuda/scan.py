@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kept import CHUNK, boundaries
 from .compiler import launch
-from .variants import SUMMARY, Backward, Lanes, Quads, SummaryPairs, choose, summary_variant
+from .variants import SUMMARY, Backward, Lanes, Quads, SummaryTriples, choose, summary_variant
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -90,24 +90,25 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead."""
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
-    variant = summary_variant(recurrence, N, value.element_size())
+    kind = "backward" if gradients else "forward"
+    variant = summary_variant(kind, recurrence, N, value.element_size())
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     between = torch.empty_like(ends)
     arguments = [
         *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, ends, decays,
         B, L, D, _mask(reverse), segment_chunks,
     ]  # fmt: skip
-    if isinstance(variant, SummaryPairs):
-        file, (macros, blocks, shared) = "summary_pairs", _summary_pairs(variant, recurrence, value, logits, k, q)
-    else:
-        file, (macros, blocks, shared) = "summary", _lanes(variant, recurrence, value, logits, N)
-        arguments.append(_vector(4, k, q) == 4)
+    macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
-    launch(file, "scan_summary", macros, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
+    if isinstance(variant, SummaryTriples):
+        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits, k)
+        file = "summary_triples", "scan_summary", triples
+    else:
+        file = "summary", "scan_summary", macros
+        arguments.append(_vector(4, k, q) == 4)
+    launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
     states = G * B * N * D
     arguments = [ends, decays, between, G * B, segments, N * D]
-    macros, _, _ = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
-    macros["GRADIENTS"] = str(gradients).lower()
     launch("summary", "scan_combine", macros, -(-states // 128), 128, arguments)
     return between
 
@@ -148,18 +149,17 @@ def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor
     return macros, -(-x.shape[-1] // block_channels), block_bytes
 
 
-def _summary_pairs(variant: SummaryPairs, recurrence: str, value: Tensor, logits: Tensor, k: Tensor, q: Tensor):
-    """The same for summary_pairs.cu."""
-    N, tile = k.shape[-1], variant.tile
-    block_channels = 8 * variant.channels * variant.warps
-    states_bytes = tile // 2 * 32 * N + 4 * tile
-    block_bytes = variant.stages * 2 * 2 * tile * (N + block_channels) + 2 * states_bytes
+def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):
+    """The same for summary_triples.cu."""
+    N, tile, warps = k.shape[-1], 24, variant.warps
+    block_channels = 8 * variant.channels * warps
+    states_bytes, channels_bytes = tile // 3 * (32 * N + 16), 1024 * variant.channels * warps
+    block_bytes = variant.stages * 2 * 2 * tile * block_channels + 2 * states_bytes + channels_bytes
     macros = dict(
-        _common(recurrence, value, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile,
-        WARPS=variant.warps, MIN_BLOCKS=variant.min_blocks, STAGES=variant.stages, VECTOR=_vector(8, value, logits),
-        KEY_VECTOR=_vector(8, k, q), BLOCK_BYTES=block_bytes,
+        _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=variant.min_blocks, STAGES=variant.stages, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
     )  # fmt: skip
-    return macros, -(-value.shape[-1] // block_channels), block_bytes
+    return macros, -(-dy.shape[-1] // block_channels), block_bytes
 
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):

@@ -50,17 +50,16 @@ class Quads(NamedTuple):
     min_blocks: int = 6
 
 
-class SummaryPairs(NamedTuple):
-    """A variant of Longhorn's summary for 16-bit inputs, two tokens at a time: summary_pairs.cu."""
+class SummaryTriples(NamedTuple):
+    """A variant of the summary of Longhorn's gradients, for 16-bit inputs, three tokens at a time: summary_triples.cu."""
 
     alone: int
     shared: int
     states: int = 4
     channels: int = 4
-    tile: int = 16
-    stages: int = 4
+    stages: int = 2
     warps: int = 4
-    min_blocks: int = 5
+    min_blocks: int = 4
 
 
 class Backward(NamedTuple):
@@ -85,7 +84,7 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
-SUMMARY_PAIRS = SummaryPairs(90, 60)
+SUMMARY_TRIPLES = SummaryTriples(90, 60)
 BACKWARD = {
     "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3)],
     "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
@@ -99,12 +98,13 @@ def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Qua
     return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in states else [])
 
 
-def summary_variant(recurrence: str, N: int, itemsize: int) -> Lanes | SummaryPairs:
-    return SUMMARY_PAIRS if recurrence == "longhorn" and N == 16 and itemsize == 2 else SUMMARY[recurrence]
+def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes | SummaryTriples:
+    triples = kind == "backward" and recurrence == "longhorn" and N == 16 and itemsize == 2
+    return SUMMARY_TRIPLES if triples else SUMMARY[recurrence]
 
 
 def cycles(
-    variant: Lanes | Quads | SummaryPairs | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int
+    variant: Lanes | Quads | SummaryTriples | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int
 ) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
@@ -134,7 +134,7 @@ def choose(
         candidates = forward_variants(recurrence, N, itemsize)
     else:
         candidates = (BACKWARD if N < 64 else BACKWARD_64)[recurrence]
-    summary = summary_variant(recurrence, N, itemsize)
+    summary = summary_variant(kind, recurrence, N, itemsize)
     best = None
     # a long sequence need not be tried in every way
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
