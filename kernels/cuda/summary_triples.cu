@@ -57,16 +57,33 @@ DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsi
         : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
 }
 
-// The eight columns of a triple, or rows, as lanes have them: of A, and of what is added
+// of both halves of a word; PTX has a product of bf16 for newer GPUs only, which rounds the same
+DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
+    unsigned product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
+}
+DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
+    unsigned product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// The eight columns of a triple, or rows, as lanes have them: of A from three gates g, of what is added from gates and three
+// values v, of which `v_01` and `v_2` are words, the latter with v_2 in its lower half and anything in the upper one. Or with
+// -a for g and q for v.
 struct Factors {
     unsigned decay[4], added[4];
-    // with g and dy, or -a and q
-    __device__ __forceinline__ Factors(const float (&g)[3], const float (&value)[3]) {
-        float last = g[1] * g[2];
-        decay[0] = pack(fp16{}, g[0], g[1]), decay[1] = pack(fp16{}, g[2], g[0] * g[1]);
-        decay[2] = pack(fp16{}, g[0] * g[2], last), decay[3] = pack(fp16{}, g[0] * last, 0);
-        added[0] = pack(T{}, value[0], value[1]), added[1] = pack(T{}, value[2], g[1] * value[0]);
-        added[2] = pack(T{}, g[2] * value[0], g[2] * value[1]), added[3] = pack(T{}, last * value[0], 0);
+    __device__ __forceinline__ Factors(const float (&g)[3], unsigned v_01, unsigned v_2) {
+        unsigned g_1 = pack(T{}, g[1], 0), g_2 = pack(fp16{}, g[2], g[2]);
+        decay[0] = pack(fp16{}, g[0], g[1]);         // g_0, g_1
+        decay[1] = pack(fp16{}, g[2], g[0] * g[1]);  // g_2, g_0 g_1
+        decay[2] = multiply_both(fp16{}, decay[0], g_2);  // g_0 g_2, g_1 g_2
+        decay[3] = multiply_both(fp16{}, decay[1], g_2 & 0xffff0000u);  // 0, g_0 g_1 g_2
+        added[0] = v_01;  // v_0, v_1
+        added[1] = __byte_perm(v_2, multiply_both(T{}, v_01, g_1), 0x5410);  // v_2, g_1 v_0
+        added[2] = multiply_both(T{}, v_01, pack(T{}, g[2], g[2]));  // g_2 v_0, g_2 v_1
+        added[3] = multiply_both(T{}, added[2], g_1);  // g_1 g_2 v_0, 0
     }
 };
 
@@ -76,7 +93,7 @@ struct StateFactors {
     static_assert(TRIPLES * N % THREADS == 0 && THREADS % N == 0);
     Sequence<const T> ks, qs;
     int first, n;
-    T k[ITEMS][3], q[ITEMS][3];
+    unsigned both[ITEMS][3];  // k, and in the upper half q of the next token
     __device__ __forceinline__ StateFactors(const Sequence<const T> &k, const Sequence<const T> &q)
         : ks(k), qs(q), first(threadIdx.x / N), n(threadIdx.x % N) {
         ks.data += n, qs.data += n;
@@ -88,25 +105,24 @@ struct StateFactors {
 #pragma unroll
             for (int j = 0; j < 3; j++) {
                 int t = (first + i * APART) * 3 + j;
-                k[i][j] = t < tokens ? *ks.at(t0 + t) : T{};
-                q[i][j] = t + 1 < tokens ? *qs.at(t0 + t + 1) : T{};
+                unsigned k = t < tokens ? ks.at(t0 + t)->bits : 0, q = t + 1 < tokens ? qs.at(t0 + t + 1)->bits : 0;
+                both[i][j] = k | q << 16;
             }
     }
     __device__ __forceinline__ void put(States &to) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int triple = first + i * APART;
-            float minus_a[3], query[3], norm[3];
+            float minus_a[3], norm[3];
 #pragma unroll
             for (int j = 0; j < 3; j++) {
-                float k_t = to_floats(Pack<T, 1>{k[i][j]}).at[0], kk = k_t * k_t;
+                float k = unpack(T{}, both[i][j]).at[0], kk = k * k;
 #pragma unroll
                 for (int distance = 1; distance < N; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
                 norm[j] = reciprocal(1 + kk);
-                minus_a[j] = -k_t * k_t * norm[j];
-                query[j] = to_floats(Pack<T, 1>{q[i][j]}).at[0];
+                minus_a[j] = -k * k * norm[j];
             }
-            Factors factors(minus_a, query);
+            Factors factors(minus_a, __byte_perm(both[i][0], both[i][1], 0x7632), both[i][2] >> 16);
 #pragma unroll
             for (int p = 0; p < 4; p++) {
                 unsigned(&row)[4] = to.factor[triple][n / 16][state_slot(n % 8, p)];
@@ -142,6 +158,21 @@ struct Copies {
     }
 };
 
+// A block's place in the grid, a boundary between segments of a sequence, and this lane's first channel
+struct Place {
+    i64 g, b, boundary, block_d, d;
+    int warp, lane, c, p;
+    __device__ __forceinline__ Place(unsigned block, i64 B, i64 D, i64 boundaries) {
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
+        i64 blocks = (D + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
+        block_d = block % blocks * BLOCK_CHANNELS;
+        d = block_d + warp * WARP_CHANNELS + c;
+        boundary = block / blocks % boundaries;
+        b = block / blocks / boundaries % B;
+        g = block / blocks / boundaries / B;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
              const float *__restrict__ rates, const float *__restrict__ biases, float *__restrict__ ends,
@@ -151,16 +182,15 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
     Block &block = *reinterpret_cast<Block *>(shared);
 
     int chunks = (L + CHUNK - 1) / CHUNK, boundaries = (chunks + segment_chunks - 1) / segment_chunks - 1;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
-    i64 blocks = (D + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, block_d = blockIdx.x % blocks * BLOCK_CHANNELS;
-    i64 segment = blockIdx.x / blocks % boundaries, b = blockIdx.x / blocks / boundaries % B;
-    i64 g = blockIdx.x / blocks / boundaries / B, d = block_d + warp * WARP_CHANNELS + c;
+    Place at(blockIdx.x, B, D, boundaries);
+    int lane = at.lane, c = at.c, p = at.p;
     // the tokens of the segment, counted from the other end
-    int first = (segment + 1) * segment_chunks * CHUNK, begin = max(i64(0), L - first - segment_chunks * CHUNK), end = L - first;
-    bool backwards = !(reverse >> g & 1);
-    Sequence<const T> ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
-    Sequence<const T> dys(TOKENS_OF(dy), g, b, L, backwards), logits(TOKENS_OF(logit), g, b, L, backwards);
-    Copies copies(logits, dys, block_d, D);
+    int first = (at.boundary + 1) * segment_chunks * CHUNK, begin = max(i64(0), L - first - segment_chunks * CHUNK), end = L - first;
+    bool backwards = !(reverse >> at.g & 1);
+    Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+    Sequence<const T> dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
+    Sequence<const T> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    Copies copies(logits, dys, at.block_d, D);
     StateFactors keys(ks, qs);
     keys.fetch(begin, end - begin);
 #pragma unroll
@@ -172,9 +202,9 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
     for (int s = 0; s < SIXTEENS; s++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            i64 channel = d + 16 * s + 8 * i;
+            i64 channel = at.d + 16 * s + 8 * i;
             bool exists = channel < D;
-            if (biases && exists) bias[s][i] = -LOG2E * biases[g * D + channel];
+            if (biases && exists) bias[s][i] = -LOG2E * biases[at.g * D + channel];
             float dy = exists ? to_floats(load<1>(dys.at(begin) + channel)).at[0] : 0;
 #pragma unroll
             for (int o = 0; o < OCTETS; o++)
@@ -184,16 +214,12 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
                     F[s][o][2 * i + j] = dy * to_floats(load<1>(qs.at(begin) + 8 * o + 2 * p + j)).at[0];
                 }
         }
-    // all that is needed at the end, computed once
-    i64 offset = state_offset(g, b, segment, 2 * p, d, B, boundaries, D);
-    int left = min(D - d, i64(WARP_CHANNELS));
-    asm("" : "+l"(offset), "+r"(left));
 
     // The rows that this lane names of 12 tokens of 16 channels: lane p gets the first two of triple p of logits and dy of
     // channels c and c + 8; then its third of these 12 and of the 12 after
-    int octet = warp * (WARP_CHANNELS / 8) + lane / 8 % 2, pair = lane % 8 / 2 * 3;
+    int octet = at.warp * (WARP_CHANNELS / 8) + lane / 8 % 2, pair = lane % 8 / 2 * 3;
     int first_two = pair + lane % 2, third = pair + 2 + lane % 2 * 12;
-    unsigned(&factors)[SIXTEENS][4][32][4] = block.channels[warp].factor;
+    unsigned(&factors)[SIXTEENS][4][32][4] = block.channels[at.warp].factor;
     keys.put(block.states[0]);
     int stage = 0, buffer = 0;
 #pragma unroll 1
@@ -206,9 +232,10 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
         const T(*rows)[8] = block.tiles[stage].at[lane / 16][octet];
         const States &states = block.states[buffer];
         stage = stage + 1 < STAGES ? stage + 1 : 0;
-#pragma unroll 1
+#pragma unroll
         for (int four = 0; four < 2; four++) {
             Floats<4> norm = load<4>(states.norm[4 * four + p]);
+            int shift = four ? 16 : 0;  // to the half of a word that is of these 4 triples
             __syncwarp();
 #pragma unroll
             for (int s = 0; s < SIXTEENS; s++) {
@@ -218,16 +245,12 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
                 unsigned found[2][2][4];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    Floats<2> logits = unpack(T{}, two[i]), dys = unpack(T{}, two[2 + i]);
-                    // of the two halves of a word the upper, or the lower one
-                    float logit_2 = unpack(T{}, four ? one[i] : one[i] << 16).at[1];
-                    float dy_2 = unpack(T{}, four ? one[2 + i] : one[2 + i] << 16).at[1];
-                    float logit[3] = {logits.at[0], logits.at[1], logit_2}, gate[3];
-                    float dy[3] = {dys.at[0], dys.at[1], dy_2};
+                    Floats<2> logits = unpack(T{}, two[i]);
+                    float logit[3] = {logits.at[0], logits.at[1], unpack(T{}, one[i] >> shift).at[0]}, gate[3];
 #pragma unroll
                     for (int j = 0; j < 3; j++)
                         gate[j] = reciprocal(fmaf(exp2_fast(fmaf(logit[j], -LOG2E, bias[s][i])), norm.at[j], 1));
-                    Factors channel(gate, dy);
+                    Factors channel(gate, two[2 + i], one[2 + i] >> shift);
 #pragma unroll
                     for (int w = 0; w < 4; w++) found[0][i][w] = channel.decay[w], found[1][i][w] = channel.added[w];
                 }
@@ -265,17 +288,21 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
         keys.put(block.states[buffer]);
     }
     wait_for_copies<0>();  // of tiles that do not exist
+    unsigned block_again = blockIdx.x;
+    asm("" : "+r"(block_again));  // or registers would hold what follows from it all the time
+    Place to(block_again, B, D, boundaries);
+    i64 offset = state_offset(to.g, to.b, to.boundary, 2 * p, to.d, B, boundaries, D);
 #pragma unroll
     for (int s = 0; s < SIXTEENS; s++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (16 * s + 8 * i < left)
+            if (to.d + 16 * s + 8 * i < D)
 #pragma unroll
                 for (int o = 0; o < OCTETS; o++)
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
-                        i64 at = offset + (8 * o + j) * D + 16 * s + 8 * i;
-                        ends[at] = F[s][o][2 * i + j];
-                        decays[at] = decay[s][o][2 * i + j];
+                        i64 place = offset + (8 * o + j) * D + 16 * s + 8 * i;
+                        ends[place] = F[s][o][2 * i + j];
+                        decays[place] = decay[s][o][2 * i + j];
                     }
 }
