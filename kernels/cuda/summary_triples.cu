@@ -135,25 +135,29 @@ struct StateFactors {
 
 // Copies of channels to tiles, VECTOR at once: half of the block's threads those of logits, half those of dy
 struct Copies {
-    static constexpr int HALF = THREADS / 2, ROW = BLOCK_CHANNELS / VECTOR, APART = HALF / ROW;
-    static constexpr int ITEMS = TILE / APART;
-    static_assert(HALF % ROW == 0 && TILE % APART == 0);
+    static constexpr int HALF = THREADS / 2, ROW = BLOCK_CHANNELS / VECTOR, TOKENS = HALF > ROW ? HALF / ROW : 1;
+    static constexpr int TIMES = ROW > HALF ? ROW / HALF : 1, APART = HALF * VECTOR;  // a row takes, and channels between
+    static_assert(TILE % TOKENS == 0 && (TIMES == 1 || APART % 8 == 0));
     Sequence<const T> source;
     int half, token, c;
-    bool exists;
+    i64 left;  // channels from the thread's first on
     __device__ __forceinline__ Copies(const Sequence<const T> &logits, const Sequence<const T> &dys, i64 first, i64 D)
         : source(threadIdx.x < HALF ? logits : dys), half(threadIdx.x / HALF), token(threadIdx.x % HALF / ROW),
-          c(threadIdx.x % ROW * VECTOR), exists(first + c < D) {
+          c(threadIdx.x % HALF % ROW * VECTOR), left(D - first - c) {
         source.data += first + c;
         asm("" : "+l"(source.data));  // or the compiler would add it up again for every tile
     }
     // from token t0 on, of which `tokens` exist; zeros for the others
     __device__ __forceinline__ void start(Tile &tile, int t0, int tokens) const {
         T *to = &tile.at[half][c / 8][token][c % 8];
-        tokens = exists ? tokens - half - token : 0;
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++)
-            copy_async<VECTOR>(to + i * APART * 8, source.at(t0 + half + token + i * APART), i * APART < tokens);
+        for (int n = 0; n < TIMES; n++) {
+            int exist = n * APART < left ? tokens - half - token : 0;
+#pragma unroll
+            for (int t = 0; t < TILE; t += TOKENS)
+                copy_async<VECTOR>(to + (n * APART / 8 * TILE + t) * 8, source.at(t0 + half + token + t) + n * APART,
+                                   t < exist);
+        }
         commit_copies();
     }
 };
@@ -236,28 +240,32 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
         for (int four = 0; four < 2; four++) {
             Floats<4> norm = load<4>(states.norm[4 * four + p]);
             int shift = four ? 16 : 0;  // to the half of a word that is of these 4 triples
+            unsigned two[SIXTEENS][4], one[SIXTEENS][4];
+            float gate[SIXTEENS][2][3];
+#pragma unroll
+            for (int s = 0; s < SIXTEENS; s++) {
+                load_transposed(two[s], rows[2 * s * TILE + 12 * four + first_two]);
+                load_transposed(one[s], rows[2 * s * TILE + third]);
+            }
+            // all gates side by side, since each is a long chain
+#pragma unroll
+            for (int s = 0; s < SIXTEENS; s++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    Floats<2> logits = unpack(T{}, two[s][i]);
+                    float logit[3] = {logits.at[0], logits.at[1], unpack(T{}, one[s][i] >> shift).at[0]};
+#pragma unroll
+                    for (int j = 0; j < 3; j++)
+                        gate[s][i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit[j], -LOG2E, bias[s][i])), norm.at[j], 1));
+                }
             __syncwarp();
 #pragma unroll
             for (int s = 0; s < SIXTEENS; s++) {
-                unsigned two[4], one[4];
-                load_transposed(two, rows[2 * s * TILE + 12 * four + first_two]);
-                load_transposed(one, rows[2 * s * TILE + third]);
-                unsigned found[2][2][4];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    Floats<2> logits = unpack(T{}, two[i]);
-                    float logit[3] = {logits.at[0], logits.at[1], unpack(T{}, one[i] >> shift).at[0]}, gate[3];
-#pragma unroll
-                    for (int j = 0; j < 3; j++)
-                        gate[j] = reciprocal(fmaf(exp2_fast(fmaf(logit[j], -LOG2E, bias[s][i])), norm.at[j], 1));
-                    Factors channel(gate, two[2 + i], one[2 + i] >> shift);
-#pragma unroll
-                    for (int w = 0; w < 4; w++) found[0][i][w] = channel.decay[w], found[1][i][w] = channel.added[w];
-                }
+                Factors of_c(gate[s][0], two[s][2], one[s][2] >> shift), of_c_8(gate[s][1], two[s][3], one[s][3] >> shift);
 #pragma unroll
                 for (int w = 0; w < 4; w++)
                     store(factors[s][p][channel_slot(p, c, w)],
-                          Pack<unsigned, 4>{found[0][0][w], found[0][1][w], found[1][0][w], found[1][1][w]});
+                          Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
             }
             __syncwarp();
 #pragma unroll
