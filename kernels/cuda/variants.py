@@ -57,7 +57,6 @@ class SummaryTriples(NamedTuple):
     shared: int
     states: int = 4
     channels: int = 4
-    stages: int = 2
     warps: int = 4
     min_blocks: int = 4
 
