@@ -101,7 +101,7 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
     if isinstance(variant, SummaryTriples):
-        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits, k, q)
+        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits, k)
         file = "summary_triples", "scan_summary", triples
     else:
         file = "summary", "scan_summary", macros
@@ -149,15 +149,15 @@ def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor
     return macros, -(-x.shape[-1] // block_channels), block_bytes
 
 
-def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor, q: Tensor):
+def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):
     """The same for summary_triples.cu."""
     N, tile, warps = k.shape[-1], 24, variant.warps
     block_channels = 8 * variant.channels * warps
     states_bytes, channels_bytes = tile // 3 * (32 * N + 16), 1024 * variant.channels * warps
-    block_bytes = 2 * 2 * 2 * tile * (block_channels + N) + 2 * states_bytes + channels_bytes
+    block_bytes = 2 * 2 * 2 * tile * block_channels + 2 * states_bytes + channels_bytes
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), KEY_VECTOR=_vector(8, k, q), BLOCK_BYTES=block_bytes,
+        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
     )  # fmt: skip
     return macros, -(-dy.shape[-1] // block_channels), block_bytes
 

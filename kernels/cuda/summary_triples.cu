@@ -14,12 +14,17 @@
 
 constexpr int THREADS = 32 * WARPS, SIXTEENS = C / 2, OCTETS = N / 8, TRIPLES = TILE / 3;
 constexpr int BLOCK_CHANNELS = WARPS * WARP_CHANNELS;
+// triples whose products are interleaved: compilers for newer GPUs spill what they read ahead for all
+#if __CUDA_ARCH__ >= 1000
+constexpr int AT_ONCE = 2;
+#else
+constexpr int AT_ONCE = 4;
+#endif
 static_assert(TILE == 24 && sizeof(T) == 2 && N % 16 == 0 && NL == OCTETS * 2 && C % 2 == 0);
 
-// A tile as it is in memory, but by 8 channels or states: logits, or keys; then dy, or queries, of the next token
-template <int WIDTH>
+// A tile as it is in memory, but by 8 channels: logits, then dy of the next token
 struct Tile {
-    alignas(16) T at[2][WIDTH / 8][TILE][8];
+    alignas(16) T at[2][BLOCK_CHANNELS / 8][TILE][8];
 };
 
 // What a block's channels share, of each triple: factors of states as lanes read them (`slot`), of A and of what is added,
@@ -35,8 +40,7 @@ struct Channels {
 };
 
 struct Block {
-    Tile<BLOCK_CHANNELS> tiles[2];
-    Tile<N> keys[2];
+    Tile tiles[2];
     States states[2];
     Channels channels[WARPS];
 };
@@ -89,61 +93,77 @@ struct Factors {
     }
 };
 
-// The factors of a tile's states, by all threads: an item is a triple and a state
-DEVICE void stage_states(States &to, const Tile<N> &tile) {
+// The factors of a tile's states, read ahead by all threads: an item is a triple and a state
+struct StateFactors {
+    static constexpr int ITEMS = TRIPLES * N / THREADS, APART = THREADS / N;
     static_assert(TRIPLES * N % THREADS == 0 && THREADS % N == 0);
-    int n = threadIdx.x % N;
-#pragma unroll
-    for (int first = 0; first < TRIPLES; first += THREADS / N) {
-        int triple = first + threadIdx.x / N;
-        const T(&ks)[TILE][8] = tile.at[0][n / 8], (&qs)[TILE][8] = tile.at[1][n / 8];
-        float minus_a[3], norm[3];
-        unsigned q[3];
-#pragma unroll
-        for (int j = 0; j < 3; j++) {
-            float k = to_floats(load<1>(&ks[3 * triple + j][n % 8])).at[0], kk = k * k;
-            q[j] = qs[3 * triple + j][n % 8].bits;
-#pragma unroll
-            for (int distance = 1; distance < N; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
-            norm[j] = reciprocal(1 + kk);
-            minus_a[j] = -k * k * norm[j];
-        }
-        Factors factors(minus_a, q[0] | q[1] << 16, q[2]);
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-            unsigned(&row)[4] = to.factor[triple][n / 16][state_slot(n % 8, p)];
-            row[word(triple, n / 8, false)] = factors.decay[p], row[word(triple, n / 8, true)] = factors.added[p];
-        }
-        if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
+    Sequence<const T> ks, qs;
+    int first, n;
+    T k[ITEMS][3], q[ITEMS][3];  // q of the next token
+    __device__ __forceinline__ StateFactors(const Sequence<const T> &k, const Sequence<const T> &q)
+        : ks(k), qs(q), first(threadIdx.x / N), n(threadIdx.x % N) {
+        ks.data += n, qs.data += n;
     }
-}
+    // from token t0 on, of which `tokens` exist
+    __device__ __forceinline__ void fetch(int t0, int tokens) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+            for (int j = 0; j < 3; j++) {
+                int t = (first + i * APART) * 3 + j;
+                k[i][j] = t < tokens ? *ks.at(t0 + t) : T{};
+                q[i][j] = t + 1 < tokens ? *qs.at(t0 + t + 1) : T{};
+            }
+    }
+    __device__ __forceinline__ void put(States &to) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int triple = first + i * APART;
+            float minus_a[3], norm[3];
+#pragma unroll
+            for (int j = 0; j < 3; j++) {
+                float key = to_floats(Pack<T, 1>{k[i][j]}).at[0], kk = key * key;
+#pragma unroll
+                for (int distance = 1; distance < N; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
+                norm[j] = reciprocal(1 + kk);
+                minus_a[j] = -key * key * norm[j];
+            }
+            Factors factors(minus_a, q[i][0].bits | unsigned(q[i][1].bits) << 16, q[i][2].bits);
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                unsigned(&row)[4] = to.factor[triple][n / 16][state_slot(n % 8, p)];
+                row[word(triple, n / 8, false)] = factors.decay[p], row[word(triple, n / 8, true)] = factors.added[p];
+            }
+            if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
+        }
+    }
+};
 
-// Copies to tiles, ELEMENTS at once: half of the block's threads logits or keys, half dy or queries
-template <int WIDTH, int ELEMENTS>
+// Copies to tiles, VECTOR channels at once: half of the block's threads logits, half dy
 struct Copies {
-    static constexpr int HALF = THREADS / 2, ROW = WIDTH / ELEMENTS, TOKENS = HALF > ROW ? HALF / ROW : 1;
-    static constexpr int TIMES = ROW > HALF ? ROW / HALF : 1, APART = HALF * ELEMENTS;  // a row takes, and what lies between
-    static_assert(TIMES == 1 || APART % 8 == 0);
+    static constexpr int HALF = THREADS / 2, ROW = BLOCK_CHANNELS / VECTOR, TOKENS = HALF > ROW ? HALF / ROW : 1;
+    static constexpr int TIMES = ROW > HALF ? ROW / HALF : 1, APART = HALF * VECTOR;  // a row takes, and channels between
+    static_assert(TILE % TOKENS == 0 && (TIMES == 1 || APART % 8 == 0));
     Sequence<const T> source;
-    int half, token, column, left;  // columns from the thread's first on
-    __device__ __forceinline__ Copies(const Sequence<const T> &first, const Sequence<const T> &second, i64 start, i64 columns)
-        : source(threadIdx.x < HALF ? first : second), half(threadIdx.x / HALF), token(threadIdx.x % HALF / ROW),
-          column(threadIdx.x % HALF % ROW * ELEMENTS), left(min(columns - start, i64(WIDTH)) - column) {
-        source.data += start + column;
+    int half, token, c, left;  // channels from the thread's first on
+    __device__ __forceinline__ Copies(const Sequence<const T> &logits, const Sequence<const T> &dys, i64 first, i64 D)
+        : source(threadIdx.x < HALF ? logits : dys), half(threadIdx.x / HALF), token(threadIdx.x % HALF / ROW),
+          c(threadIdx.x % HALF % ROW * VECTOR), left(min(D - first, i64(BLOCK_CHANNELS)) - c) {
+        source.data += first + c;
         asm("" : "+l"(source.data));  // or the compiler would add it up again for every tile
     }
     // from token t0 on, of which `tokens` exist; zeros for the others
-    __device__ __forceinline__ void start(Tile<WIDTH> &tile, int t0, int tokens) const {
-        T *to = &tile.at[half][column / 8][token][column % 8];
+    __device__ __forceinline__ void start(Tile &tile, int t0, int tokens) const {
+        T *to = &tile.at[half][c / 8][token][c % 8];
 #pragma unroll
         for (int n = 0; n < TIMES; n++) {
             int exist = n * APART < left ? tokens - half - token : 0;
 #pragma unroll
             for (int t = 0; t < TILE; t += TOKENS)
-                if (TILE % TOKENS == 0 || token + t < TILE)
-                    copy_async<ELEMENTS>(to + (n * APART / 8 * TILE + t) * 8, source.at(t0 + half + token + t) + n * APART,
-                                         t < exist);
+                copy_async<VECTOR>(to + (n * APART / 8 * TILE + t) * 8, source.at(t0 + half + token + t) + n * APART,
+                                   t < exist);
         }
+        commit_copies();
     }
 };
 
@@ -179,12 +199,10 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
     Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<const T> dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
     Sequence<const T> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
-    Copies<BLOCK_CHANNELS, VECTOR> channels(logits, dys, at.block_d, D);
-    Copies<N, KEY_VECTOR> keys(ks, qs, 0, N);
-    channels.start(block.tiles[0], begin, end - begin);
-    keys.start(block.keys[0], begin, end - begin);
-    keys.start(block.keys[1], begin + TILE, end - begin - TILE);
-    commit_copies();
+    Copies copies(logits, dys, at.block_d, D);
+    StateFactors keys(ks, qs);
+    copies.start(block.tiles[0], begin, end - begin);
+    keys.fetch(begin, end - begin);
 
     // `F[s][o][2 i + j]` is state 8 o + 2 p + j of channel 16 s + c + 8 i
     float F[SIXTEENS][OCTETS][4], decay[SIXTEENS][OCTETS][4], bias[SIXTEENS][2] = {};
@@ -210,18 +228,16 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
     int octet = at.warp * (WARP_CHANNELS / 8) + lane / 8 % 2, pair = lane % 8 / 2 * 3;
     int first_two = pair + lane % 2, third = pair + 2 + lane % 2 * 12;
     unsigned(&factors)[SIXTEENS][4][32][4] = block.channels[at.warp].factor;
-    wait_for_copies<0>();
-    __syncthreads();
-    stage_states(block.states[0], block.keys[0]);
+    keys.put(block.states[0]);
+    keys.fetch(begin + TILE, end - begin - TILE);
     int buffer = 0;
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE) {
         wait_for_copies<0>();
         __syncthreads();
-        channels.start(block.tiles[buffer ^ 1], t0 + TILE, end - t0 - TILE);
-        keys.start(block.keys[buffer], t0 + 2 * TILE, end - t0 - 2 * TILE);
-        commit_copies();
-        stage_states(block.states[buffer ^ 1], block.keys[buffer ^ 1]);
+        copies.start(block.tiles[buffer ^ 1], t0 + TILE, end - t0 - TILE);
+        keys.put(block.states[buffer ^ 1]);
+        keys.fetch(t0 + 2 * TILE, end - t0 - 2 * TILE);
         const T(*rows)[8] = block.tiles[buffer].at[lane / 16][octet];
         const States &states = block.states[buffer];
 #pragma unroll
@@ -256,7 +272,7 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
                           Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
             }
             __syncwarp();
-#pragma unroll
+#pragma unroll AT_ONCE
             for (int j = 0; j < 4; j++) {
                 Pack<unsigned, 4> channel[SIXTEENS];
 #pragma unroll
@@ -283,9 +299,9 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, k), TO
         buffer ^= 1;
     }
     wait_for_copies<0>();  // of tiles that do not exist
-    unsigned block_again = blockIdx.x;
-    asm("" : "+r"(block_again));  // or registers would hold what follows from it all the time
-    Place to(block_again, B, D, boundaries);
+    unsigned index = blockIdx.x;
+    asm("" : "+r"(index), "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
+    Place to(index, B, D, boundaries);
     i64 offset = state_offset(to.g, to.b, to.boundary, 2 * p, to.d, B, boundaries, D);
 #pragma unroll
     for (int s = 0; s < SIXTEENS; s++)

@@ -58,7 +58,7 @@ class SummaryTriples(NamedTuple):
     states: int = 4
     channels: int = 4
     warps: int = 4
-    min_blocks: int = 4
+    min_blocks: int = 3
 
 
 class Backward(NamedTuple):
@@ -83,9 +83,9 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
-SUMMARY_TRIPLES = SummaryTriples(90, 60)
+SUMMARY_TRIPLES = SummaryTriples(120, 76)
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 660, 475, min_blocks=3), Backward(2, 8, 520, 290, min_blocks=3)],
     "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
@@ -139,13 +139,14 @@ def choose(
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens, channels = min(L, segment_chunks * CHUNK), sequences * D
+        long = max(1, -(-(L - tokens // 8) // tokens))  # segments; blocks of a last one of few tokens end soon
         between = 0.0
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors
             between = LAUNCHES + passed
             between += cycles(summary, channels * (segments - 1), N, tokens, multiprocessors)
         for variant in candidates:
-            cost = between + cycles(variant, channels * segments, N, tokens, multiprocessors)
+            cost = between + cycles(variant, channels * long, N, tokens, multiprocessors)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
     return best[1:]
