@@ -83,7 +83,7 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
-SUMMARY_TRIPLES = SummaryTriples(120, 76)
+SUMMARY_TRIPLES = SummaryTriples(190, 76)
 BACKWARD = {
     "longhorn": [Backward(4, 8, 660, 475, min_blocks=3), Backward(2, 8, 520, 290, min_blocks=3)],
     "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
