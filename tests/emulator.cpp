@@ -23,12 +23,13 @@ namespace emulator {
 struct Index { unsigned x; };
 struct Copy { char *to; const char *from; int bytes; bool valid; };
 struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
-enum State { READY, AT_WARP, AT_BLOCK, DONE };
+enum State { READY, AT_WARP, AT_SOME, AT_BLOCK, DONE };
 struct Thread {
     ucontext_t context;
     char *stack;
     State state;
     Index index;
+    unsigned waiting_for;  // threads at a barrier that is not the block's
     float passed;
     Fragments fragments;
     const void *row;  // of a matrix to load
@@ -49,6 +50,10 @@ static void wait_at(emulator::State barrier) {
     swapcontext(&current->context, &emulator::scheduler);
 }
 static void __syncwarp() { wait_at(emulator::AT_WARP); }
+static void wait_for_some(unsigned threads) {
+    current->waiting_for = threads;
+    wait_at(emulator::AT_SOME);
+}
 static void __syncthreads() { wait_at(emulator::AT_BLOCK); }
 static float __shfl_sync(unsigned, float v, int lane) {
     current->passed = v;
@@ -158,6 +163,20 @@ static void multiply_tf32(float *sums, emulator::Fragments fragments) {
     }
     __syncwarp();
 }
+// The same with 4 columns of a: words a_0, a_1 and b
+static void multiply_short_tf32(float *product, emulator::Fragments fragments) {
+    auto element = [&](int lane, int word) {
+        return __uint_as_float(emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word] & ~0x1fffu);
+    };
+    current->fragments = fragments;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+        product[i] = 0;
+        for (int k = 0; k < 4; k++) product[i] += element(row * 4 + k, i / 2) * element(column * 4 + k, 2);
+    }
+    __syncwarp();
+}
 // Matrices of 8 rows of 8 16-bit elements, of which lanes 8 i to 8 i + 7 give the addresses of matrix i
 static void load_rows(unsigned *matrices, int count, const void *row, bool transposed) {
     if (size_t(row) % 16) fprintf(stderr, "misaligned row\n"), abort();
@@ -245,6 +264,14 @@ void run_block() {
             for (unsigned i = first; i < first + 32; i++) there += threads[i].state == AT_WARP;
             if (there < 32) continue;
             for (unsigned i = first; i < first + 32; i++) threads[i].state = READY;
+            progress = true;
+        }
+        unsigned some = 0, expected = 0;
+        for (auto &t : threads)
+            if (t.state == AT_SOME) some++, expected = t.waiting_for;
+        if (some && some == expected) {
+            for (auto &t : threads)
+                if (t.state == AT_SOME) t.state = READY;
             progress = true;
         }
         for (auto &t : threads) done += t.state == DONE, waiting += t.state == AT_BLOCK;

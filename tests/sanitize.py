@@ -32,14 +32,15 @@ def main() -> None:
 
 
 def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
-    x, logits, *rest = inputs(recurrence, dtype)
-    A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
-    tensors = x, logits, k, q, A, skip, bias
-    for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
-        for variant in variants.forward_variants(recurrence, k.shape[-1], dtype.itemsize):
-            _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
-        for variant in variants.BACKWARD[recurrence]:
-            scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
+    for channels in (D, 40):  # no vectors, and whole ones
+        x, logits, *rest = inputs(recurrence, dtype, channels)
+        A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
+        tensors = x, logits, k, q, A, skip, bias
+        for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
+            for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
+                _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
+            for variant in variants.BACKWARD[recurrence]:
+                scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
 
 
 def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
@@ -75,7 +76,7 @@ def in_fp32(product):
     return in_fp32
 
 
-def inputs(recurrence: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(recurrence: str, dtype: torch.dtype, D: int = D) -> list[torch.Tensor]:
     """Of two directions; parameters in fp32."""
     make = {"longhorn": longhorn_inputs, "selective": selective_inputs}[recurrence]
     pair = [[t if t.dim() == 3 else t.float() for t in make(B, L, D, N, dtype, seed)] for seed in (0, 1)]

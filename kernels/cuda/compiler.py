@@ -17,6 +17,7 @@ SCAN = ["types.cuh", "common.cuh"]
 HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
     "quads": SCAN,
+    "pairs": SCAN,
     "summary": [*SCAN, "lanes.cuh"],
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh"],
