@@ -24,6 +24,7 @@ HEADERS = {
     "step": ["types.cuh"],
     "project": ["types.cuh", "silu.cuh", "filter.cuh"],
     "output": ["types.cuh", "silu.cuh"],
+    "hopper": ["types.cuh", "silu.cuh"],
 }
 
 
