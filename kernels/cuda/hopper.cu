@@ -9,6 +9,15 @@ constexpr int C = WIDTH, D = 2 * C;
 #ifndef STEP
 #define STEP 32
 #endif
+#ifndef CLUSTER
+#define CLUSTER 2
+#endif
+#ifndef HINT
+#define HINT ""
+#endif
+#ifndef STREAM
+#define STREAM 0
+#endif
 #ifndef KEEP
 #define KEEP 0
 #endif
@@ -37,8 +46,30 @@ DEVICE void wait_for(unsigned barrier, unsigned parity) {
         "r"(parity)
         : "memory");
 }
+// the same barrier of another block of the cluster
+DEVICE void arrive_at(unsigned barrier, unsigned rank) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+}
+DEVICE void wait_for_cluster() {
+    if (CLUSTER > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else
+        __syncthreads();
+}
+// a part of a stage, to all blocks of the cluster
+DEVICE void copy_to_cluster(unsigned to, const void *from, unsigned barrier) {
+    if (CLUSTER > 1)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, "
+                     "[%3], %4;" ::"r"(to), "l"(from), "r"(STAGE / CLUSTER), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1))
+                     : "memory");
+    else
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                     "l"(from), "r"(STAGE), "r"(barrier)
+                     : "memory");
+}
 DEVICE void copy16(unsigned to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global" HINT " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
 DEVICE void load_at(unsigned (&m)[4], unsigned row) {
@@ -87,22 +118,24 @@ DEVICE unsigned long long descriptor(unsigned address) {
            (STEP == 64 ? 1ull : 2ull) << 62;
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(384, 1)
 gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, const float *__restrict__ scales,
               const T *__restrict__ weights, const float *__restrict__ x, float *__restrict__ out,
               T *__restrict__ means, T *__restrict__ xhat, float *__restrict__ norms, double eps, i64 tokens,
-              i64 length, i64 tokens_of_group, i64 tiles_) {
+              i64 length, i64 tokens_of_group, i64 rounds) {
     extern __shared__ __align__(1024) char shared[];
     unsigned base = shared_address(shared), slots = base + STAGES * STAGE;
     unsigned barriers = slots + 2 * SLOTS * SLOT;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, per = tokens_of_group, tiles = tiles_;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, per = tokens_of_group, tiles = int(rounds) * gridDim.x;
+    unsigned rank = 0;
+    if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     Ring weight_ring{barriers + 4 * SLOTS * 8, STAGES, 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32);
-        for (int i = 0; i < 2 * STAGES; i++) init_barrier(weight_ring.barriers + i * 8, i / STAGES ? 8 : 1);
+        for (int i = 0; i < 2 * STAGES; i++) init_barrier(weight_ring.barriers + i * 8, i / STAGES ? 8 * CLUSTER : 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    wait_for_cluster();
 
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -115,18 +148,14 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                         wait_for(ring.empty(), ring.phase ^ 1);
                         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ring.full()), "r"(STAGE)
                                      : "memory");
-                        asm volatile(
-                            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                                base + ring.slot * STAGE),
-                            "l"(weights + step * (C * STEP)), "r"(STAGE), "r"(ring.full())
-                            : "memory");
+                        copy_to_cluster(base + ring.slot * STAGE + rank * (STAGE / CLUSTER),
+                                        weights + (step * (C * STEP) + rank * (C * STEP / CLUSTER)), ring.full());
                     }
             }
         } else if (warp < 10) {
             int g = warp - 8, row = lane / 8, piece = lane % 8;
             Ring ring{barriers + g * 2 * SLOTS * 8, SLOTS, 0, 0};
-            // of even and of odd passes of four rows
-            unsigned even = row * 128 + (piece ^ row) * 16, odd = row * 128 + (piece ^ row ^ 4) * 16;
+            unsigned y_to = row * 128 + (piece ^ row) * 16;
             unsigned x_to = row * (PART * 4) + (piece ^ row % 2 * 4) * 16;
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 int first = (2 * tile + g) * per, left = min(per, all - first) - row;
@@ -135,18 +164,19 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
 #pragma unroll 1
                 for (int chunk = 0; chunk < CHUNKS; chunk++, ring.next()) {
                     wait_for(ring.empty(), ring.phase ^ 1);
-                    unsigned to = slots + (g * SLOTS + ring.slot) * SLOT;
+                    unsigned to = slots + (g * SLOTS + ring.slot) * SLOT + y_to;
                     const T *p_0 = from_y + chunk * CHUNK, *p_1 = p_0 + tokens * D, *p_z = from_z + chunk * CHUNK;
 #pragma unroll 1
                     for (int pass = 0; pass < ROWS / 4; pass += 2)
 #pragma unroll
                         for (int i = 0; i < 2; i++) {
-                            unsigned at = to + (i ? odd : even);
+                            unsigned at = to ^ i * 64;  // 16 bytes are at their number ^ row % 8
                             bool valid = (pass + i) * 4 < left;
                             copy16(at, p_0, valid);
                             copy16(at + ROWS * 128, p_1, valid);
                             copy16(at + 2 * ROWS * 128, p_z, valid);
                             to += 512, p_0 += 4 * D, p_1 += 4 * D, p_z += 4 * z_stride;
+                            asm("" : "+l"(p_z));  // or registers would hold multiples of the stride
                         }
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ring.full()) : "memory");
                 }
@@ -171,14 +201,15 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
         warp %= 4;
         Ring ring{barriers + g * 2 * SLOTS * 8, SLOTS, 0, 0};
         slots += g * SLOTS * SLOT;
-        unsigned row_at = (warp * 16 + lane % 16) * 128;
+        // of the first channels; others are at ^ 16 times their eighth, as slots are at multiples of 1024
+        unsigned read_at = (warp * 16 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
         float sums[NS][96];
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            int first = (2 * tile + g) * per, row = warp * 16 + lane / 4, left = min(per, all - first);
+            int token = (2 * tile + g) * per + warp * 16 + lane / 4, end = min((2 * tile + g + 1) * per, all);
             float scale[2] = {1, 1};
             if (scales)
                 for (int i = 0; i < 2; i++)
-                    if (row + i * 8 < left) scale[i] = scales[(first + row + i * 8) / L];
+                    if (token + i * 8 < end) scale[i] = scales[(token + i * 8) / L];
 #pragma unroll 1
             for (int chunk = 0; chunk < CHUNKS; chunk++, ring.next()) {
                 wait_for(ring.full(), ring.phase);
@@ -186,7 +217,7 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                 unsigned a[2][4];
 #pragma unroll
                 for (int k = 0; k < CHUNK / 16; k++) {
-                    unsigned at = slot + row_at + ((k * 2 + lane / 16 ^ lane % 8) * 16);
+                    unsigned at = slot + read_at ^ k * 32;
                     unsigned y_0[4], y_1[4], zs[4];
                     load_at(y_0, at), load_at(y_1, at + ROWS * 128), load_at(zs, at + 2 * ROWS * 128);
 #pragma unroll
@@ -199,9 +230,8 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                         }
                         a[k % 2][w] = pack(T{}, v.at[0], v.at[1]);
                         if (KEEP) {  // in the place of y_0
-                            unsigned to = slot + (warp * 16 + w % 2 * 8 + lane / 4) * 128 +
-                                          ((k * 2 + w / 2 ^ lane / 4) * 16) + lane % 4 * 4;
-                            asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pack(T{}, mean.at[0], mean.at[1]))
+                            unsigned to = slot + (warp * 16 + lane / 4) * 128 + lane / 4 * 16 + lane % 4 * 4 ^ k * 32 + w / 2 * 16;
+                            asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + w % 2 * 1024), "r"(pack(T{}, mean.at[0], mean.at[1]))
                                          : "memory");
                         }
                     }
@@ -217,7 +247,8 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                                              : "=r"(mean.word[0]), "=r"(mean.word[1]), "=r"(mean.word[2]), "=r"(mean.word[3])
                                              : "r"(from)
                                              : "memory");
-                                if (r < left) store(means + (i64(first + r) * D + chunk * CHUNK + lane % 8 * 8), mean);
+                                int t = token - lane / 4 + i * 4 + lane / 8;
+                                if (t < end) store(means + (i64(t) * D + chunk * CHUNK + lane % 8 * 8), mean);
                             }
                         }
                         __syncwarp();
@@ -236,21 +267,20 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     wait_for_products<1>();
                     // the products before these are done
-                    if (k % STEPS == 0 && lane == 0 && chunk + k > 0) arrive(weight_ring.empty_before());
+                    if (k % STEPS == 0 && lane < CLUSTER && chunk + k > 0) arrive_at(weight_ring.empty_before(), lane);
                     if (k % STEPS == STEPS - 1) weight_ring.next();
                 }
             }
             wait_for_products<0>();
 #pragma unroll
             for (int n = 0; n < NS; n++) hold(sums[n]);
-            if (lane == 0) arrive(weight_ring.empty_before());
+            if (lane < CLUSTER) arrive_at(weight_ring.empty_before(), lane);
 
-            i64 to = i64(first + row) * C + lane % 4 * 4;
-            float squares[2] = {};
+            i64 to = i64(token) * C + lane % 4 * 4;
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 wait_for(ring.full(), ring.phase);
-                unsigned from = slots + ring.slot * SLOT + row * (PART * 4);
+                unsigned from = slots + ring.slot * SLOT + (warp * 16 + lane / 4) * (PART * 4);
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -258,30 +288,47 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                         Floats<4> v;
                         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                                      : "=f"(v.at[0]), "=f"(v.at[1]), "=f"(v.at[2]), "=f"(v.at[3])
-                                     : "r"(from + i * 8 * (PART * 4) + (n * 4 + lane % 4 ^ row % 2 * 4) * 16)
+                                     : "r"(from + i * 8 * (PART * 4) + (n * 4 + lane % 4 ^ lane / 4 % 2 * 4) * 16)
                                      : "memory");
 #pragma unroll
                         for (int c = 0; c < 4; c++) {
                             int column = part * PART + n * 16;  // of the first of 16
                             float &sum = sums[column / 192][column % 192 / 2 + c / 2 * 4 + i * 2 + c % 2];
                             sum += v.at[c];
-                            squares[i] = fmaf(sum, sum, squares[i]);
                             v.at[c] = sum;
                         }
-                        if (row + i * 8 < left) store(out + (to + i * 8 * C + part * PART + n * 16), v);
+                        if (token + i * 8 < end) {
+                            float *p = out + (to + i * 8 * C + part * PART + n * 16);
+                            if (STREAM == 1)
+                                asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.at[0]), "f"(v.at[1]), "f"(v.at[2]), "f"(v.at[3]) : "memory");
+                            else
+                                store(p, v);
+                        }
                     }
                 __syncwarp();
                 if (lane == 0) arrive(ring.empty());
                 ring.next();
             }
-            if (!xhat) continue;
+            if (xhat)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                squares[i] += __shfl_xor_sync(WARP, squares[i], 1);
-                squares[i] += __shfl_xor_sync(WARP, squares[i], 2);
-                float r = rsqrtf(squares[i] / C + float(eps));
-                if (row + i * 8 >= left) continue;
-                if (lane % 4 == 0) norms[first + row + i * 8] = r;
+                float squares[8] = {};  // added in the order of rms_norm
+#pragma unroll
+                for (int n = 0; n < C / 16; n++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        float v = sums[n / 12][n % 12 * 8 + c / 2 * 4 + i * 2 + c % 2];
+                        squares[n % 8] = fmaf(v, v, squares[n % 8]);
+                    }
+#pragma unroll
+                for (int distance = 4; distance > 0; distance /= 2)
+#pragma unroll
+                    for (int n = 0; n < distance; n++) squares[n] += squares[n + distance];
+                squares[0] += __shfl_xor_sync(WARP, squares[0], 2);
+                squares[0] += __shfl_xor_sync(WARP, squares[0], 1);
+                float r = rsqrtf(squares[0] / C + float(eps));
+                if (token + i * 8 >= end) continue;
+                if (lane % 4 == 0) norms[token + i * 8] = r;
 #pragma unroll
                 for (int n = 0; n < C / 16; n++) {
                     Floats<4> v;
@@ -292,4 +339,6 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
             }
         }
     }
+    __syncwarp();
+    wait_for_cluster();  // before its shared memory is gone
 }
