@@ -12,6 +12,12 @@ constexpr int C = WIDTH, D = 2 * C;
 #ifndef CLUSTER
 #define CLUSTER 2
 #endif
+#ifndef RAW
+#define RAW 2
+#endif
+#ifndef UNROLL
+#define UNROLL 4
+#endif
 #ifndef HINT
 #define HINT ""
 #endif
@@ -48,8 +54,9 @@ DEVICE void wait_for(unsigned barrier, unsigned parity) {
 }
 // the same barrier of another block of the cluster
 DEVICE void arrive_at(unsigned barrier, unsigned rank) {
+    if (CLUSTER == 1) return arrive(barrier);
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 DEVICE void wait_for_cluster() {
     if (CLUSTER > 1)
@@ -68,8 +75,8 @@ DEVICE void copy_to_cluster(unsigned to, const void *from, unsigned barrier) {
                      "l"(from), "r"(STAGE), "r"(barrier)
                      : "memory");
 }
-DEVICE void copy16(unsigned to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global" HINT " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+DEVICE void copy16(unsigned to, const void *from) {
+    asm volatile("cp.async.cg.shared.global" HINT " [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 DEVICE void load_at(unsigned (&m)[4], unsigned row) {
@@ -131,7 +138,7 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
     if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     Ring weight_ring{barriers + 4 * SLOTS * 8, STAGES, 0, 0};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 4 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32);
+        for (int i = 0; i < 4 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32 * RAW);
         for (int i = 0; i < 2 * STAGES; i++) init_barrier(weight_ring.barriers + i * 8, i / STAGES ? 8 * CLUSTER : 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -139,45 +146,47 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
 
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (warp == 11) {
-            if (lane == 0) {
-                Ring ring = weight_ring;
+        Ring weights_to = weight_ring;
+        auto copy_weights = [&](int step) {
+            wait_for(weights_to.empty(), weights_to.phase ^ 1);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(weights_to.full()), "r"(STAGE)
+                         : "memory");
+            copy_to_cluster(base + weights_to.slot * STAGE + rank * (STAGE / CLUSTER),
+                            weights + (step * (C * STEP) + rank * (C * STEP / CLUSTER)), weights_to.full());
+            weights_to.next();
+        };
+        if (RAW == 1 && warp == 11) {
+            if (lane == 0)
                 for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
 #pragma unroll 1
-                    for (int step = 0; step < D / STEP; step++, ring.next()) {
-                        wait_for(ring.empty(), ring.phase ^ 1);
-                        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ring.full()), "r"(STAGE)
-                                     : "memory");
-                        copy_to_cluster(base + ring.slot * STAGE + rank * (STAGE / CLUSTER),
-                                        weights + (step * (C * STEP) + rank * (C * STEP / CLUSTER)), ring.full());
-                    }
-            }
-        } else if (warp < 10) {
-            int g = warp - 8, row = lane / 8, piece = lane % 8;
+                    for (int step = 0; step < D / STEP; step++) copy_weights(step);
+        } else if (RAW == 2 || warp < 10) {
+            // a thread copies 16 bytes of every APART-th row
+            constexpr int APART = 4 * RAW;
+            int g = warp % 2, row = lane / 8 + (warp - 8) / 2 * 4, piece = lane % 8;
             Ring ring{barriers + g * 2 * SLOTS * 8, SLOTS, 0, 0};
-            unsigned y_to = row * 128 + (piece ^ row) * 16;
-            unsigned x_to = row * (PART * 4) + (piece ^ row % 2 * 4) * 16;
+            unsigned y_to = row * 128 + (piece ^ row) * 16, x_to = row * (PART * 4) + (piece ^ row % 2 * 4) * 16;
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 int first = (2 * tile + g) * per, left = min(per, all - first) - row;
                 const T *from_y = y + (i64(first + row) * D + piece * 8);
-                const T *from_z = z + ((first + row) * z_stride + piece * 8);
+                const T *from_z = z + (i64(first + row) * (2 * D) + piece * 8);
 #pragma unroll 1
                 for (int chunk = 0; chunk < CHUNKS; chunk++, ring.next()) {
+                    if (RAW == 2 && warp == 8) {
+                        if (lane == 0)
+#pragma unroll 1
+                            for (int i = 0; i < CHUNK / STEP; i++) copy_weights(chunk * (CHUNK / STEP) + i);
+                        __syncwarp();
+                    }
                     wait_for(ring.empty(), ring.phase ^ 1);
                     unsigned to = slots + (g * SLOTS + ring.slot) * SLOT + y_to;
                     const T *p_0 = from_y + chunk * CHUNK, *p_1 = p_0 + tokens * D, *p_z = from_z + chunk * CHUNK;
-#pragma unroll 1
-                    for (int pass = 0; pass < ROWS / 4; pass += 2)
-#pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            unsigned at = to ^ i * 64;  // 16 bytes are at their number ^ row % 8
-                            bool valid = (pass + i) * 4 < left;
-                            copy16(at, p_0, valid);
-                            copy16(at + ROWS * 128, p_1, valid);
-                            copy16(at + 2 * ROWS * 128, p_z, valid);
-                            to += 512, p_0 += 4 * D, p_1 += 4 * D, p_z += 4 * z_stride;
-                            asm("" : "+l"(p_z));  // or registers would hold multiples of the stride
-                        }
+#pragma unroll UNROLL
+                    for (int r = 0; r < left; r += APART) {
+                        copy16(to, p_0), copy16(to + ROWS * 128, p_1), copy16(to + 2 * ROWS * 128, p_z);
+                        to += APART * 128, p_0 += APART * D, p_1 += APART * D, p_z += APART * 2 * D;
+                        if (RAW == 1) to ^= 64;
+                    }
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ring.full()) : "memory");
                 }
                 const float *from_x = x + (i64(first + row) * C + piece * 4);
@@ -186,10 +195,10 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
                     wait_for(ring.empty(), ring.phase ^ 1);
                     unsigned to = slots + (g * SLOTS + ring.slot) * SLOT + x_to;
                     const float *p = from_x + part * PART;
-#pragma unroll 2
-                    for (int pass = 0; pass < ROWS / 4; pass++, to += 4 * PART * 4, p += 4 * C)
+#pragma unroll UNROLL
+                    for (int r = 0; r < left; r += APART, to += APART * PART * 4, p += APART * C)
 #pragma unroll
-                        for (int k = 0; k < PART / 32; k++) copy16(to + k * 128, p + k * 32, pass * 4 < left);
+                        for (int k = 0; k < PART / 32; k++) copy16(to + k * 128, p + k * 32);
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ring.full()) : "memory");
                 }
             }
