@@ -168,6 +168,7 @@ def _block(
     y_2BMD, states = gpu.scan(
         "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, REVERSE, keep
     )
+    del v_2BHD, logits_2BHD
     if middle:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
         x_TC = _wanted(x_BLC, middle).clone(memory_format=torch.contiguous_format).view(B, C)

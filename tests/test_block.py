@@ -287,11 +287,16 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
     of_output = [dict(WIDTH=C) for C in (192, 384) if dtype != "float"]
     named = ("block", of_block), ("convolve", of_convolve), ("project", of_project), ("step", of_step)
-    named += (("output", of_output),)
+    of_hopper = [
+        dict(KEEP=keep, STAGES=kernels.STAGES, SLOTS=kernels.SLOTS, **macros)
+        for macros in of_output for keep in (0, 1) if arch == "sm_90"
+    ]  # fmt: skip
+    named += ("output", of_output), ("output_hopper", of_hopper)
     for name, macros in [(name, macros) for name, all_macros in named for macros in all_macros]:
         macros["INPUT"] = dtype
         log = io.StringIO()
-        assert compiler.compile_cubin(name, arch, tuple(sorted(macros.items())), log)
+        exact_arch = arch + "a" * (name in compiler.ONLY_HOPPER)
+        assert compiler.compile_cubin(name, exact_arch, tuple(sorted(macros.items())), log)
         assert set(re.findall(r"(\d+) bytes spill stores", log.getvalue())) == {"0"}, (macros, log.getvalue())
 
 
@@ -305,14 +310,16 @@ def close(value, truth, dtype, name):
 
 
 # B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
-GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
+GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("shape", GATED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gated_product_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+def test_gated_product_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
     monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
     check_gated_product("cpu", dtype, shape, monkeypatch)
 
@@ -499,12 +506,19 @@ def test_stochastic_depth_is_that_of_the_plain_block(mixer, middle, plain):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("middle", [False, True])
-@pytest.mark.parametrize("shape", [(1, 50, 100), (2, 17, 192)])  # the latter with one kernel for gate and product
+# the others with one kernel for gate and product, of few tokens, of many, and of many on Hopper
+@pytest.mark.parametrize(
+    ("shape", "multiprocessors", "hopper"),
+    [((1, 50, 100), 1, False), ((2, 17, 192), 132, False), ((2, 49, 192), 1, False), ((2, 49, 192), 1, True)],
+)
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float16, 3e-3)])
-def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(dtype, tolerance, mixer, shape, middle, monkeypatch):
+def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
+    dtype, tolerance, mixer, shape, multiprocessors, hopper, middle, monkeypatch
+):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
-    multiprocessors = 132 if shape[2] == 192 else 1  # few, so that a warp takes several tiles of tokens
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
     for module in (kernels, scan):
         monkeypatch.setattr(module, "launch", emulator.launch)
         monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
@@ -520,9 +534,14 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(dtype, tolerance, mi
     weights = norm.weight, m.in_proj.weight, m.out_proj.weight
     directions = [p for direction in m.directions for p in direction.fused_parameters()]
     with torch.no_grad():
-        y, _, saved = operator._block(
-            m.recurrence, x, [], None, norm.eps, *weights, directions, dtype, middle, False, True
+        normed = list(kernels.rms_norm(x.flatten(0, 1), norm.eps, dtype, False)[:2]) if hopper else []
+        y, next_normed, saved = operator._block(
+            m.recurrence, x, normed, None, norm.eps, *weights, directions, dtype, middle, not middle, True
         )  # fmt: skip
+        saved += normed
+        assert len(next_normed) == (2 if hopper and not middle else 0)
+        for value, alone in zip(next_normed, kernels.rms_norm(y.flatten(0, 1), norm.eps, dtype, False)):
+            assert torch.equal(value, alone)
         dy = dy[:, : y.shape[1]].contiguous()
         dx, *gradients, rounded = operator._block_backward(
             m.recurrence, dy, None, None, *weights, directions, middle, saved
