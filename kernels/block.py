@@ -153,7 +153,9 @@ def _block(
     what backward needs if `keep`. `normed` are those of the block before, or nothing."""
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     x_TC = x_BLC.contiguous().view(-1, C)
-    tiles = None if middle else kernels.empty_tiles(x_TC, out_proj, dtype)
+    tiles = None if middle else kernels.empty_tiles(B * L, out_proj, dtype)
+    if tiles is not None and x_TC.data_ptr() % 16:
+        x_TC = x_TC.clone()
     weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype, tiles)
     copy = not (middle or kernels.fuses_product(x_TC, D, dtype))  # the product is written over it
     if normed:
@@ -254,7 +256,7 @@ def _fake_block(
     M, H, E = (1, L // 2 + 1, D) if middle else (L, L, 2 * D)
     y_BMC = x_BLC.new_empty(B, M, C)
     norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    next_normed = norm if hand_over and kernels.norms_output(x_BLC.flatten(0, 1), D, dtype) else []
+    next_normed = norm if hand_over and kernels.norms_output(B * L, C, D, dtype, x_BLC.device) else []
     if not keep:
         return y_BMC, next_normed, []
     kept = (2, B, boundaries(H), N, D)
@@ -284,7 +286,8 @@ class _Block(torch.autograd.Function):
         ctx, recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, dtype, middle, hand_over, *directions
     ):  # fmt: skip
         y_BMC, next_normed, saved = _below_autograd(
-            recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, True
+            recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over,
+            True,
         )  # fmt: skip
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
         ctx.mark_non_differentiable(*next_normed, *saved)

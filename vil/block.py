@@ -228,9 +228,10 @@ def stops_at_middle(blocks: nn.Sequential, x_BLC: Tensor) -> bool:
 
 
 def hand_over(blocks: nn.Sequential) -> bool:
-    """Whether a block may compute the next one's norm: nobody changes what is between them, and their norms are alike."""
-    alike = all(type(block) is Block and not hooked(block) and block.norm.eps == blocks[0].norm.eps for block in blocks)
-    return alike and not hooked(blocks)
+    """Whether a block may compute the next one's norm: nothing comes between them, and their norms have one eps."""
+    if hooked(blocks) or any(type(block) is not Block or hooked(block) for block in blocks):
+        return False
+    return len({block.norm.eps for block in blocks}) == 1
 
 
 def hooked(module: nn.Module) -> bool:
@@ -248,9 +249,7 @@ def runs_fused(block: Block, x_BLC: Tensor) -> bool:
     )
 
 
-def fused_block(
-    block: Block, x_BLC: Tensor, middle: bool = False, handed: list[Tensor] | None = None
-) -> Tensor:
+def fused_block(block: Block, x_BLC: Tensor, middle: bool = False, handed: list[Tensor] | None = None) -> Tensor:
     """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
     norm, mixer = block.norm, block.mixer
     autocast = torch.is_autocast_enabled("cuda")

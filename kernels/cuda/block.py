@@ -1,5 +1,7 @@
-"""Launches the kernels of a block but for the scan: of block.cu, convolve.cu, output.cu and output_hopper.cu, project.cu and
-step.cu."""
+"""Launches the kernels of all of a block but the scan.
+
+They are in block.cu, convolve.cu, output.cu, output_hopper.cu, project.cu and step.cu.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def pack(
     norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
     tiles: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The weights of a block, all of one dtype, as `block.Weights` wants them. Writes `tiles` as `gated_product` wants it."""
+    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does."""
     packed = empty_weights(out_proj, directions, dtype)
     _, _, conv, _, x_proj, step, *_ = packed
     (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
@@ -247,15 +249,16 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
     return _few_blocks(T, C) <= multiprocessors or many
 
 
-def norms_output(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether that kernel can compute `rms_norm` of its result as well, as that for many tokens on Hopper can."""
-    fused = fuses_product(x_TC, D, dtype) and _is_hopper(x_TC.device)
-    return fused and _few_blocks(len(x_TC), x_TC.shape[1]) > _multiprocessors(x_TC.device)
+def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does."""
+    fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
+    return fits and _is_hopper(device) and T >= 80 * _multiprocessors(device)
 
 
-def empty_tiles(x_TC: Tensor, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
+def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Room for out_proj as that kernel wants it, if it is to run."""
-    return torch.empty_like(out_proj, dtype=dtype) if norms_output(x_TC, out_proj.shape[1], dtype) else None
+    takes = norms_output(T, *out_proj.shape, dtype, out_proj.device)
+    return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 
 def gated_product(
@@ -264,7 +267,8 @@ def gated_product(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
 
-    And the first two results of `rms_norm` for it, if `eps` is given and there are `tiles`, else an empty list.
+    And the first two results of `rms_norm` for it, if `eps` is given and there are `tiles`, else an empty list. With
+    `tiles`, written by `pack`, x is to be at a multiple of 16 bytes and z the last half of uz.
     """
     (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
     if not fuses_product(x_TC, D, y_2BLD.dtype):
@@ -275,7 +279,7 @@ def gated_product(
     macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
     means, multiprocessors = mean_BLD if keep else None, _multiprocessors(x_TC.device)
     if tiles is not None:
-        assert _token_stride(z_BLD) == 2 * D, "z is not the last half of uz"
+        assert _token_stride(z_BLD) == 2 * D and x_TC.data_ptr() % 16 == 0
         norm = [] if eps is None else _empty_norm(x_TC, y_2BLD.dtype)
         macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
         # as many tokens for each of two groups of a block: at most 64 at a time, as often as it takes
@@ -283,7 +287,8 @@ def gated_product(
         tokens = -(-T // (2 * rounds * multiprocessors))
         shared = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + 2 * (STAGES + 2 * SLOTS) * 8
         launch("output_hopper", "gated_product_by_wgmma", macros, multiprocessors, 384, [
-            y_2BLD, z_BLD, scale_B, tiles, x_TC, out_TC, means, *(norm or (None, None)), eps or 0.0, T, L, tokens, rounds,
+            y_2BLD, z_BLD, scale_B, tiles, x_TC, out_TC, means, *(norm or (None, None)), eps or 0.0, T, L, tokens,
+            rounds,
         ], shared)  # fmt: skip
         return out_TC, mean_BLD, norm
     arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, out_proj_CD, x_TC, out_TC, means, T, L]
