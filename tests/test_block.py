@@ -224,14 +224,14 @@ def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, comp
 
 
 class Chain(torch.nn.Module):
-    """Blocks that hand over what they know of the next one's norm."""
+    """Blocks that hand over what they know of the next one's norm, or do not."""
 
     def __init__(self, blocks, middle):
         super().__init__()
-        self.blocks, self.middle = blocks, middle
+        self.blocks, self.middle, self.hands_over = blocks, middle, True
 
     def forward(self, x):
-        handed = []
+        handed = [] if self.hands_over else None
         for i, block in enumerate(self.blocks, 1):
             x = block(x, middle=self.middle and i == len(self.blocks), handed=handed)
         return x
@@ -487,6 +487,19 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_product_equals_the_plain_one(dtype, shape, monkeypatch, poison):
     check_gated_product("cuda", dtype, shape, monkeypatch)
+
+
+@gpu_test
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
+def test_handing_over_changes_no_bit(shape, middle):
+    """On Hopper the first two shapes do hand over."""
+    chain = Chain(torch.nn.ModuleList([make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]), middle).cuda()
+    x, dy = torch.randn(2, *shape, device="cuda")
+    found = outcome(chain, x, dy, torch.bfloat16)
+    chain.hands_over = False
+    for name, expected in outcome(chain, x, dy, torch.bfloat16).items():
+        assert torch.equal(found[name], expected), name
 
 
 @gpu_test
