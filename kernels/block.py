@@ -149,8 +149,10 @@ def _padded(x_2TP: Tensor, B: int, L: int) -> Tensor:
 def _block(
     recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
 ):  # fmt: skip
-    """The block's output, the first two results of `rms_norm` for it if they cost little and somebody wants them, and
-    what backward needs if `keep`. `normed` are those of the block before, or nothing."""
+    """The block's output, the first two results of `rms_norm` for it, and what backward needs if `keep`.
+
+    Of the norm nothing unless `hand_over` and it comes with the output. normed are those results for x, or nothing.
+    """
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     x_TC = x_BLC.contiguous().view(-1, C)
     tiles = None if middle else kernels.empty_tiles(B * L, out_proj, dtype)

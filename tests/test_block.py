@@ -264,6 +264,27 @@ def test_blocks_that_hand_over_have_the_gradients_of_plain_ones(compiled, middle
     assert len(normed) == (3 if middle else 4)  # the first block's, and one for each that hands over
 
 
+def test_blocks_hand_over_only_while_nothing_comes_between():
+    blocks = torch.nn.Sequential(*[make_block(LonghornMixer, 16) for _ in range(3)])
+    assert vil_block.hand_over(blocks)
+    for module in (blocks, blocks[1]):
+        handle = module.register_forward_hook(lambda module, inputs, output: None)
+        assert not vil_block.hand_over(blocks)
+        handle.remove()
+    blocks[1].norm.eps = 1e-6
+    assert not vil_block.hand_over(blocks)
+    blocks[1].norm = torch.nn.Identity()
+    assert not vil_block.hand_over(blocks)
+    blocks[1] = torch.nn.Identity()
+    assert not vil_block.hand_over(blocks)
+
+
+def test_plain_block_takes_back_what_was_handed_over():
+    handed = [torch.randn(5, 16), torch.randn(5)]
+    make_block(LonghornMixer, 16)(torch.randn(1, 5, 16), handed=handed)
+    assert handed == []
+
+
 def test_plain_path_is_taken_without_a_gpu():
     assert not vil_block.runs_fused(make_block(LonghornMixer, 16), torch.randn(1, 5, 16))
 

@@ -231,7 +231,7 @@ def hand_over(blocks: nn.Sequential) -> bool:
     """Whether a block may compute the next one's norm: nothing comes between them, and their norms have one eps."""
     if hooked(blocks) or any(type(block) is not Block or hooked(block) for block in blocks):
         return False
-    return len({block.norm.eps for block in blocks}) == 1
+    return len({block.norm.eps if type(block.norm) is RMSNorm else None for block in blocks}) == 1
 
 
 def hooked(module: nn.Module) -> bool:

@@ -241,18 +241,18 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether `gated_product` is one kernel: there is one for few tokens and one for enough to fill the GPU."""
+    """Whether `gated_product` is one kernel: there is one for few tokens and two for enough to fill the GPU."""
     (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
         return False
     many = 80 * multiprocessors <= T and _output_bytes(C) <= _shared_bytes(x_TC.device)
-    return _few_blocks(T, C) <= multiprocessors or many
+    return _few_blocks(T, C) <= multiprocessors or many or norms_output(T, C, D, dtype, x_TC.device)
 
 
 def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does."""
     fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
-    return fits and _is_hopper(device) and T >= 80 * _multiprocessors(device)
+    return fits and _is_hopper(device) and T >= 64 * _multiprocessors(device)
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -13,9 +13,8 @@ constexpr int C = WIDTH, D = 2 * C;
 
 // A block has two groups of four warps. A group has up to 64 tokens with all outputs in registers, as its warps have 16 rows
 // each. They gate y and z where wgmma wants them, add x, and have whole rows of the result to norm. Three other warps
-// copy: y, z and then x through the slots of each group, and the weights through stages, which both groups read. As many
-// registers as outputs leave room for one block on a multiprocessor, so memory is to be busy all the time: the copies of
-// the next tokens start while the result is written.
+// copy: y, z and then x through the slots of each group, and the weights through stages, which both groups read. The outputs
+// leave registers for one block on a multiprocessor, so its copies go on, to the next tokens, while a result is written.
 constexpr int ROWS = 64, CHUNK = 64, CHUNKS = D / CHUNK;  // tokens of a group, channels in a slot
 constexpr int TENSOR = ROWS * CHUNK * 2, SLOT = 3 * TENSOR;
 constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a slot
