@@ -204,6 +204,78 @@ static unsigned transpose_rows(unsigned m) {
     return transposed;
 }
 
+// What hopper.cuh has, where products and bulk copies are done at once. Addresses are counted from the start.
+namespace emulator {
+struct Barrier { short count, left; int bytes : 31; unsigned phase : 1; };
+}
+static unsigned shared_address(const void *p) { return (const char *)p - shared_memory; }
+static emulator::Barrier &barrier_at(unsigned address) { return *(emulator::Barrier *)(shared_memory + address); }
+static void finish_phase(emulator::Barrier &b) {
+    if (b.left == 0 && b.bytes == 0) b.left = b.count, b.phase ^= 1;
+}
+static void init_barrier(unsigned barrier, short count) { barrier_at(barrier) = {count, count, 0, 0}; }
+static void publish_barriers() {}
+static void arrive(unsigned barrier) {
+    barrier_at(barrier).left--;
+    finish_phase(barrier_at(barrier));
+}
+static void arrive_and_expect(unsigned barrier, int bytes) {
+    barrier_at(barrier).bytes += bytes;
+    arrive(barrier);
+}
+static void wait_for(unsigned barrier, unsigned phase) {
+    for (int turns = 0; barrier_at(barrier).phase == phase; turns++) {
+        if (turns > 1000000) fprintf(stderr, "nobody arrives at a barrier\n"), abort();
+        wait_at(emulator::READY);
+    }
+}
+static void copy_16_async(unsigned to, const void *from) { start_copy(shared_memory + to, from, 16, true); }
+static void wait_for_all_copies() {
+    commit_started();
+    wait_until(0);
+}
+static void arrive_when_copied(unsigned barrier) {
+    wait_for_all_copies();
+    arrive(barrier);
+}
+static void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier) {
+    if (to % 16 || size_t(from) % 16 || bytes % 16) fprintf(stderr, "misaligned copy\n"), abort();
+    memcpy(shared_memory + to, from, bytes);
+    barrier_at(barrier).bytes -= bytes;
+    finish_phase(barrier_at(barrier));
+}
+template <int REGISTERS> static void take_registers() {}
+template <int REGISTERS> static void give_registers() {}
+static void load_matrices(unsigned (&m)[4], unsigned row) { load_rows(m, 4, shared_memory + row, false); }
+static void load_shared(unsigned (&v)[4], unsigned from) {
+    if (from % 16) fprintf(stderr, "misaligned load\n"), abort();
+    memcpy(v, shared_memory + from, 16);
+}
+static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
+template <class T>
+static void multiply_group(T, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
+    memcpy(current->fragments.word, a, sizeof a);
+    __syncwarp();
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 96; i++) {
+        int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float sum = add ? sums[i] : 0;
+        for (int k = 0; k < 16; k++) {
+            auto &there = emulator::threads[threadIdx.x / 32 * 32 + lane / 4 * 4 + k % 8 / 2].fragments;
+            unsigned address = b + column * 64 + k * 2;
+            unsigned short bits;
+            memcpy(&bits, shared_memory + (address ^ (address >> 7 & 3) << 4), 2);
+            sum += unpack(T{}, there.word[k / 8 * 2 + i % 4 / 2]).at[k % 2] * unpack(T{}, unsigned(bits)).at[0];
+        }
+        sums[i] = sum;
+    }
+    __syncwarp();
+}
+static void begin_products() {}
+static void commit_products() {}
+template <int PENDING> static void wait_for_products() {}
+static void hold(float (&)[96]) {}
+
 /* KERNELS */
 
 namespace emulator {

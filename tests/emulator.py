@@ -64,7 +64,8 @@ MEANING = {
 
 @functools.cache
 def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
-    kernels = compiler.source(name)
+    hopper = (compiler.SOURCES / "hopper.cuh").read_text()  # of which emulator.cpp has its own
+    kernels = compiler.source(name).replace(hopper, "")
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
     assert "asm" not in kernels, "the emulator does not know what this PTX means"

@@ -55,17 +55,21 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
     # in whole vectors, not, as `step_backward` and `project` take it, which are for what fills the GPU, and as
-    # `gated_product` does, that of many tokens for a multiprocessor and that of few
-    for width, multiprocessors in ((16, 1), (18, 1), (64, 1), (192, 1), (192, 64)):
+    # `gated_product` does, that of many tokens for a multiprocessor, on Hopper and elsewhere, and that of few
+    is_hopper = kernels._is_hopper(torch.device("cuda", 0))
+    for width, multiprocessors, on_hopper in (
+        (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
+    ):  # fmt: skip
         x = torch.randn(2, L, width, device="cuda", requires_grad=True)
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
             mock.patch.object(kernels, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
             mock.patch.object(kernels, "_multiprocessors", return_value=multiprocessors),
+            mock.patch.object(kernels, "_is_hopper", return_value=on_hopper),
         ):
             for middle in (False, True):
-                Block(width, mixer, drop_path=0.5).cuda().train()(x, middle).sum().backward()
+                Block(width, mixer, drop_path=0.5).cuda().train()(x, middle, []).sum().backward()
 
 
 def in_fp32(product):
