@@ -553,10 +553,10 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
 ):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
-    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
     for module in (kernels, scan):
         monkeypatch.setattr(module, "launch", emulator.launch)
         monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
+        monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(operator.gpu, "_module", lambda backend, device: scan)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
