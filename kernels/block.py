@@ -27,9 +27,9 @@ REVERSE = [False, True]
 
 torch.library.define(
     "vil::block",
-    "(str recurrence, Tensor x_BLC, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
-    " Tensor[] directions, ScalarType dtype, bool middle, bool keep)"
-    " -> (Tensor x_BMC, Tensor[] saved)",
+    "(str recurrence, Tensor x_BLC, Tensor[] normed, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj,"
+    " Tensor out_proj, Tensor[] directions, ScalarType dtype, bool middle, bool hand_over, bool keep)"
+    " -> (Tensor x_BMC, Tensor[] next_normed, Tensor[] saved)",
 )
 torch.library.define(
     "vil::block_backward",
@@ -47,6 +47,7 @@ def supports(x_BLC: Tensor, state_size: int) -> bool:
 def block(
     recurrence: str, x_BLC: Tensor, scale_B: Tensor | None, eps: float, norm_C: Tensor, in_proj: Tensor,
     out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype, middle: bool = False,
+    handed: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """x + scale * out_proj(mixer(norm(x))) of the residual stream x (fp32), computed in `dtype`.
 
@@ -62,11 +63,18 @@ def block(
             weight (D, R) and bias, skip, and A_log (D, N) if the recurrence has rates.
         dtype: float32, bfloat16 or float16.
         middle: Compute the output of the middle token, number (L - 1) // 2, alone: (B, 1, C).
+        handed: For blocks one behind the other, with nothing in between and the same eps. What the block before has
+            left of this one's norm; in its place this one leaves what it has computed of the next one's, if anything.
     """
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BLC, norm_C, in_proj, out_proj, *directions))
-    return torch.ops.vil.block(
-        recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep
-    )[0]  # fmt: skip
+    normed = handed if handed and handed[0].dtype == dtype else []
+    hand_over = handed is not None and not middle
+    y_BMC, next_normed, _ = torch.ops.vil.block(
+        recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+    )  # fmt: skip
+    if handed is not None:
+        handed[:] = next_normed
+    return y_BMC
 
 
 class Weights(NamedTuple):
@@ -84,9 +92,10 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(
-        cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
-    ) -> Weights:
-        return cls(*kernels.pack(norm_C, in_proj, out_proj, directions, dtype), _rates(in_proj, directions))
+        cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
+        tiles: Tensor | None,
+    ) -> Weights:  # fmt: skip
+        return cls(*kernels.pack(norm_C, in_proj, out_proj, directions, dtype, tiles), _rates(in_proj, directions))
 
     def split(self, uz_BLE: Tensor, xhat_TC: Tensor, middle: bool) -> tuple[Tensor, Tensor]:
         """u and z; if `middle`, uz is u alone."""
@@ -137,13 +146,24 @@ def _padded(x_2TP: Tensor, B: int, L: int) -> Tensor:
     return all_2BLP.flatten(1, 2)
 
 
-def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep):
-    """The block's output, and what backward needs if `keep`."""
+def _block(
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+):  # fmt: skip
+    """The block's output, the first two results of `rms_norm` for it, and what backward needs if `keep`.
+
+    Of the norm nothing unless `hand_over` and it comes with the output. normed are those results for x, or nothing.
+    """
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
-    weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype)
     x_TC = x_BLC.contiguous().view(-1, C)
+    tiles = None if middle else kernels.empty_tiles(B * L, out_proj, dtype)
+    if tiles is not None and x_TC.data_ptr() % 16:
+        x_TC = x_TC.clone()
+    weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype, tiles)
     copy = not (middle or kernels.fuses_product(x_TC, D, dtype))  # the product is written over it
-    xhat_TC, scale_T, x_TC = kernels.rms_norm(x_TC, eps, dtype, copy)
+    if normed:
+        (xhat_TC, scale_T), x_TC = normed, x_TC.clone() if copy else x_TC
+    else:
+        xhat_TC, scale_T, x_TC = kernels.rms_norm(x_TC, eps, dtype, copy)
     projection = weights.in_proj[:D] if middle else weights.in_proj
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
@@ -152,11 +172,15 @@ def _block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, direction
     y_2BMD, states = gpu.scan(
         "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, REVERSE, keep
     )
+    del v_2BHD, logits_2BHD
     if middle:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
         x_TC = _wanted(x_BLC, middle).clone(memory_format=torch.contiguous_format).view(B, C)
-    out_TC, mean_BMD = kernels.gated_product(x_TC, y_2BMD, z_BMD, scale_B, weights.out_proj, keep)
-    return out_TC.view(B, -1, C), [xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights] if keep else []
+    out_TC, mean_BMD, next_normed = kernels.gated_product(
+        x_TC, y_2BMD, z_BMD, scale_B, weights.out_proj, tiles, keep, eps if hand_over else None
+    )  # fmt: skip
+    saved = [uz_BLE, mean_BMD, states, *weights, *([] if normed else [xhat_TC, scale_T])]
+    return out_TC.view(B, -1, C), next_normed, saved if keep else []
 
 
 def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
@@ -164,7 +188,7 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
 
     rounded_BMC is dx_BMC in the products' dtype, if somebody has it.
     """
-    xhat_TC, scale_T, uz_BLE, mean_BMD, states, *weights = saved
+    uz_BLE, mean_BMD, states, *weights, xhat_TC, scale_T = saved
     weights = Weights(*weights)
     (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
@@ -226,26 +250,30 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("vil::block")
-def _fake_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep):
+def _fake_block(
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+):  # fmt: skip
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
     M, H, E = (1, L // 2 + 1, D) if middle else (L, L, 2 * D)
     y_BMC = x_BLC.new_empty(B, M, C)
+    norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
+    next_normed = norm if hand_over and kernels.norms_output(B * L, C, D, dtype, x_BLC.device) else []
     if not keep:
-        return y_BMC, []
+        return y_BMC, next_normed, []
     kept = (2, B, boundaries(H), N, D)
-    shapes = [(B * L, C), (B * L,), (B, L, E), (B, M, D), kept]
-    dtypes = [dtype, torch.float32, dtype, dtype, torch.float32]
+    shapes = [(B, L, E), (B, M, D), kept]
+    dtypes = [dtype, dtype, torch.float32]
     saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes)]
     weights = [*kernels.empty_weights(out_proj, directions, dtype), _rates(in_proj, directions)]
-    return y_BMC, saved + weights
+    return y_BMC, next_normed, saved + weights + ([] if normed else [t.clone() for t in norm])
 
 
 @torch.library.register_fake("vil::block_backward")
 def _fake_block_backward(
     recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
 ):
-    xhat_TC, _, uz_BLE, *_ = saved
+    uz_BLE, *_, xhat_TC, _ = saved
     B, L, _ = uz_BLE.shape
     gradients = [t.new_empty(t.shape) for t in (norm_C, in_proj, out_proj, *directions)]
     rounded_TC = xhat_TC.new_empty(xhat_TC.shape if xhat_TC.dtype != dx_BMC.dtype else 0)
@@ -256,18 +284,21 @@ class _Block(torch.autograd.Function):
     """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer."""
 
     @staticmethod
-    def forward(ctx, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, middle, *directions):
-        y_BMC, saved = _below_autograd(
-            recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, True
-        )
+    def forward(
+        ctx, recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, dtype, middle, hand_over, *directions
+    ):  # fmt: skip
+        y_BMC, next_normed, saved = _below_autograd(
+            recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over,
+            True,
+        )  # fmt: skip
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
-        ctx.mark_non_differentiable(*saved)
+        ctx.mark_non_differentiable(*next_normed, *saved)
         ctx.recurrence, ctx.middle, ctx.count = recurrence, middle, len(directions)
-        ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *saved)
-        return y_BMC, *saved
+        ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *saved, *normed)
+        return len(next_normed), y_BMC, *next_normed, *saved
 
     @staticmethod
-    def backward(ctx, dx_BMC, *_):
+    def backward(ctx, _, dx_BMC, *__):
         scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
         directions, saved = rest[: ctx.count], rest[ctx.count :]
         dx_BLC, dnorm, din_proj, dout_proj, *ddirections, rounded_TC = torch.ops.vil.block_backward(
@@ -275,7 +306,7 @@ class _Block(torch.autograd.Function):
             ctx.middle, saved,
         )  # fmt: skip
         dx_BLC.rounded = rounded_TC, dx_BLC._version
-        return None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, None, *ddirections
+        return None, dx_BLC, None, None, None, dnorm, din_proj, dout_proj, None, None, None, *ddirections
 
 
 def _rounded(dx_BMC: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -289,12 +320,14 @@ def _below_autograd(*arguments):
         return torch.ops.vil.block(*arguments)
 
 
-def _differentiable_block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, keep):
-    arguments = recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj
+def _differentiable_block(
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+):  # fmt: skip
+    arguments = recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj
     if not keep:
-        return _below_autograd(*arguments, directions, dtype, middle, False)
-    y_BMC, *saved = _Block.apply(*arguments, dtype, middle, *directions)
-    return y_BMC, saved
+        return _below_autograd(*arguments, directions, dtype, middle, hand_over, False)
+    count, y_BMC, *others = _Block.apply(*arguments, dtype, middle, hand_over, *directions)
+    return y_BMC, others[:count], others[count:]
 
 
 torch.library.impl("vil::block", "CUDA", _block)

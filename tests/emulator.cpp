@@ -23,12 +23,13 @@ namespace emulator {
 struct Index { unsigned x; };
 struct Copy { char *to; const char *from; int bytes; bool valid; };
 struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
-enum State { READY, AT_WARP, AT_BLOCK, DONE };
+enum State { READY, AT_WARP, AT_SOME, AT_BLOCK, DONE };
 struct Thread {
     ucontext_t context;
     char *stack;
     State state;
     Index index;
+    unsigned waiting_for;  // threads at a barrier that is not the block's
     float passed;
     Fragments fragments;
     const void *row;  // of a matrix to load
@@ -49,6 +50,10 @@ static void wait_at(emulator::State barrier) {
     swapcontext(&current->context, &emulator::scheduler);
 }
 static void __syncwarp() { wait_at(emulator::AT_WARP); }
+static void wait_for_some(unsigned threads) {
+    current->waiting_for = threads;
+    wait_at(emulator::AT_SOME);
+}
 static void __syncthreads() { wait_at(emulator::AT_BLOCK); }
 static float __shfl_sync(unsigned, float v, int lane) {
     current->passed = v;
@@ -159,7 +164,7 @@ static void multiply_tf32(float *sums, emulator::Fragments fragments) {
     __syncwarp();
 }
 // The same with 4 columns of a: words a_0, a_1 and b
-static void multiply_short_tf32(float *product, float start, emulator::Fragments fragments) {
+static void multiply_short_tf32(float *product, emulator::Fragments fragments) {
     auto element = [&](int lane, int word) {
         return __uint_as_float(emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word] & ~0x1fffu);
     };
@@ -167,7 +172,7 @@ static void multiply_short_tf32(float *product, float start, emulator::Fragments
     __syncwarp();
     for (int i = 0; i < 4; i++) {
         int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        product[i] = start;
+        product[i] = 0;
         for (int k = 0; k < 4; k++) product[i] += element(row * 4 + k, i / 2) * element(column * 4 + k, 2);
     }
     __syncwarp();
@@ -198,6 +203,78 @@ static unsigned transpose_rows(unsigned m) {
     __syncwarp();
     return transposed;
 }
+
+// What hopper.cuh has, where products and bulk copies are done at once. Addresses are counted from the start.
+namespace emulator {
+struct Barrier { short count, left; int bytes : 31; unsigned phase : 1; };
+}
+static unsigned shared_address(const void *p) { return (const char *)p - shared_memory; }
+static emulator::Barrier &barrier_at(unsigned address) { return *(emulator::Barrier *)(shared_memory + address); }
+static void finish_phase(emulator::Barrier &b) {
+    if (b.left == 0 && b.bytes == 0) b.left = b.count, b.phase ^= 1;
+}
+static void init_barrier(unsigned barrier, short count) { barrier_at(barrier) = {count, count, 0, 0}; }
+static void publish_barriers() {}
+static void arrive(unsigned barrier) {
+    barrier_at(barrier).left--;
+    finish_phase(barrier_at(barrier));
+}
+static void arrive_and_expect(unsigned barrier, int bytes) {
+    barrier_at(barrier).bytes += bytes;
+    arrive(barrier);
+}
+static void wait_for(unsigned barrier, unsigned phase) {
+    for (int turns = 0; barrier_at(barrier).phase == phase; turns++) {
+        if (turns > 1000000) fprintf(stderr, "nobody arrives at a barrier\n"), abort();
+        wait_at(emulator::READY);
+    }
+}
+static void copy_16_async(unsigned to, const void *from) { start_copy(shared_memory + to, from, 16, true); }
+static void wait_for_all_copies() {
+    commit_started();
+    wait_until(0);
+}
+static void arrive_when_copied(unsigned barrier) {
+    wait_for_all_copies();
+    arrive(barrier);
+}
+static void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier) {
+    if (to % 16 || size_t(from) % 16 || bytes % 16) fprintf(stderr, "misaligned copy\n"), abort();
+    memcpy(shared_memory + to, from, bytes);
+    barrier_at(barrier).bytes -= bytes;
+    finish_phase(barrier_at(barrier));
+}
+template <int REGISTERS> static void take_registers() {}
+template <int REGISTERS> static void give_registers() {}
+static void load_matrices(unsigned (&m)[4], unsigned row) { load_rows(m, 4, shared_memory + row, false); }
+static void load_shared(unsigned (&v)[4], unsigned from) {
+    if (from % 16) fprintf(stderr, "misaligned load\n"), abort();
+    memcpy(v, shared_memory + from, 16);
+}
+static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
+template <class T>
+static void multiply_group(T, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
+    memcpy(current->fragments.word, a, sizeof a);
+    __syncwarp();
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 96; i++) {
+        int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float sum = add ? sums[i] : 0;
+        for (int k = 0; k < 16; k++) {
+            auto &there = emulator::threads[threadIdx.x / 32 * 32 + lane / 4 * 4 + k % 8 / 2].fragments;
+            unsigned address = b + column * 64 + k * 2;
+            unsigned short bits;
+            memcpy(&bits, shared_memory + (address ^ (address >> 7 & 3) << 4), 2);
+            sum += unpack(T{}, there.word[k / 8 * 2 + i % 4 / 2]).at[k % 2] * unpack(T{}, unsigned(bits)).at[0];
+        }
+        sums[i] = sum;
+    }
+    __syncwarp();
+}
+static void begin_products() {}
+static void commit_products() {}
+template <int PENDING> static void wait_for_products() {}
+static void hold(float (&)[96]) {}
 
 /* KERNELS */
 
@@ -259,6 +336,14 @@ void run_block() {
             for (unsigned i = first; i < first + 32; i++) there += threads[i].state == AT_WARP;
             if (there < 32) continue;
             for (unsigned i = first; i < first + 32; i++) threads[i].state = READY;
+            progress = true;
+        }
+        unsigned some = 0, expected = 0;
+        for (auto &t : threads)
+            if (t.state == AT_SOME) some++, expected = t.waiting_for;
+        if (some && some == expected) {
+            for (auto &t : threads)
+                if (t.state == AT_SOME) t.state = READY;
             progress = true;
         }
         for (auto &t : threads) done += t.state == DONE, waiting += t.state == AT_BLOCK;

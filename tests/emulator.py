@@ -50,13 +50,19 @@ MEANING = {
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16.*?"f"\(0.0f\)\);': (
         "multiply_halves(from_fp16, product, {a_0, a_1, b});"
     ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32[^;]*;[^;]*"f"\(0.0f\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = 0;"
+        " multiply_tf32(product, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(a_2),"
+        " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
+    ),
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32.*?"r"\(__float_as_uint\(b_1\)\)\);': (
         "multiply_tf32(sums, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(a_2),"
         " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
     ),
-    r'asm\("mma.sync.aligned.m16n8k4.row.col.f32.tf32.*?"f"\(start\)\);': (
-        "multiply_short_tf32(product, start, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(b)});"
+    r'asm\("mma.sync.aligned.m16n8k4.row.col.f32.tf32.*?"f"\(0.0f\)\);': (
+        "multiply_short_tf32(product, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(b)});"
     ),
+    r'asm volatile\("bar.sync 1, %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_for_some(\1);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).trans.*?"memory"\);': r"load_rows(m, \1, row, true);",
     r'asm\("movmatrix.sync.*?"r"\(m\)\);': "transposed = transpose_rows(m);",
@@ -64,7 +70,7 @@ MEANING = {
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm volatile\("ld.global.nc.v4.u32 .*?"l"\(p\)\);': "v = load<8>(p);",
     r'asm\("" : [^;]*;': "",
-    r"extern __shared__ __align__\(16\) char shared\[\];": "char *shared = shared_memory;",
+    r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ ": "static ",
     r"#pragma unroll.*": "",
 }
@@ -72,7 +78,8 @@ MEANING = {
 
 @functools.cache
 def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
-    kernels = compiler.source(name)
+    hopper = (compiler.SOURCES / "hopper.cuh").read_text()  # of which emulator.cpp has its own
+    kernels = compiler.source(name).replace(hopper, "")
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
     assert "asm" not in kernels, "the emulator does not know what this PTX means"

@@ -32,14 +32,15 @@ def main() -> None:
 
 
 def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
-    x, logits, *rest = inputs(recurrence, dtype)
-    A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
-    tensors = x, logits, k, q, A, skip, bias
-    for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
-        for variant in variants.forward_variants(recurrence, k.shape[-1], dtype.itemsize):
-            _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
-        for variant in variants.BACKWARD[recurrence]:
-            scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
+    for channels in (D, 40):  # no vectors, and whole ones
+        x, logits, *rest = inputs(recurrence, dtype, channels)
+        A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
+        tensors = x, logits, k, q, A, skip, bias
+        for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
+            for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
+                _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
+            for variant in variants.BACKWARD[recurrence]:
+                scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
 
 
 def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
@@ -54,17 +55,21 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
     # in whole vectors, not, as `step_backward` and `project` take it, which are for what fills the GPU, and as
-    # `gated_product` does, that of many tokens for a multiprocessor and that of few
-    for width, multiprocessors in ((16, 1), (18, 1), (64, 1), (192, 1), (192, 64)):
+    # `gated_product` does, that of many tokens for a multiprocessor, on Hopper and elsewhere, and that of few
+    is_hopper = kernels._is_hopper(torch.device("cuda", 0))
+    for width, multiprocessors, on_hopper in (
+        (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
+    ):  # fmt: skip
         x = torch.randn(2, L, width, device="cuda", requires_grad=True)
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
             mock.patch.object(kernels, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
             mock.patch.object(kernels, "_multiprocessors", return_value=multiprocessors),
+            mock.patch.object(kernels, "_is_hopper", return_value=on_hopper),
         ):
             for middle in (False, True):
-                Block(width, mixer, drop_path=0.5).cuda().train()(x, middle).sum().backward()
+                Block(width, mixer, drop_path=0.5).cuda().train()(x, middle, []).sum().backward()
 
 
 def in_fp32(product):
@@ -75,7 +80,7 @@ def in_fp32(product):
     return in_fp32
 
 
-def inputs(recurrence: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(recurrence: str, dtype: torch.dtype, D: int = D) -> list[torch.Tensor]:
     """Of two directions; parameters in fp32."""
     make = {"longhorn": longhorn_inputs, "selective": selective_inputs}[recurrence]
     pair = [[t if t.dim() == 3 else t.float() for t in make(B, L, D, N, dtype, seed)] for seed in (0, 1)]

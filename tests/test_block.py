@@ -73,6 +73,14 @@ class PlainKernels:
         return False
 
     @staticmethod
+    def norms_output(T, C, D, dtype, device):
+        return True
+
+    @staticmethod
+    def empty_tiles(T, out_proj, dtype):
+        return None
+
+    @staticmethod
     def rms_norm(x, eps, dtype, copy):
         scale = (x.square().mean(-1) + eps).rsqrt()
         return (x * scale[:, None]).to(dtype), scale, x.clone()
@@ -83,7 +91,7 @@ class PlainKernels:
         return dx, dx
 
     @staticmethod
-    def pack(norm, in_proj, out_proj, directions, dtype):
+    def pack(norm, in_proj, out_proj, directions, dtype, tiles=None):
         half = len(directions) // 2
         conv, conv_bias, x_proj, step, step_bias, skip = [
             torch.stack(pair).to(dtype) for pair in list(zip(directions[:half], directions[half:]))[:6]
@@ -148,9 +156,10 @@ class PlainKernels:
         return mean * F.silu(z) * (1 if scale is None else scale[:, None, None]), mean
 
     @classmethod
-    def gated_product(cls, x, y, z, scale, out_proj, keep):
+    def gated_product(cls, x, y, z, scale, out_proj, tiles, keep, eps):
         gated, mean = cls.gate(y, z, scale, keep)
-        return x + gated.flatten(0, 1) @ out_proj.t(), mean
+        out = x + gated.flatten(0, 1) @ out_proj.t()
+        return out, mean, [] if eps is None else list(cls.rms_norm(out, eps, out.dtype, False)[:2])
 
     @classmethod
     def gate_backward(cls, dgated, mean, z, scale, dy, dz):
@@ -214,6 +223,68 @@ def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, comp
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
 
 
+class Chain(torch.nn.Module):
+    """Blocks that hand over what they know of the next one's norm, or do not."""
+
+    def __init__(self, blocks, middle):
+        super().__init__()
+        self.blocks, self.middle, self.hands_over = blocks, middle, True
+
+    def forward(self, x):
+        handed = [] if self.hands_over else None
+        for i, block in enumerate(self.blocks, 1):
+            x = block(x, middle=self.middle and i == len(self.blocks), handed=handed)
+        return x
+
+
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_hand_over_have_the_gradients_of_plain_ones(compiled, middle, monkeypatch):
+    """In fp64, kernels aside."""
+    monkeypatch.setattr(operator, "kernels", PlainKernels)
+    monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
+    monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    blocks = torch.nn.ModuleList([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)])
+    chain = Chain(blocks, middle)
+    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
+    expected = outcome(chain, x, dy)
+    normed = []
+    monkeypatch.setattr(vil_block, "runs_fused", lambda block, x: True)
+    norm = PlainKernels.rms_norm
+    monkeypatch.setattr(PlainKernels, "rms_norm", lambda *args: normed.append(1) or norm(*args))
+    with torch.library._scoped_library("vil", "IMPL") as library:
+        library.impl("block", operator._block, "CPU")
+        library.impl("block_backward", operator._block_backward, "CPU")
+        if compiled:
+            torch.compiler.reset()
+            chain = torch.compile(chain, fullgraph=True, backend="aot_eager")
+        found = outcome(chain, x, dy)
+    torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
+    assert len(normed) == (3 if middle else 4)  # the first block's, and one for each that hands over
+
+
+def test_blocks_hand_over_only_while_nothing_comes_between():
+    blocks = torch.nn.Sequential(*[make_block(LonghornMixer, 16) for _ in range(3)])
+    assert vil_block.hand_over(blocks)
+    for module in (blocks, blocks[1]):
+        handle = module.register_forward_hook(lambda module, inputs, output: None)
+        assert not vil_block.hand_over(blocks)
+        handle.remove()
+    blocks[1].norm.eps = 1e-6
+    assert not vil_block.hand_over(blocks)
+    blocks[1].norm = torch.nn.Identity()
+    assert not vil_block.hand_over(blocks)
+    blocks[1] = torch.nn.Identity()
+    assert not vil_block.hand_over(blocks)
+
+
+def test_plain_block_takes_back_what_was_handed_over():
+    handed = [torch.randn(5, 16), torch.randn(5)]
+    make_block(LonghornMixer, 16)(torch.randn(1, 5, 16), handed=handed)
+    assert handed == []
+
+
 def test_plain_path_is_taken_without_a_gpu():
     assert not vil_block.runs_fused(make_block(LonghornMixer, 16), torch.randn(1, 5, 16))
 
@@ -238,11 +309,16 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
     of_output = [dict(WIDTH=C) for C in (192, 384) if dtype != "float"]
     named = ("block", of_block), ("convolve", of_convolve), ("project", of_project), ("step", of_step)
-    named += (("output", of_output),)
+    of_hopper = [
+        dict(KEEP=keep, STAGES=kernels.STAGES, SLOTS=kernels.SLOTS, **macros)
+        for macros in of_output for keep in (0, 1) if arch == "sm_90"
+    ]  # fmt: skip
+    named += ("output", of_output), ("output_hopper", of_hopper)
     for name, macros in [(name, macros) for name, all_macros in named for macros in all_macros]:
         macros["INPUT"] = dtype
         log = io.StringIO()
-        assert compiler.compile_cubin(name, arch, tuple(sorted(macros.items())), log)
+        exact_arch = arch + "a" * (name in compiler.ONLY_HOPPER)
+        assert compiler.compile_cubin(name, exact_arch, tuple(sorted(macros.items())), log)
         assert set(re.findall(r"(\d+) bytes spill stores", log.getvalue())) == {"0"}, (macros, log.getvalue())
 
 
@@ -256,14 +332,16 @@ def close(value, truth, dtype, name):
 
 
 # B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
-GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
+GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("shape", GATED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gated_product_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+def test_gated_product_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
     monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
     check_gated_product("cpu", dtype, shape, monkeypatch)
 
@@ -282,8 +360,13 @@ def check_gated_product(device, dtype, shape, monkeypatch):
     z = z[..., D:]
     before = x.clone()
     assert kernels.fuses_product(x, D, dtype)
+    tiles = kernels.empty_tiles(B * L, out_proj, dtype)
+    if tiles is not None:
+        tiles.copy_(in_tiles(out_proj))
     for scale_B, keep in (scale, True), (None, False):
-        (out, mean), (again, _) = (kernels.gated_product(x, y, z, scale_B, out_proj, keep) for _ in range(2))
+        (out, mean, norm), (again, *_) = (
+            kernels.gated_product(x, y, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
+        )
         assert torch.equal(x, before)
         assert torch.equal(out, again)
         gated, truth = PlainKernels.gate(y.double(), z.double(), None if scale_B is None else scale_B.double(), keep)
@@ -291,6 +374,19 @@ def check_gated_product(device, dtype, shape, monkeypatch):
         assert relative_error(out, expected) < {torch.bfloat16: 1e-4, torch.float16: 1e-5}[dtype]
         if keep:
             close(mean, truth, dtype, "mean")
+        assert len(norm) == (0 if tiles is None else 2)
+        for value, alone in zip(norm, kernels.rms_norm(out, 1e-5, dtype, False)):
+            assert torch.equal(value, alone)
+
+
+def in_tiles(out_proj):
+    """The weights as wgmma reads them: 32 channels of all outputs after another, in rows of 64 bytes."""
+    (C, D), outputs = out_proj.shape, torch.arange(len(out_proj))
+    place = outputs // 16 * 16 + outputs % 4 // 2 * 8 + outputs % 16 // 4 * 2 + outputs % 2
+    eighths = torch.arange(4) ^ place[:, None] // 2 % 4
+    tiles = torch.empty(D // 32, C, 4, 8, device=out_proj.device, dtype=out_proj.dtype)
+    tiles[:, place[:, None], eighths] = out_proj.view(C, D // 32, 4, 8).transpose(0, 1)
+    return tiles.view(C, D)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -408,10 +504,23 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
 
 
 @gpu_test
-@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (1, 197, 384, 132), *GATED])
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_product_equals_the_plain_one(dtype, shape, monkeypatch, poison):
     check_gated_product("cuda", dtype, shape, monkeypatch)
+
+
+@gpu_test
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
+def test_handing_over_changes_no_bit(shape, middle):
+    """On Hopper the first two shapes do hand over."""
+    chain = Chain(torch.nn.ModuleList([make_block(LonghornMixer, shape[2], seed=i) for i in range(3)]), middle).cuda()
+    x, dy = torch.randn(2, *shape, device="cuda")
+    found = outcome(chain, x, dy, torch.bfloat16)
+    chain.hands_over = False
+    for name, expected in outcome(chain, x, dy, torch.bfloat16).items():
+        assert torch.equal(found[name], expected), name
 
 
 @gpu_test
@@ -432,15 +541,22 @@ def test_stochastic_depth_is_that_of_the_plain_block(mixer, middle, plain):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("middle", [False, True])
-@pytest.mark.parametrize("shape", [(1, 50, 100), (2, 17, 192)])  # the latter with one kernel for gate and product
+# the others with one kernel for gate and product, of few tokens, of many, and of many on Hopper
+@pytest.mark.parametrize(
+    ("shape", "multiprocessors", "hopper"),
+    [((1, 50, 100), 1, False), ((2, 17, 192), 132, False), ((2, 49, 192), 1, False), ((2, 49, 192), 1, True)],
+)
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float16, 3e-3)])
-def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(dtype, tolerance, mixer, shape, middle, monkeypatch):
+def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
+    dtype, tolerance, mixer, shape, multiprocessors, hopper, middle, monkeypatch
+):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
-    multiprocessors = 132 if shape[2] == 192 else 1  # few, so that a warp takes several tiles of tokens
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
     for module in (kernels, scan):
         monkeypatch.setattr(module, "launch", emulator.launch)
         monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
+        monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(operator.gpu, "_module", lambda backend, device: scan)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
@@ -453,7 +569,14 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(dtype, tolerance, mi
     weights = norm.weight, m.in_proj.weight, m.out_proj.weight
     directions = [p for direction in m.directions for p in direction.fused_parameters()]
     with torch.no_grad():
-        y, saved = operator._block(m.recurrence, x, None, norm.eps, *weights, directions, dtype, middle, True)
+        normed = list(kernels.rms_norm(x.flatten(0, 1), norm.eps, dtype, False)[:2]) if hopper else []
+        y, next_normed, saved = operator._block(
+            m.recurrence, x, normed, None, norm.eps, *weights, directions, dtype, middle, not middle, True
+        )  # fmt: skip
+        saved += normed
+        assert len(next_normed) == (2 if hopper and not middle else 0)
+        for value, alone in zip(next_normed, kernels.rms_norm(y.flatten(0, 1), norm.eps, dtype, False)):
+            assert torch.equal(value, alone)
         dy = dy[:, : y.shape[1]].contiguous()
         dx, *gradients, rounded = operator._block_backward(
             m.recurrence, dy, None, None, *weights, directions, middle, saved
@@ -530,7 +653,7 @@ def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle):
     weights = [block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight]
     directions = [p for direction in block.mixer.directions for p in direction.fused_parameters()]
     x = torch.randn(2, 70, 32, device="cuda", requires_grad=True)
-    arguments = (mixer.recurrence, x, None, 1e-5, *weights, directions, torch.float32, middle, True)
+    arguments = (mixer.recurrence, x, [], None, 1e-5, *weights, directions, torch.float32, middle, True, True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
 

@@ -151,7 +151,7 @@ def fused(monkeypatch):
     """Blocks run as on a GPU, by plain modules; a list of whether each, in turn, computed the middle token alone."""
     middles = []
 
-    def fused_block(block, x, middle=False):
+    def fused_block(block, x, middle=False, handed=None):
         middles.append(middle)
         x = x + block.drop_path(block.mixer(block.norm(x)))
         return middle_token(x) if middle else x

@@ -189,11 +189,16 @@ class Block(nn.Module):
         self.mixer = mixer(dim, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x_BLC: Tensor, middle: bool = False) -> Tensor:
-        """All tokens, or the middle one alone (B, 1, C): for that the fused block runs over half of the tokens."""
+    def forward(self, x_BLC: Tensor, middle: bool = False, handed: list[Tensor] | None = None) -> Tensor:
+        """All tokens, or the middle one alone (B, 1, C): for that the fused block runs over half of the tokens.
+
+        Fused blocks that `hand_over` pass on what they know of the next one's norm in a list, `handed`, empty at first.
+        """
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
             if runs_fused(self, x_BLC):
-                return fused_block(self, x_BLC, middle)
+                return fused_block(self, x_BLC, middle, handed)
+            if handed:
+                handed.clear()  # it is not of what this block puts out
         x_BLC = x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
         return middle_token(x_BLC) if middle else x_BLC
 
@@ -222,6 +227,13 @@ def stops_at_middle(blocks: nn.Sequential, x_BLC: Tensor) -> bool:
     return not any(hooked(module) for module in (blocks, blocks[-1])) and runs_fused(blocks[-1], x_BLC)
 
 
+def hand_over(blocks: nn.Sequential) -> bool:
+    """Whether a block may compute the next one's norm: nothing comes between them, and their norms have one eps."""
+    if hooked(blocks) or any(type(block) is not Block or hooked(block) for block in blocks):
+        return False
+    return len({block.norm.eps if type(block.norm) is RMSNorm else None for block in blocks}) == 1
+
+
 def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
@@ -237,7 +249,7 @@ def runs_fused(block: Block, x_BLC: Tensor) -> bool:
     )
 
 
-def fused_block(block: Block, x_BLC: Tensor, middle: bool = False) -> Tensor:
+def fused_block(block: Block, x_BLC: Tensor, middle: bool = False, handed: list[Tensor] | None = None) -> Tensor:
     """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
     norm, mixer = block.norm, block.mixer
     autocast = torch.is_autocast_enabled("cuda")
@@ -248,5 +260,5 @@ def fused_block(block: Block, x_BLC: Tensor, middle: bool = False) -> Tensor:
     directions = [parameter for direction in mixer.directions for parameter in direction.fused_parameters()]
     return block_operator.block(
         mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
-        directions, dtype, middle,
+        directions, dtype, middle, handed,
     )  # fmt: skip

@@ -45,6 +45,7 @@ from .block import (
     MambaMixer,
     RMSNorm,
     at_least_fp32,
+    hand_over,
     middle_token,
     stops_at_middle,
 )
@@ -419,8 +420,9 @@ class VisionLonghorn(nn.Module):
             alone = middle and stops_at_middle(self.blocks, x)
             if alone:
                 *others, last = self.blocks
+                handed = [] if hand_over(self.blocks) else None
                 for block in (*others, partial(last, middle=True)):
-                    x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+                    x = checkpoint(block, x) if self.grad_checkpointing else block(x, handed=handed)
                 return x
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq(self.blocks, x)

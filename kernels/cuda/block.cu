@@ -21,7 +21,8 @@ DEVICE float sum_over_warp(float x) {
 
 // The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
 // behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor. A thread has V
-// neighbours of a large matrix or one element of a small one.
+// neighbours of a large matrix or one element of a small one. `tiles`, unless null, are those of out_proj as
+// gated_product_by_wgmma wants them.
 template <int C>
 DEVICE Floats<C> values(const PARAMETER *p) { return to_floats(load<C>(p)); }
 DEVICE float value(const PARAMETER *p) { return values<1>(p).at[0]; }
@@ -39,7 +40,7 @@ DEVICE bool is_among(unsigned &i, unsigned n) {
 extern "C" __global__ void __launch_bounds__(256)
 pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
      PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
-     PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, float *packed_conv,
+     PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, T *tiles, float *packed_conv,
      float *packed_conv_bias, T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width,
      i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
     unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
@@ -51,7 +52,10 @@ pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj,
         for (int j = 0; j < V; j++) weight.at[j] *= scale.at[j];
         store(packed_in + i, from_floats<T>(weight));
     } else if (is_among(i, C * D / V)) {
-        store(packed_out + i * V, from_floats<T>(values<V>(out_proj + i * V)));
+        i *= V;
+        Pack<T, V> weight = from_floats<T>(values<V>(out_proj + i));
+        store(packed_out + i, weight);
+        if (tiles) store(tiles + tiled(i / D, i % D, C), weight);
     } else if (is_among(i, 2 * projections * D / V)) {
         i *= V;
         unsigned row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);

@@ -1,14 +1,20 @@
-"""Launches the kernels of block.cu, convolve.cu, output.cu, project.cu and step.cu: all of a block but the scan."""
+"""Launches the kernels of all of a block but the scan.
+
+They are in block.cu, convolve.cu, output.cu, output_hopper.cu, project.cu and step.cu.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
-from .compiler import launch
+from .compiler import HOPPER, launch
 from .scan import INPUT, _multiprocessors, _shared_bytes, _vector_of
 
 WARPS = 4  # of a block, as in the kernels
+STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at once
 
 
 def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -25,9 +31,10 @@ def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
 
 
 def pack(
-    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """The weights of a block, all of one dtype, as `block.Weights` wants them."""
+    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
+    tiles: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does."""
     packed = empty_weights(out_proj, directions, dtype)
     _, _, conv, _, x_proj, step, *_ = packed
     (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
@@ -36,7 +43,10 @@ def pack(
     vector = 4 if C % 4 == D % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in weights) else 1
     items = (3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)
     macros = _macros(dtype, vector, taps=taps, parameter=norm_C.dtype)
-    launch("block", "pack", macros, -(-items // 256), 256, [*weights, *packed, C, D, projections, rank, padded])
+    packed_in, packed_out, *others = packed
+    launch("block", "pack", macros, -(-items // 256), 256, [
+        *weights, packed_in, packed_out, tiles, *others, C, D, projections, rank, padded,
+    ])  # fmt: skip
     return packed
 
 
@@ -79,11 +89,14 @@ def _pairs(directions: list[Tensor]) -> list[Tensor]:
 def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and x or a copy, which costs little here."""
     T, C = x_TC.shape
-    xhat_TC = torch.empty(T, C, device=x_TC.device, dtype=dtype)
-    scale_T = torch.empty(T, device=x_TC.device, dtype=torch.float32)
+    xhat_TC, scale_T = _empty_norm(x_TC, dtype)
     copy_TC = torch.empty_like(x_TC) if copy else None
     _launch("rms_norm", _macros(xhat_TC.dtype, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
     return xhat_TC, scale_T, copy_TC if copy else x_TC
+
+
+def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
 
 
 def rms_norm_backward(
@@ -228,34 +241,69 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether `gated_product` is one kernel: there is one for few tokens and one for enough to fill the GPU."""
+    """Whether `gated_product` is one kernel: there is one for few tokens and two for enough to fill the GPU."""
     (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
         return False
     many = 80 * multiprocessors <= T and _output_bytes(C) <= _shared_bytes(x_TC.device)
-    return _few_blocks(T, C) <= multiprocessors or many
+    return _few_blocks(T, C) <= multiprocessors or many or norms_output(T, C, D, dtype, x_TC.device)
+
+
+def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does."""
+    fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
+    return fits and _is_hopper(device) and T >= 64 * _multiprocessors(device)
+
+
+def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Room for out_proj as that kernel wants it, if it is to run."""
+    takes = norms_output(T, *out_proj.shape, dtype, out_proj.device)
+    return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 
 def gated_product(
-    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`."""
+    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    keep: bool, eps: float | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
+
+    And the first two results of `rms_norm` for it, if `eps` is given and there are `tiles`, else an empty list. With
+    `tiles`, written by `pack`, x is to be at a multiple of 16 bytes and z the last half of uz.
+    """
     (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
     if not fuses_product(x_TC, D, y_2BLD.dtype):
         gated_BLD, mean_BLD = gate(y_2BLD, z_BLD, scale_B, keep)
-        return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD
+        return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
     out_TC = torch.empty_like(x_TC)
     mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
     macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
-    means = mean_BLD if keep else None
+    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(x_TC.device)
+    if tiles is not None:
+        assert _token_stride(z_BLD) == 2 * D and x_TC.data_ptr() % 16 == 0
+        norm = [] if eps is None else _empty_norm(x_TC, y_2BLD.dtype)
+        macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
+        # as many tokens for each of two groups of a block: at most 64 at a time, as often as it takes
+        rounds = -(-T // (2 * 64 * multiprocessors))
+        tokens = -(-T // (2 * rounds * multiprocessors))
+        shared = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + 2 * (STAGES + 2 * SLOTS) * 8
+        launch("output_hopper", "gated_product_by_wgmma", macros, multiprocessors, 384, [
+            y_2BLD, z_BLD, scale_B, tiles, x_TC, out_TC, means, *(norm or (None, None)), eps or 0.0, T, L, tokens,
+            rounds,
+        ], shared)  # fmt: skip
+        return out_TC, mean_BLD, norm
     arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, out_proj_CD, x_TC, out_TC, means, T, L]
-    multiprocessors, blocks = _multiprocessors(x_TC.device), _few_blocks(T, C)
+    blocks = _few_blocks(T, C)
     if blocks <= multiprocessors:
         launch("output", "gated_product_of_few", macros, blocks, D // 2, arguments)
     else:
         blocks = min(-(-T // 96), multiprocessors)
         launch("output", "gated_product", macros, blocks, 384, arguments, _output_bytes(C))
-    return out_TC, mean_BLD
+    return out_TC, mean_BLD, []
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
 
 
 def _few_blocks(T: int, C: int) -> int:

@@ -27,6 +27,10 @@ struct Longhorn {
     DEVICE float rate(float) { return 0; }
     // where exp overflows to infinity eps is 0, its limit
     DEVICE float gate(float logit, float kk) { return reciprocal(1 + kk + exp_fast(-logit)); }
+    // of logit + bias, where scaled_bias is -LOG2E bias, a constant
+    DEVICE float gate(float logit, float kk, float scaled_bias) {
+        return reciprocal(1 + kk + exp2_fast(fmaf(-LOG2E, logit, scaled_bias)));
+    }
     // clamped because 0 * infinity would be no number
     DEVICE float slope(float logit, float gate) { return gate * min_or_nan(exp_fast(-logit), 0x1p126f); }
 
@@ -109,6 +113,7 @@ template <class T>
 struct Sequence {
     T *data;
     int stride;
+    Sequence() = default;
     __device__ __forceinline__ Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
         : data(x.data + g * x.stride_G + b * x.stride_B + (reverse ? (L - 1) * x.stride_L : 0)),
           stride(int(reverse ? -x.stride_L : x.stride_L) * int(sizeof(T))) {

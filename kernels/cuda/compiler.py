@@ -13,18 +13,22 @@ import torch
 
 SOURCES = Path(__file__).parent
 OLDEST = (8, 0)
+HOPPER = (9, 0)
+ONLY_HOPPER = {"output_hopper"}  # by instructions that no other generation has
 SCAN = ["types.cuh", "common.cuh"]
 HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
     "quads": SCAN,
+    "pairs": SCAN,
     "summary": [*SCAN, "lanes.cuh"],
     "summary_triples": SCAN,
     "backward": SCAN,
-    "block": ["types.cuh", "silu.cuh"],
+    "block": ["types.cuh", "silu.cuh", "output.cuh"],
     "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
     "step": ["types.cuh"],
     "project": ["types.cuh", "silu.cuh", "filter.cuh"],
-    "output": ["types.cuh", "silu.cuh"],
+    "output": ["types.cuh", "silu.cuh", "output.cuh"],
+    "output_hopper": ["types.cuh", "silu.cuh", "output.cuh", "hopper.cuh"],
 }
 
 
@@ -95,7 +99,8 @@ def _kernel(name: str, entry: str, device_index: int, macros: tuple[tuple[str, o
     from cuda.core import ObjectCode
 
     major, minor = torch.cuda.get_device_capability(device_index)
-    cubin = cached_cubin(name, f"sm_{major}{minor}", tuple(sorted(macros)))
+    arch = f"sm_{major}{minor}" + ("a" if name in ONLY_HOPPER else "")
+    cubin = cached_cubin(name, arch, tuple(sorted(macros)))
     kernel = ObjectCode.from_cubin(cubin).get_kernel(entry)
     if shared_bytes > 48 * 1024:  # more than every kernel may take without asking
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

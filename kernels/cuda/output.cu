@@ -10,20 +10,15 @@ constexpr int C = WIDTH, D = 2 * C;
 
 // out = x + gated out_proj^T in fp32, gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the
 // stochastic depth of the image. `means` is null if no gradient is needed.
-struct Gated {
+struct GatedEight {
     Pack<T, 8> gated, mean;
 };
-DEVICE Gated gate(Pack<T, 8> y_0, Pack<T, 8> y_1, Pack<T, 8> z, float scale) {
-    Gated found;
+DEVICE GatedEight gate(Pack<T, 8> y_0, Pack<T, 8> y_1, Pack<T, 8> z, float scale) {
+    GatedEight found;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-        Floats<2> g = unpack(T{}, z.word[w]), mean = unpack(T{}, y_0.word[w]) + unpack(T{}, y_1.word[w]);
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            mean.at[c] *= 0.5f;
-            g.at[c] = scale * mean.at[c] * g.at[c] * sigmoid(g.at[c]);
-        }
-        found.gated.word[w] = pack(T{}, g.at[0], g.at[1]), found.mean.word[w] = pack(T{}, mean.at[0], mean.at[1]);
+        Gated two = gate<T>(y_0.word[w], y_1.word[w], z.word[w], scale);
+        found.gated.word[w] = two.gated, found.mean.word[w] = two.mean;
     }
     return found;
 }
@@ -50,9 +45,6 @@ static_assert(CHUNKS % 2 == 0 && AT_ONCE % 16 == 0 && C % AT_ONCE == 0);
 struct Stage {
     T gated[TOKENS][PITCH], weights[C][PITCH];
 };
-
-// where the weights of an output are, so that what a lane has of two products are four neighbours
-DEVICE int place_of(int c) { return c / 16 * 16 + c % 4 / 2 * 8 + c % 16 / 4 * 2 + c % 2; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, const float *__restrict__ scales,
@@ -88,7 +80,7 @@ gated_product(const T *__restrict__ y, const T *__restrict__ z, i64 z_stride, co
     auto gate_all = [&](Stage &stage, int chunk) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            Gated g = gate(y_0[i], y_1[i], zs[i], scale[i]);
+            GatedEight g = gate(y_0[i], y_1[i], zs[i], scale[i]);
             store(&stage.gated[row + i * AT_ONCE][piece], g.gated);
             if (means && i * AT_ONCE < left) means[(at + i * AT_ONCE * D + chunk * CHUNK) / 8] = g.mean;
         }
@@ -204,7 +196,7 @@ gated_product_of_few(const T *__restrict__ y, const T *__restrict__ z, i64 z_str
         Pack<T, 8> a[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            Gated g = gate(y_0[half][i], y_1[half][i], zs[half][i], scale[half]);
+            GatedEight g = gate(y_0[half][i], y_1[half][i], zs[half][i], scale[half]);
             a[half] = g.gated;
             int token = tile + half * 8 + lane / 4;
             if (means && output == 0 && token < all) means[(token * D + d + i * 32) / 8] = g.mean;

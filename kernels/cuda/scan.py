@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kept import CHUNK, boundaries
 from .compiler import launch
-from .variants import SUMMARY, Backward, Lanes, Quads, SummaryTriples, choose, summary_variant
+from .variants import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, choose, summary_variant
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -20,7 +20,7 @@ SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each blo
 def forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
-    plan: tuple[Lanes | Quads, int] | None = None,
+    plan: tuple[Lanes | Quads | Pairs, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
@@ -28,7 +28,7 @@ def forward(
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
-    variant, segment_chunks = plan or _choose("forward", recurrence, x, N)
+    variant, segment_chunks = plan or _choose("forward", recurrence, x, N, _vector(8, x, logits, k, q) == 8)
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
     kept = (G, B, boundaries(L), N, D) if keep else 0
@@ -42,6 +42,8 @@ def forward(
     ]  # fmt: skip
     if isinstance(variant, Quads):
         file, (macros, blocks, shared) = "quads", _quads(variant, recurrence, x, logits, k, q)
+    elif isinstance(variant, Pairs):
+        file, (macros, blocks, shared) = "pairs", _pairs(variant, recurrence, x, N)
     else:
         file, (macros, blocks, shared) = "forward", _lanes(variant, recurrence, x, logits, N)
         arguments.append(_vector(4, k, q) == 4)
@@ -149,6 +151,16 @@ def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor
     return macros, -(-x.shape[-1] // block_channels), block_bytes
 
 
+def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int):
+    """The same for pairs.cu."""
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=1, TILE=variant.tile, SCANNERS=variant.scanners,
+        STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
+        MIN_BLOCKS=variant.min_blocks, VECTOR=8, BLOCK_BYTES=variant.block_bytes,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // (32 * variant.scanners)), variant.block_bytes
+
+
 def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):
     """The same for summary_triples.cu."""
     N, tile, warps = k.shape[-1], 24, variant.warps
@@ -223,9 +235,10 @@ def _mask(reverse: list[bool]) -> int:
     return sum(1 << g for g, r in enumerate(reverse) if r)
 
 
-def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int):
-    G, B, L, D = x_GBLD.shape
-    return choose(kind, recurrence, G * B, D, L, N, x_GBLD.element_size(), _multiprocessors(x_GBLD.device))
+def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False):
+    (G, B, L, D), device = x_GBLD.shape, x_GBLD.device
+    size, multiprocessors, shared = x_GBLD.element_size(), _multiprocessors(device), _shared_bytes(device)
+    return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared)
 
 
 @functools.cache

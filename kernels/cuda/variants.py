@@ -50,6 +50,36 @@ class Quads(NamedTuple):
     min_blocks: int = 6
 
 
+class Pairs(NamedTuple):
+    """A variant of Longhorn's forward for 16-bit inputs with 16 states, two tokens at a time on tensor cores: pairs.cu.
+
+    `roles` are the other warps' beside those that scan 32 channels each: 0 copies, -1 stages states, more are units.
+    `alone` and `shared` are cycles of one and of each of several blocks of a multiprocessor, `start` those before a
+    block's first token.
+    """
+
+    alone: int
+    shared: int
+    start: int
+    scanners: int
+    roles: tuple[int, ...]
+    tile: int = 16
+    stages: int = 5
+    min_blocks: int = 1
+
+    @property
+    def warps(self) -> int:
+        return self.scanners + len(self.roles)
+
+    @property
+    def block_bytes(self) -> int:
+        channels, pairs, states = 32 * self.scanners, self.tile // 2, 16
+        rows = self.tile * 2 * channels + (2 * self.tile + 4) * states
+        factors = pairs * (2 * 4 * 32 + 4)
+        halves = channels // 16 * (pairs * 4 * 32 + self.tile * 16 + pairs * 16)
+        return self.stages * 2 * rows + 3 * 4 * factors + 2 * 4 * halves
+
+
 class SummaryTriples(NamedTuple):
     """A variant of the summary of Longhorn's gradients, for 16-bit inputs, three tokens at a time: summary_triples.cu."""
 
@@ -71,6 +101,7 @@ class Backward(NamedTuple):
     states: int = 4
     warps: int = 4
     min_blocks: int = 2
+    halves: int = 1
     stages: int = 2
 
 
@@ -81,6 +112,11 @@ FORWARD = {
 }  # fmt: skip
 # of 16-bit inputs with 16 states, or 32 of Longhorn; for more registers do not suffice
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
+# the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
+PAIRS = [
+    Pairs(95, 95, 22000, 3, (3, -1, -1, 0, 3, 1, 1, 1, 3)),
+    Pairs(76, 76, 22000, 2, (4, 4, -1, -1, 0)),
+]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
 SUMMARY_TRIPLES = SummaryTriples(190, 76)
@@ -92,9 +128,16 @@ BACKWARD = {
 BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 
 
-def forward_variants(recurrence: str, N: int, itemsize: int) -> list[Lanes | Quads]:
-    states = {"longhorn": (16, 32), "selective": (16,)}[recurrence]
-    return FORWARD[recurrence] + (QUADS[recurrence] if itemsize == 2 and N in states else [])
+def forward_variants(
+    recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
+) -> list[Lanes | Quads | Pairs]:
+    """`vectors` says whether 8 neighbouring elements of every row can be moved as one, `shared_bytes` what a block may have."""
+    variants = list(FORWARD[recurrence])
+    if itemsize == 2 and N in {"longhorn": (16, 32), "selective": (16,)}[recurrence]:
+        variants += QUADS[recurrence]
+    if itemsize == 2 and N == 16 and recurrence == "longhorn" and vectors:
+        variants += [v for v in PAIRS if v.block_bytes <= shared_bytes]
+    return variants
 
 
 def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes | SummaryTriples:
@@ -103,21 +146,30 @@ def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes 
 
 
 def cycles(
-    variant: Lanes | Quads | SummaryTriples | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int
+    variant: Lanes | Quads | Pairs | SummaryTriples | Backward,
+    channels: int,
+    state_size: int,
+    tokens: int,
+    multiprocessors: int,
 ) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
-    warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
-    at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
-    each = math.ceil(warps / (SCHEDULERS * multiprocessors))
+    if isinstance(variant, Pairs):
+        each = math.ceil(channels / (32 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
+        at_once, start = variant.min_blocks, variant.start
+    else:
+        warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
+        each = math.ceil(warps / (SCHEDULERS * multiprocessors))
+        at_once, start = max(1, variant.min_blocks * variant.warps // SCHEDULERS), WAVE  # warps of a scheduler
     waves = math.ceil(each / at_once)
     # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
-    return waves * (WAVE + tokens * max(variant.alone, min(each, at_once) * variant.shared))
+    return waves * (start + tokens * max(variant.alone, min(each, at_once) * variant.shared))
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int
-) -> tuple[Lanes | Quads | Backward, int]:
+    kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int,
+    vectors: bool = True, shared_bytes: int = 227 * 1024,
+) -> tuple[Lanes | Quads | Pairs | Backward, int]:  # fmt: skip
     """The variant that the model expects to be fastest, and the chunks of a segment.
 
     Args:
@@ -127,10 +179,11 @@ def choose(
         D, L, N: Channels, tokens and states.
         itemsize: Bytes of an input's element.
         multiprocessors: Of the GPU.
+        vectors, shared_bytes: As `forward_variants` takes them.
     """
     chunks = -(-L // CHUNK)
     if kind == "forward":
-        candidates = forward_variants(recurrence, N, itemsize)
+        candidates = forward_variants(recurrence, N, itemsize, vectors, shared_bytes)
     else:
         candidates = (BACKWARD if N < 64 else BACKWARD_64)[recurrence]
     summary = summary_variant(kind, recurrence, N, itemsize)

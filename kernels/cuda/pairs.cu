@@ -1,0 +1,499 @@
+// forward.cu's scan of Longhorn for 16-bit inputs, two tokens at a time. Over tokens 0 and 1 the recurrence is
+//   S_2 = A S_0 + B
+//   A = 1 - g_0 k_0^2 - g_1 k_1^2 + g_0 g_1 k_0^2 k_1^2
+//   B = g_0 x_0 k_0 + g_1 x_1 k_1 - g_1 g_0 x_0 k_1^2 k_0
+// where g and x belong to a channel, k to a state. So A and B are products of matrices, (channels, 3) times (3, states),
+// which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states between pairs:
+//   y_1 = S_2 q_1
+//   y_0 = S_0 q_0 - g_0 S_0 (k_0^2 q_0) + g_0 x_0 (k_0 q_0)
+// which are products too, (channels, states) times (states, 3). All read tf32, whose 10 bits keep keys and queries exact.
+// A key that is no number spoils the 2 tokens before it too.
+//
+// SCANNERS warps of a block scan: each has 32 channels, two halves of 16. Of a half, lane 4 c + p has channels c and c + 8; of
+// each 8 states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead: ROLES says of
+// each whether it copies tiles (one warp), stages states (two), or how many units of 8 tokens of a half it stages.
+
+constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
+constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 32 * SCANNERS, HALVES = 2 * SCANNERS;
+constexpr int PAIRS = TILE / 2;
+constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
+static_assert(N == 16 && TILE == 16 && CHUNK % TILE == 0 && sizeof(T) == 2);
+
+// A tile as it is in memory: keys, then the queries of the token before and of the tile. Asynchronous copies are fast where 8
+// lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so that those of 8 tokens that
+// are read together do not meet in a bank.
+struct alignas(128) Tile {
+    T x[TILE][BLOCK_CHANNELS];
+    T logit[TILE][BLOCK_CHANNELS];
+    T keys[KEY_ROWS][N];
+};
+DEVICE int exchanged(int octet, int t) { return octet ^ t / 2 % 4; }
+
+// What the channels of a block share: the factors of states by pair, in the order in which lanes read them (`slot`), where
+// the fourth factor and the columns that are no query's are constant
+struct States {
+    alignas(16) float update[PAIRS][32][2][2];  // of two octets: for A, for B
+    alignas(16) float output[PAIRS][32][2][2];  // of two octets: states 2 p and 2 p + 1
+    alignas(16) float norm[PAIRS][4];           // k_0 . k_0, k_0 . q_0, k_1 . k_1
+};
+
+// What a half of a scanner's channels takes: the factors by pair, where the fourth is constant; and from the token before the
+// tile on what y takes else
+struct Channels {
+    alignas(16) float update[PAIRS][32][2][2];  // for A of channels c and c + 8, for B
+    alignas(16) float add[TILE][8][2];          // of channels c and c + 8
+    alignas(16) float gate[PAIRS][8][2];        // of the pair's first token
+};
+
+struct Block {
+    Tile tiles[STAGES];
+    States states[3];
+    Channels channels[2][HALVES];
+};
+
+// Where a lane finds its factor. Those that write are lanes of one factor and of different states, channels or pairs; with
+// these orders they do not meet in a bank.
+DEVICE int slot(int pair, int n, int factor) { return (n ^ pair & 1) * 4 + (factor ^ n >> 1); }
+DEVICE int channel_slot(int pair, int c, int factor) { return c * 4 + (factor ^ pair & 3); }
+DEVICE int column_slot(int pair, int column, int p) { return (column ^ pair & 1) * 4 + p; }
+DEVICE int add_slot(int t, int c) { return c ^ (0x33021120 >> 4 * (t & 7) & 15) * 2; }
+DEVICE int gate_slot(int pair, int c) { return c ^ pair % 4 * 2; }
+// Columns of the product that 2 pairs share: 2 for the pair's first token, which lane `pair` of 4 gets; 1 for the one before
+DEVICE int column_of(int pair, int which) { return which < 2 ? pair % 4 * 2 + which : (pair % 4 * 2 + 4) % 8; }
+// The token, of 8, from the one before on, of which lane p gets y from the first or second such product
+DEVICE int token_of(int p, int product) { return ((product ? 0x7564 : 0x2031) >> 4 * p & 15) - 1; }
+
+// tensor cores cut what they read to tf32: with this factor they cut to the nearest on average
+constexpr float ROUND = 1 + 0x1p-11f;
+
+// (16, 4) times (4, 8): the lane has column p of rows c and c + 8 of a, row p of column c of b, and of the product columns 2 p
+// and 2 p + 1 of rows c and c + 8
+DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float b) {
+    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(b)), "f"(0.0f));
+}
+// (16, 8) times (8, 8): here also columns p + 4 of a and rows p + 4 of b
+DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, "
+        "%10};"
+        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
+          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)), "f"(0.0f));
+}
+DEVICE void multiply_add_tf32(float (&sums)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
+          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)));
+}
+// of a matrix of which each lane has elements 2 p and 2 p + 1 of row c
+DEVICE unsigned transpose(unsigned m) {
+    unsigned transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
+    return transposed;
+}
+
+DEVICE void sync_stagers() { asm volatile("bar.sync 1, %0;" ::"n"(32 * STAGERS) : "memory"); }
+
+// A warp's place in the grid, a segment of a sequence, and a lane's in its matrices
+struct Place {
+    i64 g, b, segment, block_d;
+    int warp, lane, c, p;
+    __device__ __forceinline__ Place(i64 B, i64 D, i64 segments) {
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        c = lane / 4, p = lane % 4;
+        i64 blocks = (D + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
+        block_d = blockIdx.x % blocks * BLOCK_CHANNELS;
+        segment = blockIdx.x / blocks % segments;
+        b = blockIdx.x / blocks / segments % B;
+        g = blockIdx.x / blocks / segments / B;
+        asm("" : "+r"(warp), "+r"(lane), "+r"(c), "+r"(p));  // or the compiler would compute them again and again
+    }
+};
+
+// Copies rows of 8 elements at a time, for one warp: where each of the lane's is from and where it goes
+template <int COUNT>
+struct Rows {
+    static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // a token behind any end
+    struct Item {
+        Sequence<const T> source;
+        int token, to;
+    };
+    Item items[ITEMS];
+    __device__ __forceinline__ void set(int i, const Sequence<const T> &source, int column, int token, int to) {
+        items[i] = {source, token, to};
+        items[i].source.data += column;
+        // or the compiler would compute them for every tile
+        asm("" : "+l"(items[i].source.data), "+r"(items[i].to), "+r"(items[i].token));
+    }
+    // from token t0 on, of which those from `begin` to `end` exist; zeros for the others
+    __device__ __forceinline__ void start(T *tile, int t0, int begin, int end) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int t = t0 + items[i].token;
+            if (COUNT % 32 == 0 || 32 * i + threadIdx.x % 32 < COUNT)
+                copy_async<8>(tile + items[i].to, items[i].source.at(t), t >= begin && t < end);
+        }
+    }
+};
+// the block's channels of a tile, of which `width` exist
+struct ChannelRows : Rows<TILE * BLOCK_CHANNELS / 8> {
+    __device__ __forceinline__ ChannelRows(const Sequence<const T> &source, i64 width, int lane) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int item = 32 * i + lane, octet = item % (BLOCK_CHANNELS / 8), token = item / (BLOCK_CHANNELS / 8);
+            set(i, source, 8 * octet, 8 * octet < width ? token : NEVER, token * BLOCK_CHANNELS + 8 * exchanged(octet, token));
+        }
+    }
+};
+struct KeyRows : Rows<(2 * TILE + 1) * N / 8> {
+    __device__ __forceinline__ KeyRows(const Sequence<const T> &k, const Sequence<const T> &q, int lane) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int item = 32 * i + lane, row = item / (N / 8);
+            set(i, row < TILE ? k : q, item % (N / 8) * 8, row < TILE ? row : row - TILE - 1, 8 * item);
+        }
+    }
+};
+
+// Stages the factors of the states of a tile: of two warps each takes two pairs, and those 4 further on; a lane takes a state
+struct StateStaging {
+    static constexpr int PASSES = 2, APART = PAIRS / PASSES;
+    int n, key, update[3], output[3], norm;  // where, for the first two pairs
+    __device__ __forceinline__ StateStaging(int warp, const Place &at) {
+        int pair = 2 * warp + at.lane / 16, octet = at.lane / 8 % 2;
+        n = at.lane % 16;
+        key = 2 * pair * N + n;
+#pragma unroll
+        for (int f = 0; f < 3; f++) {
+            update[f] = (pair * 32 + slot(pair, n % 8, f)) * 4 + octet * 2;
+            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), n % 8 / 2)) * 4 + octet * 2 + n % 2;
+            asm("" : "+r"(update[f]), "+r"(output[f]));
+        }
+        norm = pair * 4 + n % 4;
+        asm("" : "+r"(n), "+r"(key), "+r"(norm));
+    }
+    __device__ __forceinline__ void stage(States &to, const Tile &tile) const {
+        float k[PASSES][2], q[PASSES][2];  // q of the token before first
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const T *keys = &tile.keys[2 * APART * pass + odd][0] + key;
+                k[pass][odd] = to_floats(load<1>(keys)).at[0], q[pass][odd] = to_floats(load<1>(keys + TILE * N)).at[0];
+            }
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            float k_0 = k[pass][0], k_1 = k[pass][1], square_0 = ROUND * k_0 * k_0, square_1 = ROUND * k_1 * k_1;
+            float *updates = to.update[APART * pass][0][0], *outputs = to.output[APART * pass][0][0];
+            store(updates + update[0], Floats<2>{-square_0, k_0});
+            store(updates + update[1], Floats<2>{-square_1, k_1});
+            store(updates + update[2], Floats<2>{k_0 * k_0 * square_1, -square_1 * k_0});
+            outputs[output[0]] = q[pass][1];
+            outputs[output[1]] = square_0 * q[pass][1];
+            outputs[output[2]] = q[pass][0];
+            // sums over states: with each exchange a lane passes on what it will not finish
+            bool odd = n & 1, upper = n & 2;
+            float kk_0 = k_0 * k_0, kk_1 = k_1 * k_1, kq = k_0 * q[pass][1], sums[2] = {odd ? kq : kk_0, odd ? 0 : kk_1};
+            sums[0] += __shfl_xor_sync(WARP, odd ? kk_0 : kq, 1);
+            sums[1] += __shfl_xor_sync(WARP, odd ? kk_1 : 0, 1);
+            float sum = (upper ? sums[1] : sums[0]) + __shfl_xor_sync(WARP, upper ? sums[0] : sums[1], 2);
+            sum += __shfl_xor_sync(WARP, sum, 4);
+            sum += __shfl_xor_sync(WARP, sum, 8);
+            if (n < 4) to.norm[APART * pass][norm] = sum;
+        }
+    }
+};
+
+// Stages 8 tokens of a half: a lane takes pair p of channels c and c + 8
+struct ChannelStaging {
+    int half, eighth, from, update[3], add[2], gate;
+    float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
+    __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, i64 D, const Place &at) {
+        half = unit / 2, eighth = unit % 2;
+        int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p;
+        from = at.lane / 16 * TILE * BLOCK_CHANNELS + row * BLOCK_CHANNELS + exchanged(2 * half + at.lane / 8 % 2, row) * 8;
+#pragma unroll
+        for (int f = 0; f < 3; f++) {
+            update[f] = (pair * 32 + channel_slot(pair, at.c, f)) * 4;
+            asm("" : "+r"(update[f]));
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            int row = (2 * pair + odd + 1) % TILE;  // the tile's last is the first of the next tile's
+            add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
+        }
+        gate = (pair * 8 + gate_slot(pair, at.c)) * 2;
+        asm("" : "+r"(from), "+r"(add[0]), "+r"(add[1]), "+r"(gate));
+        i64 d = at.block_d + 16 * half + at.c;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bool exists = d + 8 * i < D;
+            skip[i] = exists && skips ? skips[at.g * D + d + 8 * i] : 0;
+            bias[i] = exists && biases ? -LOG2E * biases[at.g * D + d + 8 * i] : 0;
+            last[i] = 0;
+        }
+    }
+    unsigned values[4];
+    Floats<4> norm, factors[3];
+    Floats<2> first, second, gates;
+    __device__ __forceinline__ void read(const Tile &tile, const States &states, const Place &at) {
+        load_transposed(values, &tile.x[0][0] + from);
+        norm = load<4>(states.norm[4 * eighth + at.p]);
+    }
+    __device__ __forceinline__ void compute(const Place &at) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            Floats<2> x = unpack(T{}, values[i]), logit = unpack(T{}, values[2 + i]);
+            float g_0 = R::gate(logit.at[0], norm.at[0], bias[i]), g_1 = R::gate(logit.at[1], norm.at[2], bias[i]);
+            float rounded_1 = ROUND * g_1, driven = g_0 * x.at[0];
+            factors[0].at[i] = ROUND * g_0, factors[0].at[2 + i] = ROUND * driven;
+            factors[1].at[i] = rounded_1, factors[1].at[2 + i] = rounded_1 * x.at[1];
+            factors[2].at[i] = g_0 * rounded_1, factors[2].at[2 + i] = driven * rounded_1;
+            first.at[i] = fmaf(driven, norm.at[1], skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1], gates.at[i] = g_0;
+        }
+        if (eighth == 1 && at.p == 3) {
+            float next[2] = {second.at[0], second.at[1]};
+#pragma unroll
+            for (int i = 0; i < 2; i++) second.at[i] = last[i], last[i] = next[i];
+        }
+    }
+    __device__ __forceinline__ void write(Channels (&to)[HALVES]) const {
+        float *updates = &to[half].update[0][0][0][0], *adds = &to[half].add[0][0][0];
+#pragma unroll
+        for (int f = 0; f < 3; f++) store(updates + update[f], factors[f]);
+        store(adds + add[0], first);
+        store(adds + add[1], second);
+        store(&to[half].gate[0][0][0] + gate, gates);
+    }
+};
+
+DEVICE int after(int i, int count) { return i + 1 < count ? i + 1 : 0; }
+
+// The loop of a warp that stages UNITS, from `first` on
+template <int UNITS>
+DEVICE void stage_channels(Block &block, int first, const float *skips, const float *biases, i64 D, int begin, int end,
+                           const Place &at) {
+    ChannelStaging units[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) units[i].prepare(first + i, skips, biases, D, at);
+    sync_stagers();
+    sync_stagers();
+    int stage = 0, states = 0, buffer = 0;
+#pragma unroll 1
+    for (int t0 = begin - TILE; t0 <= end; t0 += TILE) {
+        if (t0 >= begin) __syncthreads();
+        // side by side, as each is a long chain of instructions
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) units[i].read(block.tiles[stage], block.states[states], at);
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) units[i].compute(at);
+#pragma unroll
+        for (int i = 0; i < UNITS; i++) units[i].write(block.channels[buffer]);
+        stage = after(stage, STAGES), states = after(states, 3), buffer ^= 1;
+    }
+}
+
+// `S[h][o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i of half h; calls f(state, offset in memory) for those that exist
+typedef float Scanned[2][2][4];
+template <class F>
+DEVICE void for_states(Scanned &S, i64 left, i64 D, F f) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (16 * h + 8 * i < left)
+#pragma unroll
+                for (int o = 0; o < 2; o++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) f(S[h][o][2 * i + j], (8 * o + j) * D + 16 * h + 8 * i);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
+             const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
+             const float *__restrict__ earlier, T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D,
+             i64 reverse, i64 segment_chunks, i64 keep) {
+    extern __shared__ __align__(128) char shared[];
+    static_assert(sizeof(Block) == BLOCK_BYTES);
+    Block &block = *reinterpret_cast<Block *>(shared);
+
+    int chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
+    Place at(B, D, segments);
+    bool backwards = reverse >> at.g & 1;
+    int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
+    // what is no query's stays zero, and so does the fourth factor but for the 1 of A
+    for (int i = threadIdx.x * 16; i < int(sizeof block.states + sizeof block.channels); i += THREADS * 16)
+        store((float *)((char *)block.states + i), Floats<4>{});
+    __syncthreads();
+    for (int i = threadIdx.x; i < 3 * PAIRS * 8; i += THREADS)
+        store(block.states[i / 8 / PAIRS].update[i / 8 % PAIRS][slot(i / 8, i % 8, 3)][0], Floats<4>{1, 0, 1, 0});
+    for (int i = threadIdx.x; i < 2 * HALVES * PAIRS * 8; i += THREADS)
+        store(block.channels[i / 8 / PAIRS / HALVES][i / 8 / PAIRS % HALVES].update[i / 8 % PAIRS][channel_slot(i / 8, i % 8, 3)][0],
+              Floats<4>{1, 1, 0, 0});
+    __syncthreads();
+    int buffer = 0, states_buffer = 0;
+    if (at.warp >= SCANNERS) {
+        int role = 0, states_before = 0, units_before = 0;
+#pragma unroll
+        for (int i = 0; i < STAGERS; i++) {
+            if (at.warp - SCANNERS == i) role = ROLE[i];
+            if (at.warp - SCANNERS > i) states_before += ROLE[i] == STAGES_STATES, units_before += max(ROLE[i], 0);
+        }
+        if (role == COPIES) {
+            Sequence<const T> xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+            xs.data += at.block_d, logits.data += at.block_d;
+            ChannelRows x_rows(xs, D - at.block_d, at.lane), logit_rows(logits, D - at.block_d, at.lane);
+            KeyRows key_rows({TOKENS_OF(k), at.g, at.b, L, backwards}, {TOKENS_OF(q), at.g, at.b, L, backwards}, at.lane);
+            auto copy = [&](int stage, int t0) {
+                Tile &tile = block.tiles[stage];
+                key_rows.start(tile.keys[0], t0, begin, end);
+                x_rows.start(tile.x[0], t0, begin, end);
+                logit_rows.start(tile.logit[0], t0, begin, end);
+                commit_copies();
+            };
+#pragma unroll
+            for (int s = 0; s < STAGES - 1; s++) copy(s, begin + s * TILE);
+            wait_for_copies<STAGES - 3>();
+            sync_stagers();
+            sync_stagers();
+            int stage = STAGES - 1;
+#pragma unroll 1
+            for (int t0 = begin; t0 <= end; t0 += TILE) {
+                wait_for_copies<STAGES - 4>();
+                __syncthreads();
+                copy(stage, t0 + (STAGES - 1) * TILE);
+                stage = after(stage, STAGES);
+            }
+        } else if (role == STAGES_STATES) {
+            StateStaging staging(states_before, at);
+            sync_stagers();
+            staging.stage(block.states[0], block.tiles[0]);
+            staging.stage(block.states[1], block.tiles[1]);
+            sync_stagers();
+            int stage = 1;
+            buffer = 1;
+#pragma unroll 1
+            for (int t0 = begin; t0 <= end; t0 += TILE) {
+                __syncthreads();
+                stage = after(stage, STAGES), buffer = after(buffer, 3);
+                staging.stage(block.states[buffer], block.tiles[stage]);
+            }
+        } else if (role == 1) {
+            stage_channels<1>(block, units_before, skips, biases, D, begin, end, at);
+        } else if (role == 2) {
+            stage_channels<2>(block, units_before, skips, biases, D, begin, end, at);
+        } else if (role == 3) {
+            stage_channels<3>(block, units_before, skips, biases, D, begin, end, at);
+        } else {
+            stage_channels<4>(block, units_before, skips, biases, D, begin, end, at);
+        }
+        return;
+    }
+
+    i64 warp_d = at.block_d + at.warp * 32, d = warp_d + at.c;
+    Sequence<T> ys({y + warp_d + 2 * at.p, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, d, B, chunks - 1, D);
+    earlier += state_offset(at.g, at.b, at.segment - 1, 2 * at.p, d, B, segments - 1, D);
+    Scanned S = {};
+    if (at.segment > 0) for_states(S, D - d, D, [&](float &s, i64 offset) { s = earlier[offset]; });
+    int update[2] = {slot(0, at.c, at.p), slot(1, at.c, at.p)}, column[2] = {column_slot(0, at.c, at.p), column_slot(1, at.c, at.p)};
+    int row = token_of(at.c / 2, at.c % 2);  // of 8 tokens the one whose y transposition leaves to the lane
+    int left = min(D - warp_d, i64(32));  // channels, whole octets
+    int channel_slots[4], add[2], gate = (at.p * 8 + gate_slot(at.p, at.c)) * 2;
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+        channel_slots[pair] = channel_slot(pair, at.c, at.p);
+        asm("" : "+r"(channel_slots[pair]));
+    }
+#pragma unroll
+    for (int product = 0; product < 2; product++) {
+        int t = token_of(at.p, product);
+        add[product] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
+    }
+    asm("" : "+r"(update[0]), "+r"(update[1]), "+r"(column[0]), "+r"(column[1]), "+r"(row), "+r"(left), "+r"(add[0]),
+        "+r"(add[1]), "+r"(gate));
+    const States *here = block.states;
+    const Channels *channels = block.channels[0] + 2 * at.warp;
+    struct Operands { Floats<4> channel[2], factors, queries; };
+    auto read = [&](Operands &operands, int pair) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) operands.channel[h] = load<4>(&channels[h].update[pair][channel_slots[pair % 4]][0][0]);
+        operands.factors = load<4>(&here->update[pair][update[pair % 2]][0][0]);
+        operands.queries = load<4>(&here->output[pair][column[pair % 2]][0][0]);
+    };
+    __syncthreads();
+    Operands operands;
+    read(operands, 0);
+    // the last token may need the product of the pair behind it
+#pragma unroll 1
+    for (int t0 = begin; t0 <= end; t0 += TILE) {
+        if ((t0 - begin) % CHUNK == 0) {
+            if (keep && t0 > 0 && t0 < end) for_states(S, D - d, D, [&](float &s, i64 offset) { kept[offset] = s; });
+            kept += N * D;
+        }
+        // 8 tokens at a time, from the one before on
+#pragma unroll
+        for (int eighth = 0; eighth < 2; eighth++) {
+            float results[2][2][2];
+            Floats<2> gates[2], adds[2][2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                gates[h] = load<2>(&channels[h].gate[4 * eighth][0][0] + gate);
+#pragma unroll
+                for (int product = 0; product < 2; product++)
+                    adds[h][product] = load<2>(&channels[h].add[8 * eighth][0][0] + add[product]);
+            }
+#pragma unroll
+            for (int product = 0; product < 2; product++) {
+                float sums[2][4];
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    Operands now = operands;
+                    int pair = 4 * eighth + 2 * product + odd;
+                    if (pair + 1 < PAIRS) {
+                        read(operands, pair + 1);
+                    } else if (t0 + TILE <= end) {
+                        // all of this tile is read: while its last pair is worked on, the next is read
+                        __syncthreads();
+                        states_buffer = after(states_buffer, 3), buffer ^= 1;
+                        here = block.states + states_buffer, channels = block.channels[buffer] + 2 * at.warp;
+                        read(operands, 0);
+                    }
+#pragma unroll
+                    for (int o = 0; o < 2; o++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            float(&s)[4] = S[h][o], decay[4], drive[4];
+                            float q_0 = now.queries.at[2 * o], q_1 = now.queries.at[2 * o + 1];
+                            if (odd + o == 0)
+                                multiply_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
+                            else
+                                multiply_add_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
+                            multiply_tf32(decay, now.channel[h].at[0], now.channel[h].at[1], now.factors.at[2 * o]);
+                            multiply_tf32(drive, now.channel[h].at[2], now.channel[h].at[3], now.factors.at[2 * o + 1]);
+#pragma unroll
+                            for (int j = 0; j < 4; j++) s[j] = fmaf(decay[j], s[j], drive[j]);
+                        }
+                }
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        results[h][i][product] = fmaf(-gates[h].at[i], sums[h][2 * i + 1], sums[h][2 * i] + adds[h][product].at[i]);
+            }
+            int t = t0 + 8 * eighth + row;
+            T *to = ys.at(t);
+            bool exists = t >= begin && t < end;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    unsigned two = transpose(from_floats<T>(Floats<2>{results[h][i][0], results[h][i][1]}).word[0]);
+                    if (exists && 16 * h + 8 * i < left) store(to + 16 * h + 8 * i, Pack<T, 2>{two});
+                }
+        }
+    }
+}
