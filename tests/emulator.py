@@ -35,7 +35,8 @@ MEANING = {
         " | to_bf16(unpack(bf16{}, a).at[1] * unpack(bf16{}, b).at[1]) << 16;"
     ),
     r'asm\("mul.rn.f16x2 [^;]*;"[^;]*;': (
-        "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff)) | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
+        "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
+        " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
     ),
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
         "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"

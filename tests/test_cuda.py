@@ -188,8 +188,11 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("dtype", "shape", "segment_chunks"),
     [
-        (torch.float32, (1, 150, 40, 16), 2), (torch.bfloat16, (1, 70, 7, 16), 1), (torch.float16, (1, 100, 40, 32), 1),
-        (torch.bfloat16, (1, 150, 104, 16), 2), (torch.float16, (1, 128, 72, 16), 1),
+        (torch.float32, (1, 150, 40, 16), 2),
+        (torch.bfloat16, (1, 70, 7, 16), 1),
+        (torch.float16, (1, 100, 40, 32), 1),
+        (torch.bfloat16, (1, 150, 104, 16), 2),
+        (torch.float16, (1, 128, 72, 16), 1),
     ],  # fmt: skip
 )
 def test_every_variant_emulated_on_a_cpu_equals_the_definition(
@@ -209,6 +212,7 @@ def test_every_variant_emulated_on_a_cpu_equals_the_definition(
 def test_gradients_written_over_the_logits_emulated_are_the_same(recurrence, dtype, shape, segment_chunks, monkeypatch):
     monkeypatch.setattr(scan, "launch", emulator.launch)
     monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
+    monkeypatch.setattr(scan, "_shared_bytes", lambda device: SHARED["sm_90"])
     assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, "cpu")
 
 

@@ -81,7 +81,7 @@ class Pairs(NamedTuple):
 
 
 class SummaryTriples(NamedTuple):
-    """A variant of the summary of Longhorn's gradients, for 16-bit inputs, three tokens at a time: summary_triples.cu."""
+    """A variant of the summary of Longhorn's gradients for 16-bit inputs, three tokens at once: summary_triples.cu."""
 
     alone: int
     shared: int
