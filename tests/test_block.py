@@ -243,7 +243,7 @@ def test_blocks_that_hand_over_have_the_gradients_of_plain_ones(compiled, middle
     """In fp64, kernels aside."""
     monkeypatch.setattr(operator, "kernels", PlainKernels)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
-    monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
+    monkeypatch.setattr(operator.gpu, "scan_backward_over_logits", PlainKernels.scan_backward)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     blocks = torch.nn.ModuleList([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)])
     chain = Chain(blocks, middle)

@@ -1,10 +1,11 @@
-// summary.cu's scan_summary of Longhorn's gradients for 16-bit inputs, three tokens at a time. F_t = G_t + dy_t q_t, with what
-// comes from behind, is dL/dS_t. Tokens are counted backwards here, g and dy belong to a channel, a = k^2 and q to a state:
+// summary.cu's scan_summary of Longhorn's gradients for 16-bit inputs, three tokens at a time. Tokens are counted in the order
+// they are read, from the last on; g and dy belong to a channel, a = k^2 and q to a state. F_t = dL/dS_t = dy_t q_t + what
+// comes from the tokens before t, so
 //   F_3 = A F_0 + dy_1 q_1 (1 - g_1 a_1) (1 - g_2 a_2) + dy_2 q_2 (1 - g_2 a_2) + dy_3 q_3
 //   A = (1 - g_0 a_0) (1 - g_1 a_1) (1 - g_2 a_2)
-// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is what is added but
-// for the one: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two instructions
-// for a state and three tokens.
+// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the one,
+// what is added: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
+// instructions for a state and three tokens.
 //
 // For A they read fp16: g_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most 1. For
 // the rest they read the type of the inputs, which has dy and q exactly.
