@@ -196,6 +196,36 @@ def test_every_variant_emulated_on_a_cpu_equals_the_definition(
     assert_every_variant_right(recurrence, dtype, shape, segment_chunks, "cpu")
 
 
+@needs_gxx
+@pytest.mark.parametrize("logit", [0.0, -1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])  # of keys
+def test_two_tokens_at_a_time_with_extreme_inputs_emulated_on_a_cpu(logit, scale, monkeypatch):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    x, logits, k, q, skip, bias = (t.detach() for t in longhorn_inputs(1, 50, 40, 16, torch.bfloat16))
+    signs = torch.randint(-1, 2, logits.shape, generator=torch.Generator().manual_seed(0))
+    logits, k = torch.where(signs == 0, logits, signs * logit).bfloat16(), scale * k
+    inputs = x, logits, k, q, None, skip.float(), bias.float()
+    truth = naive.longhorn(*(t.double() for t in inputs if t is not None))
+    for variant in variants.PAIRS:
+        y, _ = scan.forward("longhorn", *(t if t is None else t[None] for t in inputs), [False], False, (variant, 1))
+        assert relative_error(y[0], truth) < TOLERANCE[torch.bfloat16]
+
+
+@needs_gxx
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_a_cpu(value, monkeypatch):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    x, logits, k, q, *_ = (t.detach()[None] for t in longhorn_inputs(1, 50, 40, 16, torch.bfloat16))
+    for token in (20, 21, 22, 23):
+        spoilt = x.clone()
+        spoilt[0, 0, token, 9] = value
+        y, _ = scan.forward("longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.PAIRS[1], 1))
+        assert not torch.isfinite(y[0, 0, token:, 9]).any()
+        assert torch.isfinite(y[0, 0, : token - 2]).all()
+        y[..., 9] = 0
+        assert torch.isfinite(y).all()
+
+
 # With a GPU
 
 
@@ -249,7 +279,7 @@ def test_every_variant_and_segments_in_parallel_equal_the_definition(recurrence,
 @GPU
 @pytest.mark.gpu
 @SCANS
-@pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16)])
+@pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16), (8, 1025, 768, 16)])
 def test_two_runs_are_equal_bit_for_bit(scan, definition, make_inputs, shape):
     inputs = on_gpu(make_inputs(*shape, torch.bfloat16))
     dy = torch.randn(shape[:3], device="cuda", dtype=torch.bfloat16)
