@@ -205,8 +205,8 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
     projected = weights.project(u_BLD)
     v_2BHD, logits_2BHD, k_2BHN, q_2BHN, step_2BHR = [_read(t_2BLX, middle) for t_2BLX in projected]
     rates = weights.rates if recurrence == "selective" else None
-    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = gpu.scan_backward(
-        "cuda", recurrence, _read(dy_BLD.expand(2, -1, -1, -1), middle), v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates,
+    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = gpu.scan_backward_over_logits(
+        recurrence, _read(dy_BLD.expand(2, -1, -1, -1), middle), v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates,
         weights.skip, weights.step_bias, states, REVERSE,
     )  # fmt: skip
     v_2BLD = projected[0]

@@ -124,6 +124,12 @@ def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, 
     return _module(backend, x.device).backward(recurrence, *tensors, list(reverse))
 
 
+def scan_backward_over_logits(recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
+    """`scan_backward` of the CUDA kernels, of logits that nobody needs any more: dlogits is written over them."""
+    tensors = dy, x, logits, k, q, rates, skip, bias, states
+    return _module("cuda", x.device).backward(recurrence, *tensors, reverse, over_logits=True)
+
+
 @torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
     G, B, L, D = x.shape

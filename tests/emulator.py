@@ -30,6 +30,21 @@ MEANING = {
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
         "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
     ),
+    r'asm\("fma.rn.bf16x2 [^;]*;"[^;]*;': (
+        "product = to_bf16(unpack(bf16{}, a).at[0] * unpack(bf16{}, b).at[0])"
+        " | to_bf16(unpack(bf16{}, a).at[1] * unpack(bf16{}, b).at[1]) << 16;"
+    ),
+    r'asm\("mul.rn.f16x2 [^;]*;"[^;]*;': (
+        "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
+        " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
+        "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
+        " for (int i = 0; i < 4; i++) product[i] += start;"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
+        "multiply_halves(from_fp16, product, {a_0, a_1, b}); for (int i = 0; i < 4; i++) product[i] += start;"
+    ),
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(0.0f\)\);': (
         "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
     ),

@@ -178,9 +178,9 @@ class PlainKernels:
         return selective_scan(x, logits, rates, k, q, skip, bias, reverse=reverse), x.new_empty(0)
 
     @classmethod
-    def scan_backward(cls, backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
+    def scan_backward(cls, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
         def one(*inputs):
-            return cls.scan(backend, recurrence, *inputs, reverse, False)[0]
+            return cls.scan("cuda", recurrence, *inputs, reverse, False)[0]
 
         *found, dskip, dbias = gradients(one, [x, logits, k, q, rates, skip, bias], dy)
         return *found, torch.stack([dskip, dbias], 1)
@@ -194,7 +194,7 @@ def test_block_operator_has_the_gradients_of_the_plain_block(mixer, scaled, comp
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
     monkeypatch.setattr(operator, "kernels", PlainKernels)
     monkeypatch.setattr(operator.gpu, "scan", PlainKernels.scan)
-    monkeypatch.setattr(operator.gpu, "scan_backward", PlainKernels.scan_backward)
+    monkeypatch.setattr(operator.gpu, "scan_backward_over_logits", PlainKernels.scan_backward)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     block = make_block(mixer, 24, dtype=torch.float64)
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
@@ -612,6 +612,20 @@ def test_the_rounded_copy_of_a_gradient_is_used_only_while_it_is_that():
         uses(Leaves.apply(torch.randn(5, requires_grad=True))).sum().backward()
         assert found[0] is None
         assert (found[-1] is not None) == valid
+
+
+@gpu_test
+def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most():
+    block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
+    x = torch.randn(B, L, C, device="cuda", requires_grad=True)
+    for _ in range(2):  # what the first allocates for good does not count
+        with torch.autocast("cuda", torch.bfloat16):
+            y = block(x)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y.backward(y.detach())
+        del y
+    assert torch.cuda.max_memory_allocated() - before < 5 * (2 * B * L * 2 * C * 2)
 
 
 @gpu_test

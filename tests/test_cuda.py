@@ -37,9 +37,14 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
         else:
             macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
             yield "forward", macros, shared
-    macros, _, shared = scan._lanes(variants.SUMMARY[recurrence], recurrence, x, x, N)
-    for gradients in ("true", "false"):
-        yield "summary", dict(macros, GRADIENTS=gradients), shared
+    for kind, gradients in (("forward", "false"), ("backward", "true")):
+        summary = variants.summary_variant(kind, recurrence, N, dtype.itemsize)
+        if isinstance(summary, variants.SummaryTriples):
+            macros, _, shared = scan._summary_triples(summary, recurrence, x, x, k)
+            yield "summary_triples", macros, shared
+        else:
+            macros, _, shared = scan._lanes(summary, recurrence, x, x, N)
+            yield "summary", dict(macros, GRADIENTS=gradients), shared
     for variant in (variants.BACKWARD if N < 64 else variants.BACKWARD_64)[recurrence]:
         macros, _, shared = scan._backward(variant, recurrence, x, x, x, N)
         yield "backward", macros, shared
@@ -118,9 +123,8 @@ def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_
         variant, _ = variants.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
         return variant.scanners if isinstance(variant, variants.Pairs) else None
 
-    assert scanners(8, 6085) == 3 and scanners(4, 6085) == 2
-    assert scanners(8, 6085, vectors=False) is scanners(128, 197) is None
-    assert scanners(4, 6085, shared_bytes=99 * 1024) == 2
+    assert [scanners(8, 6085), scanners(4, 6085), scanners(4, 6085, shared_bytes=99 * 1024)] == [3, 2, 2]
+    assert [scanners(8, 6085, vectors=False), scanners(128, 197)] == [None, None]
 
 
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
@@ -183,9 +187,12 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("dtype", "shape", "segment_chunks"),
     [
-        (torch.float32, (1, 150, 40, 16), 2), (torch.bfloat16, (1, 70, 7, 16), 1), (torch.float16, (1, 100, 40, 32), 1),
-        (torch.bfloat16, (1, 150, 104, 16), 2), (torch.float16, (1, 128, 72, 16), 1),
-    ],  # fmt: skip
+        (torch.float32, (1, 150, 40, 16), 2),
+        (torch.bfloat16, (1, 70, 7, 16), 1),
+        (torch.float16, (1, 100, 40, 32), 1),
+        (torch.bfloat16, (1, 150, 104, 16), 2),
+        (torch.float16, (1, 128, 72, 16), 1),
+    ],
 )
 def test_every_variant_emulated_on_a_cpu_equals_the_definition(
     recurrence, dtype, shape, segment_chunks, monkeypatch, poison
@@ -226,7 +233,69 @@ def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_
         assert torch.isfinite(y).all()
 
 
+@needs_gxx
+@pytest.mark.parametrize(("dtype", "shape", "segment_chunks"), [
+    (torch.float32, (2, 150, 40, 16), 1), (torch.bfloat16, (1, 200, 71, 16), 2), (torch.bfloat16, (1, 200, 72, 16), 4),
+])  # fmt: skip
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+def test_gradients_written_over_the_logits_emulated_are_the_same(recurrence, dtype, shape, segment_chunks, monkeypatch):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
+    monkeypatch.setattr(scan, "_shared_bytes", lambda device: SHARED["sm_90"])
+    assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, "cpu")
+
+
+def assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, device):
+    """Also where every other token of a longer tensor is scanned; and only if asked for."""
+    (B, L, D, N), g = shape, torch.Generator().manual_seed(0)
+    x, dy, logits = (torch.randn(2, B, L, D, generator=g).to(device, dtype) for _ in range(3))
+    k, q = (torch.randn(2, B, L, N, generator=g).to(device, dtype) for _ in range(2))
+    rates = None if recurrence == "longhorn" else -torch.rand(2, D, N, generator=g).to(device)
+    rest = k, q, rates, torch.ones(2, D, device=device), torch.ones(2, D, device=device)
+    spread = torch.full((2, B, 2 * L, D), float("nan"), device=device, dtype=dtype)[:, :, ::2]
+    reverse = [False, True]
+    _, states = scan.forward(recurrence, x, logits, *rest, reverse, True)
+    for variant in variants.BACKWARD[recurrence]:
+        arguments = *rest, states, reverse, (variant, segment_chunks)
+        before = logits.clone()
+        apart = scan.backward(recurrence, dy, x, logits, *arguments)
+        assert torch.equal(logits, before)
+        for over in (before, spread.copy_(logits)):
+            found = scan.backward(recurrence, dy, x, over, *arguments, over_logits=True)
+            assert found[1].data_ptr() == over.data_ptr()
+            assert all(torch.equal(a, b) for a, b in zip(found, apart)), variant
+
+
+@needs_gxx
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-4), (torch.float16, 2e-4)])
+@pytest.mark.parametrize(("L", "D", "segment_chunks"), [(150, 40, 1), (300, 7, 2), (129, 136, 1)])
+def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
+    dtype, tolerance, L, D, segment_chunks, monkeypatch, poison
+):
+    """The largest and smallest gates, large and small keys, and dy that the directions share."""
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    g = torch.Generator().manual_seed(0)
+    x = [torch.randn(2, 1, L, n, generator=g).to(dtype) for n in (D, 16, 16)]
+    scale = torch.tensor([1e-2, 0.5, 20])[torch.randint(3, (2, 1, L, 1), generator=g)]
+    logits = torch.where(torch.rand(2, 1, L, D, generator=g) < 0.1, 100 * x[0].sign(), 3 * x[0])
+    dy, bias = x[0][:1].expand(2, -1, -1, -1), torch.randn(2, D, generator=g)
+    tensors = dy, logits.to(dtype), (scale * x[1]).to(dtype), x[2], None, bias
+    found = []
+    for variant in (variants.SUMMARY_TRIPLES, variants.SUMMARY["longhorn"]):
+        monkeypatch.setattr(variants, "SUMMARY_TRIPLES", variant)
+        found.append(scan._summarize("longhorn", tensors, [False, True], segment_chunks, gradients=True))
+    assert relative_error(found[0], found[1].double()) < tolerance
+
+
 # With a GPU
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_chunks", [1, 3, 100])
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+def test_gradients_written_over_the_logits_are_the_same(recurrence, segment_chunks):
+    assert_logits_overwritten(recurrence, torch.bfloat16, (3, 1000, 768, 16), segment_chunks, "cuda")
 
 
 def on_gpu(inputs):

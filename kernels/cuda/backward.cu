@@ -328,11 +328,13 @@ DEVICE void write_keys(const Block &block, int buffer, const Sequence<float> &dk
     }
 }
 
+// dlogit may be logit: a warp writes its channels of a tile when it has read them for the last time, and nobody else reads
+// them
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
               const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
               const float *__restrict__ states, const float *__restrict__ later, T *__restrict__ dx,
-              T *__restrict__ dlogit, float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L,
+              TOKENS(T, dlogit), float *__restrict__ dkeys, float *__restrict__ rows, i64 directions, i64 B, i64 L,
               i64 D, i64 reverse, i64 segment_chunks, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
@@ -348,7 +350,7 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     Sequence<const T> logits = copies.source({TOKENS_OF(logit), at.g, at.b, L, backwards}, at.warp_d);
     Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<T> dxs({dx, B * L * D, L * D, D}, at.g, at.b, L, backwards);
-    Sequence<T> dlogits({dlogit, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    Sequence<T> dlogits(TOKENS_OF(dlogit), at.g, at.b, L, backwards);
     i64 all_keys = at.block * directions * B * L * 2 * N;
     Sequence<float> dkeys_out({dkeys + all_keys, B * L * 2 * N, L * 2 * N, 2 * N}, at.g, at.b, L, backwards);
     int first = at.segment * segment_chunks, last = min(chunks, first + int(segment_chunks)) - 1;

@@ -21,6 +21,7 @@ HEADERS = {
     "quads": SCAN,
     "pairs": SCAN,
     "summary": [*SCAN, "lanes.cuh"],
+    "summary_triples": SCAN,
     "backward": SCAN,
     "block": ["types.cuh", "silu.cuh", "output.cuh"],
     "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],

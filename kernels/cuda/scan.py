@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kept import CHUNK, boundaries
 from .compiler import launch
-from .variants import SUMMARY, Backward, Lanes, Pairs, Quads, choose
+from .variants import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, choose, summary_variant
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -54,9 +54,12 @@ def forward(
 def backward(
     recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
     rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
-    reverse: list[bool], plan: tuple[Backward, int] | None = None,
+    reverse: list[bool], plan: tuple[Backward, int] | None = None, over_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D)."""
+    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D).
+
+    With `over_logits` dlogits is written over the logits.
+    """
     dy, x, logits, k, q = _rows(dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
     variant, segment_chunks = plan or _choose("backward", recurrence, x, N)
@@ -67,7 +70,8 @@ def backward(
         later = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=True)
     macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
     new = functools.partial(torch.empty, device=x.device)
-    dx, dlogits = new(x.shape, dtype=x.dtype), new(x.shape, dtype=x.dtype)
+    dx = new(x.shape, dtype=x.dtype)
+    dlogits = logits if over_logits else new(x.shape, dtype=x.dtype)
     dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
     dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
     dchannels = new(G, 2, D, dtype=torch.float32)
@@ -76,7 +80,7 @@ def backward(
     rows = new(parts, columns, dtype=torch.float32)
     launch("backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
         *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
-        dx, dlogits, dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+        dx, *_view(dlogits), dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
     launch("backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
         dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
@@ -88,15 +92,23 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead."""
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
-    variant = SUMMARY[recurrence]
+    kind = "backward" if gradients else "forward"
+    variant = summary_variant(kind, recurrence, N, value.element_size())
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     between = torch.empty_like(ends)
-    macros, blocks, shared = _lanes(variant, recurrence, value, logits, N)
-    macros["GRADIENTS"] = str(gradients).lower()
-    launch("summary", "scan_summary", macros, G * B * (segments - 1) * blocks, 32 * variant.warps, [
+    arguments = [
         *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, ends, decays,
-        B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
-    ], shared)  # fmt: skip
+        B, L, D, _mask(reverse), segment_chunks,
+    ]  # fmt: skip
+    macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
+    macros["GRADIENTS"] = str(gradients).lower()
+    if isinstance(variant, SummaryTriples):
+        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits, k)
+        file = "summary_triples", "scan_summary", triples
+    else:
+        file = "summary", "scan_summary", macros
+        arguments.append(_vector(4, k, q) == 4)
+    launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
     states = G * B * N * D
     arguments = [ends, decays, between, G * B, segments, N * D]
     launch("summary", "scan_combine", macros, -(-states // 128), 128, arguments)
@@ -147,6 +159,19 @@ def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int):
         MIN_BLOCKS=variant.min_blocks, VECTOR=8, BLOCK_BYTES=variant.block_bytes,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (32 * variant.scanners)), variant.block_bytes
+
+
+def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):
+    """The same for summary_triples.cu."""
+    N, tile, warps = k.shape[-1], 24, variant.warps
+    block_channels = 8 * variant.channels * warps
+    states_bytes, channels_bytes = tile // 3 * (32 * N + 16), 1024 * variant.channels * warps
+    block_bytes = 2 * 2 * 2 * tile * block_channels + 2 * states_bytes + channels_bytes
+    macros = dict(
+        _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+    )  # fmt: skip
+    return macros, -(-dy.shape[-1] // block_channels), block_bytes
 
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):

@@ -80,6 +80,17 @@ class Pairs(NamedTuple):
         return self.stages * 2 * rows + 3 * 4 * factors + 2 * 4 * halves
 
 
+class SummaryTriples(NamedTuple):
+    """A variant of the summary of Longhorn's gradients for 16-bit inputs, three tokens at once: summary_triples.cu."""
+
+    alone: int
+    shared: int
+    states: int = 4
+    channels: int = 4
+    warps: int = 4
+    min_blocks: int = 3
+
+
 class Backward(NamedTuple):
     """A variant of backward, whose lanes hold 4 states each."""
 
@@ -107,8 +118,10 @@ PAIRS = [
     Pairs(76, 76, 22000, 2, (4, 4, -1, -1, 0)),
 ]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
+# of 16-bit inputs with 16 states
+SUMMARY_TRIPLES = SummaryTriples(190, 76)
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 685, 558, min_blocks=3), Backward(2, 8, 485, 310, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 660, 475, min_blocks=3), Backward(2, 8, 520, 290, min_blocks=3)],
     "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
@@ -118,7 +131,7 @@ BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
 ) -> list[Lanes | Quads | Pairs]:
-    """`vectors` says whether 8 neighbouring elements of every row can be moved as one, `shared_bytes` what a block may have."""
+    """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a block may have."""
     variants = list(FORWARD[recurrence])
     if itemsize == 2 and N in {"longhorn": (16, 32), "selective": (16,)}[recurrence]:
         variants += QUADS[recurrence]
@@ -127,8 +140,17 @@ def forward_variants(
     return variants
 
 
+def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes | SummaryTriples:
+    triples = kind == "backward" and recurrence == "longhorn" and N == 16 and itemsize == 2
+    return SUMMARY_TRIPLES if triples else SUMMARY[recurrence]
+
+
 def cycles(
-    variant: Lanes | Quads | Pairs | Backward, channels: int, state_size: int, tokens: int, multiprocessors: int
+    variant: Lanes | Quads | Pairs | SummaryTriples | Backward,
+    channels: int,
+    state_size: int,
+    tokens: int,
+    multiprocessors: int,
 ) -> float:
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     if isinstance(variant, Pairs):
@@ -164,18 +186,20 @@ def choose(
         candidates = forward_variants(recurrence, N, itemsize, vectors, shared_bytes)
     else:
         candidates = (BACKWARD if N < 64 else BACKWARD_64)[recurrence]
+    summary = summary_variant(kind, recurrence, N, itemsize)
     best = None
     # a long sequence need not be tried in every way
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens, channels = min(L, segment_chunks * CHUNK), sequences * D
+        long = max(1, -(-(L - tokens // 8) // tokens))  # segments; blocks of a last one of few tokens end soon
         between = 0.0
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors
             between = LAUNCHES + passed
-            between += cycles(SUMMARY[recurrence], channels * (segments - 1), N, tokens, multiprocessors)
+            between += cycles(summary, channels * (segments - 1), N, tokens, multiprocessors)
         for variant in candidates:
-            cost = between + cycles(variant, channels * segments, N, tokens, multiprocessors)
+            cost = between + cycles(variant, channels * long, N, tokens, multiprocessors)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
     return best[1:]
