@@ -123,9 +123,8 @@ def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_
         variant, _ = variants.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
         return variant.scanners if isinstance(variant, variants.Pairs) else None
 
-    assert scanners(8, 6085) == 3 and scanners(4, 6085) == 2
-    assert scanners(8, 6085, vectors=False) is scanners(128, 197) is None
-    assert scanners(4, 6085, shared_bytes=99 * 1024) == 2
+    assert [scanners(8, 6085), scanners(4, 6085), scanners(4, 6085, shared_bytes=99 * 1024)] == [3, 2, 2]
+    assert [scanners(8, 6085, vectors=False), scanners(128, 197)] == [None, None]
 
 
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
@@ -193,7 +192,7 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
         (torch.float16, (1, 100, 40, 32), 1),
         (torch.bfloat16, (1, 150, 104, 16), 2),
         (torch.float16, (1, 128, 72, 16), 1),
-    ],  # fmt: skip
+    ],
 )
 def test_every_variant_emulated_on_a_cpu_equals_the_definition(
     recurrence, dtype, shape, segment_chunks, monkeypatch, poison
@@ -202,6 +201,36 @@ def test_every_variant_emulated_on_a_cpu_equals_the_definition(
     monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
     monkeypatch.setattr(scan, "_shared_bytes", lambda device: SHARED["sm_90"])
     assert_every_variant_right(recurrence, dtype, shape, segment_chunks, "cpu")
+
+
+@needs_gxx
+@pytest.mark.parametrize("logit", [0.0, -1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])  # of keys
+def test_two_tokens_at_a_time_with_extreme_inputs_emulated_on_a_cpu(logit, scale, monkeypatch):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    x, logits, k, q, skip, bias = (t.detach() for t in longhorn_inputs(1, 50, 40, 16, torch.bfloat16))
+    signs = torch.randint(-1, 2, logits.shape, generator=torch.Generator().manual_seed(0))
+    logits, k = torch.where(signs == 0, logits, signs * logit).bfloat16(), scale * k
+    inputs = x, logits, k, q, None, skip.float(), bias.float()
+    truth = naive.longhorn(*(t.double() for t in inputs if t is not None))
+    for variant in variants.PAIRS:
+        y, _ = scan.forward("longhorn", *(t if t is None else t[None] for t in inputs), [False], False, (variant, 1))
+        assert relative_error(y[0], truth) < TOLERANCE[torch.bfloat16]
+
+
+@needs_gxx
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_a_cpu(value, monkeypatch):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    x, logits, k, q, *_ = (t.detach()[None] for t in longhorn_inputs(1, 50, 40, 16, torch.bfloat16))
+    for token in (20, 21, 22, 23):
+        spoilt = x.clone()
+        spoilt[0, 0, token, 9] = value
+        y, _ = scan.forward("longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.PAIRS[1], 1))
+        assert not torch.isfinite(y[0, 0, token:, 9]).any()
+        assert torch.isfinite(y[0, 0, : token - 2]).all()
+        y[..., 9] = 0
+        assert torch.isfinite(y).all()
 
 
 @needs_gxx
@@ -319,7 +348,7 @@ def test_every_variant_and_segments_in_parallel_equal_the_definition(recurrence,
 @GPU
 @pytest.mark.gpu
 @SCANS
-@pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16)])
+@pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16), (8, 1025, 768, 16)])
 def test_two_runs_are_equal_bit_for_bit(scan, definition, make_inputs, shape):
     inputs = on_gpu(make_inputs(*shape, torch.bfloat16))
     dy = torch.randn(shape[:3], device="cuda", dtype=torch.bfloat16)

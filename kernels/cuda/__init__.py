@@ -1,9 +1,10 @@
 """Kernels in CUDA C++ for NVIDIA GPUs, sm_80 and newer, compiled at first use.
 
-The scan: `common.cuh` holds the recurrences; `forward.cu`, `quads.cu` (forward on tensor cores), `backward.cu` and
-`summary.cu` the kernels, one family for both; `scan` launches them; `variants` chooses among their variants. What
-surrounds it in a block: `block.cu`, `convolve.cu`, `project.cu` and `step.cu`, which `block` launches. `types.cuh` is
-what all share; `compiler` compiles and caches them.
+The scan: `common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `summary.cu` the kernels, one family for
+both; `quads.cu` and `pairs.cu` are forward on tensor cores, for few and long sequences, `summary_triples.cu` is the
+summary; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`,
+`convolve.cu`, `project.cu`, `step.cu`, `output.cu` and, on Hopper, `output_hopper.cu`, which `block` launches.
+`types.cuh` is what all share; `compiler` compiles and caches them.
 """
 
 from __future__ import annotations

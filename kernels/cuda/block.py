@@ -252,7 +252,7 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
 def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does."""
     fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
-    return fits and _is_hopper(device) and T >= 64 * _multiprocessors(device)
+    return fits and _is_hopper(device) and 64 * _multiprocessors(device) <= T
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -279,7 +279,8 @@ def gated_product(
     macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
     means, multiprocessors = mean_BLD if keep else None, _multiprocessors(x_TC.device)
     if tiles is not None:
-        assert _token_stride(z_BLD) == 2 * D and x_TC.data_ptr() % 16 == 0
+        assert _token_stride(z_BLD) == 2 * D
+        assert x_TC.data_ptr() % 16 == 0
         norm = [] if eps is None else _empty_norm(x_TC, y_2BLD.dtype)
         macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
         # as many tokens for each of two groups of a block: at most 64 at a time, as often as it takes

@@ -2,16 +2,17 @@
 //   S_2 = A S_0 + B
 //   A = 1 - g_0 k_0^2 - g_1 k_1^2 + g_0 g_1 k_0^2 k_1^2
 //   B = g_0 x_0 k_0 + g_1 x_1 k_1 - g_1 g_0 x_0 k_1^2 k_0
-// where g and x belong to a channel, k to a state. So A and B are products of matrices, (channels, 3) times (3, states),
-// which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states between pairs:
+// where g and x belong to a channel, k to a state. So A and B are products of matrices, (channels, 4) times (4, states) with
+// the 1, which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states between
+// pairs:
 //   y_1 = S_2 q_1
 //   y_0 = S_0 q_0 - g_0 S_0 (k_0^2 q_0) + g_0 x_0 (k_0 q_0)
 // which are products too, (channels, states) times (states, 3). All read tf32, whose 10 bits keep keys and queries exact.
-// A key that is no number spoils the 2 tokens before it too.
+// A token that is no number spoils the two before it as well, in its channel or, if it is a key, in all.
 //
-// SCANNERS warps of a block scan: each has 32 channels, two halves of 16. Of a half, lane 4 c + p has channels c and c + 8; of
-// each 8 states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead: ROLES says of
-// each whether it copies tiles (one warp), stages states (two), or how many units of 8 tokens of a half it stages.
+// SCANNERS warps of a block scan: each has 32 channels, two halves of 16. Of a half, lane 4 c + p has channels c and c + 8;
+// of each 8 states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead. ROLES
+// says of each whether it copies tiles (one warp), stages states (two), or how many units of 8 tokens of a half it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
 constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 32 * SCANNERS, HALVES = 2 * SCANNERS;
@@ -19,9 +20,9 @@ constexpr int PAIRS = TILE / 2;
 constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
 static_assert(N == 16 && TILE == 16 && CHUNK % TILE == 0 && sizeof(T) == 2);
 
-// A tile as it is in memory: keys, then the queries of the token before and of the tile. Asynchronous copies are fast where 8
-// lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so that those of 8 tokens that
-// are read together do not meet in a bank.
+// A tile as it is in memory; of keys those of the tile, then the queries of the token before and of the tile. Asynchronous
+// copies are fast where 8 lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so
+// that those of 8 tokens that are read together do not meet in a bank.
 struct alignas(128) Tile {
     T x[TILE][BLOCK_CHANNELS];
     T logit[TILE][BLOCK_CHANNELS];
@@ -37,8 +38,8 @@ struct States {
     alignas(16) float norm[PAIRS][4];           // k_0 . k_0, k_0 . q_0, k_1 . k_1
 };
 
-// What a half of a scanner's channels takes: the factors by pair, where the fourth is constant; and from the token before the
-// tile on what y takes else
+// What a half of a scanner's channels takes: the factors by pair, where the fourth is constant; and from the token before
+// the tile on what y takes else
 struct Channels {
     alignas(16) float update[PAIRS][32][2][2];  // for A of channels c and c + 8, for B
     alignas(16) float add[TILE][8][2];          // of channels c and c + 8
@@ -66,8 +67,8 @@ DEVICE int token_of(int p, int product) { return ((product ? 0x7564 : 0x2031) >>
 // tensor cores cut what they read to tf32: with this factor they cut to the nearest on average
 constexpr float ROUND = 1 + 0x1p-11f;
 
-// (16, 4) times (4, 8): the lane has column p of rows c and c + 8 of a, row p of column c of b, and of the product columns 2 p
-// and 2 p + 1 of rows c and c + 8
+// (16, 4) times (4, 8): the lane has column p of rows c and c + 8 of a, row p of column c of b, and of the product columns
+// 2 p and 2 p + 1 of rows c and c + 8
 DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float b) {
     asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
         : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
@@ -75,8 +76,8 @@ DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float b) {
 }
 // (16, 8) times (8, 8): here also columns p + 4 of a and rows p + 4 of b
 DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, "
-        "%10};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
+        "%10, %10};"
         : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
         : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
           "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)), "f"(0.0f));
@@ -144,7 +145,8 @@ struct ChannelRows : Rows<TILE * BLOCK_CHANNELS / 8> {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int item = 32 * i + lane, octet = item % (BLOCK_CHANNELS / 8), token = item / (BLOCK_CHANNELS / 8);
-            set(i, source, 8 * octet, 8 * octet < width ? token : NEVER, token * BLOCK_CHANNELS + 8 * exchanged(octet, token));
+            int to = token * BLOCK_CHANNELS + 8 * exchanged(octet, token);
+            set(i, source, 8 * octet, 8 * octet < width ? token : NEVER, to);
         }
     }
 };
@@ -158,7 +160,7 @@ struct KeyRows : Rows<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// Stages the factors of the states of a tile: of two warps each takes two pairs, and those 4 further on; a lane takes a state
+// Stages the factors of the states of a tile: of two warps each takes two pairs and those 4 further on, a lane a state
 struct StateStaging {
     static constexpr int PASSES = 2, APART = PAIRS / PASSES;
     int n, key, update[3], output[3], norm;  // where, for the first two pairs
@@ -214,7 +216,7 @@ struct ChannelStaging {
     __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, i64 D, const Place &at) {
         half = unit / 2, eighth = unit % 2;
         int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p;
-        from = at.lane / 16 * TILE * BLOCK_CHANNELS + row * BLOCK_CHANNELS + exchanged(2 * half + at.lane / 8 % 2, row) * 8;
+        from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * half + at.lane / 8 % 2, row) * 8;
 #pragma unroll
         for (int f = 0; f < 3; f++) {
             update[f] = (pair * 32 + channel_slot(pair, at.c, f)) * 4;
@@ -252,7 +254,8 @@ struct ChannelStaging {
             factors[0].at[i] = ROUND * g_0, factors[0].at[2 + i] = ROUND * driven;
             factors[1].at[i] = rounded_1, factors[1].at[2 + i] = rounded_1 * x.at[1];
             factors[2].at[i] = g_0 * rounded_1, factors[2].at[2 + i] = driven * rounded_1;
-            first.at[i] = fmaf(driven, norm.at[1], skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1], gates.at[i] = g_0;
+            first.at[i] = fmaf(driven, norm.at[1], skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1];
+            gates.at[i] = g_0;
         }
         if (eighth == 1 && at.p == 3) {
             float next[2] = {second.at[0], second.at[1]};
@@ -296,7 +299,8 @@ DEVICE void stage_channels(Block &block, int first, const float *skips, const fl
     }
 }
 
-// `S[h][o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i of half h; calls f(state, offset in memory) for those that exist
+// `S[h][o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i of half h. Calls f(state, offset in memory) for those that
+// exist.
 typedef float Scanned[2][2][4];
 template <class F>
 DEVICE void for_states(Scanned &S, i64 left, i64 D, F f) {
@@ -330,9 +334,11 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     __syncthreads();
     for (int i = threadIdx.x; i < 3 * PAIRS * 8; i += THREADS)
         store(block.states[i / 8 / PAIRS].update[i / 8 % PAIRS][slot(i / 8, i % 8, 3)][0], Floats<4>{1, 0, 1, 0});
-    for (int i = threadIdx.x; i < 2 * HALVES * PAIRS * 8; i += THREADS)
-        store(block.channels[i / 8 / PAIRS / HALVES][i / 8 / PAIRS % HALVES].update[i / 8 % PAIRS][channel_slot(i / 8, i % 8, 3)][0],
-              Floats<4>{1, 1, 0, 0});
+    for (int i = threadIdx.x; i < 2 * HALVES * PAIRS * 8; i += THREADS) {
+        int half = i / 8 / PAIRS;
+        Channels &channels = block.channels[half / HALVES][half % HALVES];
+        store(channels.update[i / 8 % PAIRS][channel_slot(i / 8, i % 8, 3)][0], Floats<4>{1, 1, 0, 0});
+    }
     __syncthreads();
     int buffer = 0, states_buffer = 0;
     if (at.warp >= SCANNERS) {
@@ -399,7 +405,8 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     earlier += state_offset(at.g, at.b, at.segment - 1, 2 * at.p, d, B, segments - 1, D);
     Scanned S = {};
     if (at.segment > 0) for_states(S, D - d, D, [&](float &s, i64 offset) { s = earlier[offset]; });
-    int update[2] = {slot(0, at.c, at.p), slot(1, at.c, at.p)}, column[2] = {column_slot(0, at.c, at.p), column_slot(1, at.c, at.p)};
+    int update[2] = {slot(0, at.c, at.p), slot(1, at.c, at.p)};
+    int column[2] = {column_slot(0, at.c, at.p), column_slot(1, at.c, at.p)};
     int row = token_of(at.c / 2, at.c % 2);  // of 8 tokens the one whose y transposition leaves to the lane
     int left = min(D - warp_d, i64(32));  // channels, whole octets
     int channel_slots[4], add[2], gate = (at.p * 8 + gate_slot(at.p, at.c)) * 2;
@@ -482,7 +489,8 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
                 for (int h = 0; h < 2; h++)
 #pragma unroll
                     for (int i = 0; i < 2; i++)
-                        results[h][i][product] = fmaf(-gates[h].at[i], sums[h][2 * i + 1], sums[h][2 * i] + adds[h][product].at[i]);
+                        results[h][i][product] =
+                            fmaf(-gates[h].at[i], sums[h][2 * i + 1], sums[h][2 * i] + adds[h][product].at[i]);
             }
             int t = t0 + 8 * eighth + row;
             T *to = ys.at(t);

@@ -131,7 +131,7 @@ BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
 def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
 ) -> list[Lanes | Quads | Pairs]:
-    """`vectors` says whether 8 neighbouring elements of every row can be moved as one, `shared_bytes` what a block may have."""
+    """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a block may have."""
     variants = list(FORWARD[recurrence])
     if itemsize == 2 and N in {"longhorn": (16, 32), "selective": (16,)}[recurrence]:
         variants += QUADS[recurrence]
