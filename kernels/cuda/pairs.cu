@@ -286,8 +286,7 @@ DEVICE void stage_channels(Block &block, int first, const float *skips, const fl
     sync_stagers();
     int stage = 0, states = 0, buffer = 0;
 #pragma unroll 1
-    for (int t0 = begin - TILE; t0 <= end; t0 += TILE) {
-        if (t0 >= begin) __syncthreads();
+    for (int t0 = begin;; t0 += TILE) {
         // side by side, as each is a long chain of instructions
 #pragma unroll
         for (int i = 0; i < UNITS; i++) units[i].read(block.tiles[stage], block.states[states], at);
@@ -296,6 +295,8 @@ DEVICE void stage_channels(Block &block, int first, const float *skips, const fl
 #pragma unroll
         for (int i = 0; i < UNITS; i++) units[i].write(block.channels[buffer]);
         stage = after(stage, STAGES), states = after(states, 3), buffer ^= 1;
+        if (t0 > end) break;
+        __syncthreads();
     }
 }
 
