@@ -101,7 +101,6 @@ class Backward(NamedTuple):
     states: int = 4
     warps: int = 4
     min_blocks: int = 2
-    halves: int = 1
     stages: int = 2
 
 
@@ -146,12 +145,9 @@ def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes 
 
 
 def cycles(
-    variant: Lanes | Quads | Pairs | SummaryTriples | Backward,
-    channels: int,
-    state_size: int,
-    tokens: int,
+    variant: Lanes | Quads | Pairs | SummaryTriples | Backward, channels: int, state_size: int, tokens: int,
     multiprocessors: int,
-) -> float:
+) -> float:  # fmt: skip
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     if isinstance(variant, Pairs):
         each = math.ceil(channels / (32 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
