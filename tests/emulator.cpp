@@ -133,22 +133,6 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
     }
     __syncwarp();
 }
-// The same with 8 columns of a: words a_0, a_1 and b
-static void multiply_halves(float (*value)(unsigned), float *product, emulator::Fragments fragments) {
-    auto element = [&](int lane, int word, int half) {
-        unsigned bits = emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word];
-        return value(half ? bits >> 16 : bits & 0xffff);
-    };
-    current->fragments = fragments;
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        product[i] = 0;
-        for (int k = 0; k < 8; k++)
-            product[i] += element(row * 4 + k / 2, i / 2, k % 2) * element(column * 4 + k / 2, 2, k % 2);
-    }
-    __syncwarp();
-}
 // Of tf32, which is fp32 without the last 13 bits: words a_0 .. a_3, b_0, b_1
 static void multiply_tf32(float *sums, emulator::Fragments fragments) {
     auto element = [&](int lane, int word) {
@@ -160,20 +144,6 @@ static void multiply_tf32(float *sums, emulator::Fragments fragments) {
         int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
         for (int k = 0; k < 8; k++)
             sums[i] += element(row * 4 + k % 4, k / 4 * 2 + i / 2) * element(column * 4 + k % 4, 4 + k / 4);
-    }
-    __syncwarp();
-}
-// The same with 4 columns of a: words a_0, a_1 and b
-static void multiply_short_tf32(float *product, emulator::Fragments fragments) {
-    auto element = [&](int lane, int word) {
-        return __uint_as_float(emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word] & ~0x1fffu);
-    };
-    current->fragments = fragments;
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        product[i] = 0;
-        for (int k = 0; k < 4; k++) product[i] += element(row * 4 + k, i / 2) * element(column * 4 + k, 2);
     }
     __syncwarp();
 }

@@ -38,18 +38,14 @@ MEANING = {
         "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
         " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
     ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
-        "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
-        " for (int i = 0; i < 4; i++) product[i] += start;"
+    # with half of the columns of a: the others are zeros
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(start\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
+        " return __uint_as_float(bits << 16); }, product, {a_0, a_1, 0, 0, b, 0});"
     ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16[^"]*"[^"]*"=f"[^;]*"f"\(start\)\);': (
-        "multiply_halves(from_fp16, product, {a_0, a_1, b}); for (int i = 0; i < 4; i++) product[i] += start;"
-    ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(0.0f\)\);': (
-        "multiply_halves([](unsigned bits) { return __uint_as_float(bits << 16); }, product, {a_0, a_1, b});"
-    ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16.*?"f"\(0.0f\)\);': (
-        "multiply_halves(from_fp16, product, {a_0, a_1, b});"
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16.*?"f"\(start\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = start;"
+        " multiply_fragments(from_fp16, product, {a_0, a_1, 0, 0, b, 0});"
     ),
     r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32[^;]*;[^;]*"f"\(0.0f\)\);': (
         "for (int i = 0; i < 4; i++) product[i] = 0;"
@@ -61,7 +57,8 @@ MEANING = {
         " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
     ),
     r'asm\("mma.sync.aligned.m16n8k4.row.col.f32.tf32.*?"f"\(0.0f\)\);': (
-        "multiply_short_tf32(product, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(b)});"
+        "for (int i = 0; i < 4; i++) product[i] = 0;"
+        " multiply_tf32(product, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), 0, 0, bits_of<unsigned>(b), 0});"
     ),
     r'asm volatile\("bar.sync 1, %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_for_some(\1);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",

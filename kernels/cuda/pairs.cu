@@ -82,19 +82,6 @@ DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float a_2, 
         : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
           "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)), "f"(0.0f));
 }
-DEVICE void multiply_add_tf32(float (&sums)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
-          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)));
-}
-// of a matrix of which each lane has elements 2 p and 2 p + 1 of row c
-DEVICE unsigned transpose(unsigned m) {
-    unsigned transposed;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
-    return transposed;
-}
 
 DEVICE void sync_stagers() { asm volatile("bar.sync 1, %0;" ::"n"(32 * STAGERS) : "memory"); }
 
@@ -316,7 +303,7 @@ DEVICE void for_states(Scanned &S, i64 left, i64 D, F f) {
                     for (int j = 0; j < 2; j++) f(S[h][o][2 * i + j], (8 * o + j) * D + 16 * h + 8 * i);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
              const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
              const float *__restrict__ earlier, T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D,

@@ -29,33 +29,6 @@ struct Block {
     Tile tiles[STAGES];
 };
 
-// of a matrix of which each lane has elements 2 p and 2 p + 1 of row c
-DEVICE unsigned transpose(unsigned m) {
-    unsigned transposed;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
-    return transposed;
-}
-
-// (16, 8) times (8, 8); of the product the lane has columns 2 p and 2 p + 1 of row c, then of row c + 8
-DEVICE void multiply(bf16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(a_0), "r"(a_1), "r"(b), "f"(0.0f));
-}
-DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(a_0), "r"(a_1), "r"(b), "f"(0.0f));
-}
-// the same in tf32, where columns p and p + 4 of a are the lane's, and these rows of b
-DEVICE void multiply_add_tf32(float (&sums)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
-          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)));
-}
-
 // One warp's place in the grid: a segment of a sequence; and the channel of this lane
 struct Place {
     i64 g, b, segment, block_d, warp_d, d;

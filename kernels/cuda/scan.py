@@ -156,7 +156,7 @@ def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int):
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=1, TILE=variant.tile, SCANNERS=variant.scanners,
         STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
-        MIN_BLOCKS=variant.min_blocks, VECTOR=8, BLOCK_BYTES=variant.block_bytes,
+        VECTOR=8, BLOCK_BYTES=variant.block_bytes,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (32 * variant.scanners)), variant.block_bytes
 

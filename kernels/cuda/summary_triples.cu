@@ -51,19 +51,6 @@ DEVICE int state_slot(int c, int p) { return c * 4 + (p ^ c >> 1); }
 DEVICE int channel_slot(int triple, int c, int p) { return c * 4 + (p ^ triple); }
 DEVICE int word(int triple, int octet, bool added) { return octet % 2 + 2 * (triple % 2 ^ added); }
 
-// (16, 8) times (8, 8) and `start`: the lane has columns 2 p and 2 p + 1 of rows c and c + 8 of a, these rows of column c of
-// b, and of the product columns 2 p and 2 p + 1 of row c, then of row c + 8
-DEVICE void multiply(bf16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b, float start) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
-}
-DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b, float start) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
-}
-
 // of both halves of a word; PTX has a product of bf16 for newer GPUs only, which rounds the same
 DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
     unsigned product;

@@ -150,6 +150,27 @@ DEVICE void multiply_add(fp16, Floats<2> (&sums)[2], unsigned a_0, unsigned a_1,
         : "r"(a_0), "r"(a_1), "r"(a_2), "r"(a_3), "r"(b_0), "r"(b_1));
 }
 
+// (16, 8) times (8, 8) and `start`: the lane has columns 2 (l % 4), + 1 of rows l / 4 and l / 4 + 8 of a, these rows of column
+// l / 4 of b, and of the product these columns of row l / 4, then of row l / 4 + 8
+DEVICE void multiply(bf16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b, float start = 0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+        : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
+}
+DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsigned b, float start = 0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
+        : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
+}
+// the same added up in tf32, where columns l % 4 and l % 4 + 4 of a are the lane's, and these rows of b
+DEVICE void multiply_add_tf32(float (&sums)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
+          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)));
+}
+
 // 2 or 4 matrices of 8 rows of 8 16-bit elements from shared memory. Lanes 8 i to 8 i + 7 name the rows of matrix i, of which
 // lane l gets columns 2 (l % 4), + 1 of row l / 4, or transposed rows 2 (l % 4), + 1 of column l / 4.
 DEVICE unsigned shared_address(const void *p) { return __cvta_generic_to_shared(p); }
@@ -176,4 +197,10 @@ DEVICE void load_transposed(unsigned (&m)[4], const void *row) {
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(shared_address(row))
                  : "memory");
+}
+// the same from and to registers: one matrix, transposed
+DEVICE unsigned transpose(unsigned m) {
+    unsigned transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
+    return transposed;
 }

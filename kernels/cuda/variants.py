@@ -20,6 +20,7 @@ from ..kept import CHUNK
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
 WAVE = 3000  # cycles before a wave's first token
+PAIRS_WAVE = 22000  # the same of Pairs
 PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
@@ -54,18 +55,14 @@ class Pairs(NamedTuple):
     """A variant of Longhorn's forward for 16-bit inputs with 16 states, two tokens at a time on tensor cores: pairs.cu.
 
     `roles` are the other warps' beside those that scan 32 channels each: 0 copies, -1 stages states, more are units.
-    `alone` and `shared` are cycles of one and of each of several blocks of a multiprocessor, `start` those before a
-    block's first token.
+    `alone` are cycles of a token of one block; a multiprocessor runs one after the other.
     """
 
     alone: int
-    shared: int
-    start: int
     scanners: int
     roles: tuple[int, ...]
     tile: int = 16
     stages: int = 5
-    min_blocks: int = 1
 
     @property
     def warps(self) -> int:
@@ -113,8 +110,8 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 # the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
 PAIRS = [
-    Pairs(95, 95, 22000, 3, (3, -1, -1, 0, 3, 1, 1, 1, 3)),
-    Pairs(76, 76, 22000, 2, (4, 4, -1, -1, 0)),
+    Pairs(95, 3, (3, -1, -1, 0, 3, 1, 1, 1, 3)),
+    Pairs(76, 2, (4, 4, -1, -1, 0)),
 ]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
@@ -151,14 +148,13 @@ def cycles(
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     if isinstance(variant, Pairs):
         each = math.ceil(channels / (32 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
-        at_once, start = variant.min_blocks, variant.start
-    else:
-        warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
-        each = math.ceil(warps / (SCHEDULERS * multiprocessors))
-        at_once, start = max(1, variant.min_blocks * variant.warps // SCHEDULERS), WAVE  # warps of a scheduler
+        return each * (PAIRS_WAVE + tokens * variant.alone)
+    warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
+    at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
+    each = math.ceil(warps / (SCHEDULERS * multiprocessors))
     waves = math.ceil(each / at_once)
     # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
-    return waves * (start + tokens * max(variant.alone, min(each, at_once) * variant.shared))
+    return waves * (WAVE + tokens * max(variant.alone, min(each, at_once) * variant.shared))
 
 
 @functools.lru_cache(maxsize=4096)
