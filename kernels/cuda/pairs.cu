@@ -15,8 +15,9 @@
 // says of each whether it copies tiles (one warp), stages states (two), or how many units of 8 tokens of a half it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
-constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 32 * SCANNERS, HALVES = 2 * SCANNERS;
-constexpr int PAIRS = TILE / 2;
+constexpr int SIXTEENS = C / 2;  // of a scanner's channels
+constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = SCANNERS * WARP_CHANNELS, HALVES = SIXTEENS * SCANNERS;
+constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4;
 constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
 static_assert(N == 16 && TILE == 16 && CHUNK % TILE == 0 && sizeof(T) == 2);
 
@@ -28,37 +29,45 @@ struct alignas(128) Tile {
     T logit[TILE][BLOCK_CHANNELS];
     T keys[KEY_ROWS][N];
 };
-DEVICE int exchanged(int octet, int t) { return octet ^ t / 2 % 4; }
+DEVICE int exchanged(int octet, int t) {
+    return octet ^ (BLOCK_CHANNELS % 64 == 0 ? t % 8 : BLOCK_CHANNELS % 32 == 0 ? t / 2 % 4 : t / 4 % 2);
+}
 
-// What the channels of a block share: the factors of states by pair, in the order in which lanes read them (`slot`), where
-// the fourth factor and the columns that are no query's are constant
+// What the channels of a block share, by pair: the factors of states in the order in which lanes read them, of A and of B
+// for two octets (`word`), where rows that belong to another pair are zeros; queries; and what gates take
+#if Y16
+typedef unsigned Query;
+#else
+typedef float Query;
+#endif
 struct States {
-    alignas(16) float update[PAIRS][32][2][2];  // of two octets: for A, for B
-    alignas(16) float output[PAIRS][32][2][2];  // of two octets: states 2 p and 2 p + 1
-    alignas(16) float norm[PAIRS][4];           // k_0 . k_0, k_0 . q_0, k_1 . k_1
+    alignas(16) unsigned update[PAIRS][32][4];
+    alignas(16) Query output[PAIRS][32][Y16 ? 2 : 4];
+    alignas(16) float norm[PAIRS][8];
 };
 
-// What a half of a scanner's channels takes: the factors by pair, where the fourth is constant; and from the token before
-// the tile on what y takes else
+// What 16 of a scanner's channels take: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from
+// the token before the tile on what y takes else
 struct Channels {
-    alignas(16) float update[PAIRS][32][2][2];  // for A of channels c and c + 8, for B
-    alignas(16) float add[TILE][8][2];          // of channels c and c + 8
-    alignas(16) float gate[PAIRS][8][2];        // of the pair's first token
+    alignas(16) unsigned decay[QUARTERS][32][2];
+    alignas(16) unsigned drive[QUARTERS][32][4];
+    alignas(16) float add[TILE][8][2];  // of channels c and c + 8
 };
 
 struct Block {
     Tile tiles[STAGES];
     States states[3];
     Channels channels[2][HALVES];
+    alignas(128) T y[3][TILE][BLOCK_CHANNELS];  // from the token before the tile on
 };
 
 // Where a lane finds its factor. Those that write are lanes of one factor and of different states, channels or pairs; with
 // these orders they do not meet in a bank.
-DEVICE int slot(int pair, int n, int factor) { return (n ^ pair & 1) * 4 + (factor ^ n >> 1); }
-DEVICE int channel_slot(int pair, int c, int factor) { return c * 4 + (factor ^ pair & 3); }
+DEVICE int state_slot(int c, int p) { return c * 4 + (p ^ c >> 1); }
+DEVICE int word(int pair, int octet, bool drive) { return octet % 2 + 2 * (pair % 2 ^ drive); }
+DEVICE int drive_slot(int quarter, int c, int factor) { return c * 4 + (factor ^ c / 2 % 2 ^ quarter % 2 * 2); }
 DEVICE int column_slot(int pair, int column, int p) { return (column ^ pair & 1) * 4 + p; }
 DEVICE int add_slot(int t, int c) { return c ^ (0x33021120 >> 4 * (t & 7) & 15) * 2; }
-DEVICE int gate_slot(int pair, int c) { return c ^ pair % 4 * 2; }
 // Columns of the product that 2 pairs share: 2 for the pair's first token, which lane `pair` of 4 gets; 1 for the one before
 DEVICE int column_of(int pair, int which) { return which < 2 ? pair % 4 * 2 + which : (pair % 4 * 2 + 4) % 8; }
 // The token, of 8, from the one before on, of which lane p gets y from the first or second such product
@@ -67,14 +76,8 @@ DEVICE int token_of(int p, int product) { return ((product ? 0x7564 : 0x2031) >>
 // tensor cores cut what they read to tf32: with this factor they cut to the nearest on average
 constexpr float ROUND = 1 + 0x1p-11f;
 
-// (16, 4) times (4, 8): the lane has column p of rows c and c + 8 of a, row p of column c of b, and of the product columns
-// 2 p and 2 p + 1 of rows c and c + 8
-DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float b) {
-    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(b)), "f"(0.0f));
-}
-// (16, 8) times (8, 8): here also columns p + 4 of a and rows p + 4 of b
+// (16, 8) times (8, 8): the lane has columns p and p + 4 of rows c and c + 8 of a, rows p and p + 4 of column c of b, and of
+// the product columns 2 p and 2 p + 1 of rows c and c + 8
 DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
         "%10, %10};"
@@ -150,22 +153,27 @@ struct KeyRows : Rows<(2 * TILE + 1) * N / 8> {
 // Stages the factors of the states of a tile: of two warps each takes two pairs and those 4 further on, a lane a state
 struct StateStaging {
     static constexpr int PASSES = 2, APART = PAIRS / PASSES;
-    int n, key, update[3], output[3], norm;  // where, for the first two pairs
+    int n, key, decay[2], drive, output[3], norm;  // where, for the first two pairs
     __device__ __forceinline__ StateStaging(int warp, const Place &at) {
         int pair = 2 * warp + at.lane / 16, octet = at.lane / 8 % 2;
         n = at.lane % 16;
         key = 2 * pair * N + n;
 #pragma unroll
-        for (int f = 0; f < 3; f++) {
-            update[f] = (pair * 32 + slot(pair, n % 8, f)) * 4 + octet * 2;
-            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), n % 8 / 2)) * 4 + octet * 2 + n % 2;
-            asm("" : "+r"(update[f]), "+r"(output[f]));
+        for (int f = 0; f < 2; f++) {
+            decay[f] = (pair * 32 + state_slot(n % 8, (pair + 2 * f) % 4)) * 4 + word(pair, octet, false);
+            asm("" : "+r"(decay[f]));
         }
-        norm = pair * 4 + n % 4;
-        asm("" : "+r"(n), "+r"(key), "+r"(norm));
+#pragma unroll
+        for (int f = 0; f < 3; f++) {
+            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), n % 8 / 2)) * 4 + octet * 2 + n % 2;
+            asm("" : "+r"(output[f]));
+        }
+        drive = pair * 128 + word(pair, octet, true), norm = pair * 8;
+        asm("" : "+r"(n), "+r"(key), "+r"(drive), "+r"(norm));
     }
     __device__ __forceinline__ void stage(States &to, const Tile &tile) const {
         float k[PASSES][2], q[PASSES][2];  // q of the token before first
+        float norm_of[PASSES][2], kq[PASSES];
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++)
 #pragma unroll
@@ -175,47 +183,71 @@ struct StateStaging {
             }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            float k_0 = k[pass][0], k_1 = k[pass][1], square_0 = ROUND * k_0 * k_0, square_1 = ROUND * k_1 * k_1;
-            float *updates = to.update[APART * pass][0][0], *outputs = to.output[APART * pass][0][0];
-            store(updates + update[0], Floats<2>{-square_0, k_0});
-            store(updates + update[1], Floats<2>{-square_1, k_1});
-            store(updates + update[2], Floats<2>{k_0 * k_0 * square_1, -square_1 * k_0});
-            outputs[output[0]] = q[pass][1];
-            outputs[output[1]] = square_0 * q[pass][1];
-            outputs[output[2]] = q[pass][0];
             // sums over states: with each exchange a lane passes on what it will not finish
+            float kk_0 = k[pass][0] * k[pass][0], kk_1 = k[pass][1] * k[pass][1], product = k[pass][0] * q[pass][1];
             bool odd = n & 1, upper = n & 2;
-            float kk_0 = k_0 * k_0, kk_1 = k_1 * k_1, kq = k_0 * q[pass][1], sums[2] = {odd ? kq : kk_0, odd ? 0 : kk_1};
-            sums[0] += __shfl_xor_sync(WARP, odd ? kk_0 : kq, 1);
+            float sums[2] = {odd ? product : kk_0, odd ? 0 : kk_1};
+            sums[0] += __shfl_xor_sync(WARP, odd ? kk_0 : product, 1);
             sums[1] += __shfl_xor_sync(WARP, odd ? kk_1 : 0, 1);
             float sum = (upper ? sums[1] : sums[0]) + __shfl_xor_sync(WARP, upper ? sums[0] : sums[1], 2);
             sum += __shfl_xor_sync(WARP, sum, 4);
             sum += __shfl_xor_sync(WARP, sum, 8);
-            if (n < 4) to.norm[APART * pass][norm] = sum;
+            int first = threadIdx.x & 16;
+            norm_of[pass][0] = 1 + __shfl_sync(WARP, sum, first);
+            norm_of[pass][1] = 1 + __shfl_sync(WARP, sum, first + 2);
+            kq[pass] = sum;
+        }
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            float scale[2], a[2], scaled[2];
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                // the power of two that takes it to between 1 and 2
+                scale[odd] = __uint_as_float(0x7f000000u - (__float_as_uint(norm_of[pass][odd]) & 0x7f800000u));
+                scaled[odd] = k[pass][odd] * scale[odd], a[odd] = k[pass][odd] * scaled[odd];
+            }
+            unsigned *updates = to.update[APART * pass][0];
+            updates[decay[0]] = pack(fp16{}, -a[0], -a[1]);
+            updates[decay[1]] = pack(fp16{}, a[0] * a[1], 0);
+            unsigned first_order = pack(T{}, scaled[0], scaled[1]);
+            updates[drive + state_slot(n % 8, 0) * 4] = first_order;
+            updates[drive + state_slot(n % 8, 1) * 4] = first_order;
+            updates[drive + state_slot(n % 8, 2) * 4] = pack(T{}, -a[1] * scaled[0], 0);
+            float outputs[3] = {q[pass][1], a[0] * q[pass][1], q[pass][0]};
+#pragma unroll
+            for (int f = 0; f < 3; f++) {
+                if constexpr (Y16)
+                    ((unsigned short *)to.output[APART * pass])[output[f]] = pack(T{}, outputs[f], 0);
+                else
+                    ((float *)to.output[APART * pass])[output[f]] = f == 1 ? ROUND * outputs[f] : outputs[f];
+            }
+            float *norms = to.norm[APART * pass] + norm;
+            float both[2] = {norm_of[pass][0] * scale[0], norm_of[pass][1] * scale[1]};
+            if (n == 0) store(norms, Floats<4>{both[0], scale[0], both[1], scale[1]});
+            if (n == 1) norms[4] = kq[pass] * scale[0];
         }
     }
 };
 
 // Stages 8 tokens of a half: a lane takes pair p of channels c and c + 8
 struct ChannelStaging {
-    int half, eighth, from, update[3], add[2], gate;
+    int half, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
     __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, i64 D, const Place &at) {
         half = unit / 2, eighth = unit % 2;
-        int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p;
+        int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
         from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * half + at.lane / 8 % 2, row) * 8;
 #pragma unroll
-        for (int f = 0; f < 3; f++) {
-            update[f] = (pair * 32 + channel_slot(pair, at.c, f)) * 4;
-            asm("" : "+r"(update[f]));
-        }
+        for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
+#pragma unroll
+        for (int f = 0; f < 3; f++) drive[f] = (quarter * 32 + drive_slot(quarter, at.c, f)) * 4 + pair % 2 * 2;
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             int row = (2 * pair + odd + 1) % TILE;  // the tile's last is the first of the next tile's
             add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
         }
-        gate = (pair * 8 + gate_slot(pair, at.c)) * 2;
-        asm("" : "+r"(from), "+r"(add[0]), "+r"(add[1]), "+r"(gate));
+        asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]), "+r"(add[0]),
+            "+r"(add[1]));
         i64 d = at.block_d + 16 * half + at.c;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -226,23 +258,32 @@ struct ChannelStaging {
         }
     }
     unsigned values[4];
-    Floats<4> norm, factors[3];
-    Floats<2> first, second, gates;
+    Floats<4> norm;
+    float kq;
+    Pack<unsigned, 2> decays[2], drives[3];
+    Floats<2> first, second;
     __device__ __forceinline__ void read(const Tile &tile, const States &states, const Place &at) {
         load_transposed(values, &tile.x[0][0] + from);
-        norm = load<4>(states.norm[4 * eighth + at.p]);
+        norm = load<4>(states.norm[4 * eighth + at.p]), kq = states.norm[4 * eighth + at.p][4];
+    }
+    // 1 + k.k times a power of two, then that power
+    DEVICE float gate(float logit, float bias, float norm, float scale) {
+        return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, logit, bias)), scale, norm));
     }
     __device__ __forceinline__ void compute(const Place &at) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             Floats<2> x = unpack(T{}, values[i]), logit = unpack(T{}, values[2 + i]);
-            float g_0 = R::gate(logit.at[0], norm.at[0], bias[i]), g_1 = R::gate(logit.at[1], norm.at[2], bias[i]);
-            float rounded_1 = ROUND * g_1, driven = g_0 * x.at[0];
-            factors[0].at[i] = ROUND * g_0, factors[0].at[2 + i] = ROUND * driven;
-            factors[1].at[i] = rounded_1, factors[1].at[2 + i] = rounded_1 * x.at[1];
-            factors[2].at[i] = g_0 * rounded_1, factors[2].at[2 + i] = driven * rounded_1;
-            first.at[i] = fmaf(driven, norm.at[1], skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1];
-            gates.at[i] = g_0;
+            float g_0 = gate(logit.at[0], bias[i], norm.at[0], norm.at[1]);
+            float g_1 = gate(logit.at[1], bias[i], norm.at[2], norm.at[3]);
+            float v_0 = g_0 * x.at[0], v_1 = g_1 * x.at[1];
+            decays[0].at[i] = pack(fp16{}, g_0, g_1);
+            decays[1].at[i] = pack(fp16{}, g_0 * g_1, 0);
+            drives[0].at[i] = pack(T{}, v_0, v_1);
+            Floats<2> high = unpack(T{}, drives[0].at[i]);
+            drives[1].at[i] = pack(T{}, v_0 - high.at[0], v_1 - high.at[1]);
+            drives[2].at[i] = pack(T{}, g_1 * v_0, 0);
+            first.at[i] = fmaf(v_0, kq, skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1];
         }
         if (eighth == 1 && at.p == 3) {
             float next[2] = {second.at[0], second.at[1]};
@@ -251,12 +292,14 @@ struct ChannelStaging {
         }
     }
     __device__ __forceinline__ void write(Channels (&to)[HALVES]) const {
-        float *updates = &to[half].update[0][0][0][0], *adds = &to[half].add[0][0][0];
+        unsigned *decays_to = &to[half].decay[0][0][0], *drives_to = &to[half].drive[0][0][0];
+        float *adds = &to[half].add[0][0][0];
 #pragma unroll
-        for (int f = 0; f < 3; f++) store(updates + update[f], factors[f]);
+        for (int f = 0; f < 2; f++) store(decays_to + decay[f], decays[f]);
+#pragma unroll
+        for (int f = 0; f < 3; f++) store(drives_to + drive[f], drives[f]);
         store(adds + add[0], first);
         store(adds + add[1], second);
-        store(&to[half].gate[0][0][0] + gate, gates);
     }
 };
 
@@ -282,18 +325,33 @@ DEVICE void stage_channels(Block &block, int first, const float *skips, const fl
 #pragma unroll
         for (int i = 0; i < UNITS; i++) units[i].write(block.channels[buffer]);
         stage = after(stage, STAGES), states = after(states, 3), buffer ^= 1;
+        __syncthreads();  // behind the last tile so that all y is there
         if (t0 > end) break;
-        __syncthreads();
     }
 }
 
+// y of a tile, from the token before it on, from shared memory to where it belongs, for one warp
+struct Results {
+    static constexpr int ROW = BLOCK_CHANNELS / 8, ITEMS = (TILE * ROW + 31) / 32;
+    Sequence<T> to;
+    int lane, begin, end, left;
+    __device__ __forceinline__ void copy(const T (&y)[TILE][BLOCK_CHANNELS], int t0) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int item = 32 * i + lane, row = item / ROW, octet = item % ROW, t = t0 - 1 + row;
+            if ((TILE * ROW % 32 == 0 || item < TILE * ROW) && t >= begin && t < end && 8 * octet < left)
+                store(to.at(t) + 8 * octet, load<8>(y[row] + 8 * exchanged(octet, row)));
+        }
+    }
+};
+
 // `S[h][o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i of half h. Calls f(state, offset in memory) for those that
 // exist.
-typedef float Scanned[2][2][4];
+typedef float Scanned[SIXTEENS][2][4];
 template <class F>
 DEVICE void for_states(Scanned &S, i64 left, i64 D, F f) {
 #pragma unroll
-    for (int h = 0; h < 2; h++)
+    for (int h = 0; h < SIXTEENS; h++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (16 * h + 8 * i < left)
@@ -316,17 +374,9 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     Place at(B, D, segments);
     bool backwards = reverse >> at.g & 1;
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    // what is no query's stays zero, and so does the fourth factor but for the 1 of A
+    // what belongs to no pair or is no query's stays zero
     for (int i = threadIdx.x * 16; i < int(sizeof block.states + sizeof block.channels); i += THREADS * 16)
         store((float *)((char *)block.states + i), Floats<4>{});
-    __syncthreads();
-    for (int i = threadIdx.x; i < 3 * PAIRS * 8; i += THREADS)
-        store(block.states[i / 8 / PAIRS].update[i / 8 % PAIRS][slot(i / 8, i % 8, 3)][0], Floats<4>{1, 0, 1, 0});
-    for (int i = threadIdx.x; i < 2 * HALVES * PAIRS * 8; i += THREADS) {
-        int half = i / 8 / PAIRS;
-        Channels &channels = block.channels[half / HALVES][half % HALVES];
-        store(channels.update[i / 8 % PAIRS][channel_slot(i / 8, i % 8, 3)][0], Floats<4>{1, 1, 0, 0});
-    }
     __syncthreads();
     int buffer = 0, states_buffer = 0;
     if (at.warp >= SCANNERS) {
@@ -353,14 +403,27 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             wait_for_copies<STAGES - 3>();
             sync_stagers();
             sync_stagers();
-            int stage = STAGES - 1;
+            int stage = STAGES - 1, t0 = begin;
+            Results results{{{y + at.block_d, B * L * D, L * D, D}, at.g, at.b, L, backwards}, at.lane, begin, end,
+                            int(min(D - at.block_d, i64(BLOCK_CHANNELS)))};
+            // what scanners have passed two barriers behind
+            auto copy_results = [&]() {
+                if (t0 >= begin + 2 * TILE) {
+                    results.copy(block.y[buffer], t0 - 2 * TILE);
+                    buffer = after(buffer, 3);
+                }
+            };
 #pragma unroll 1
-            for (int t0 = begin; t0 <= end; t0 += TILE) {
+            for (; t0 <= end; t0 += TILE) {
                 wait_for_copies<STAGES - 4>();
                 __syncthreads();
                 copy(stage, t0 + (STAGES - 1) * TILE);
                 stage = after(stage, STAGES);
+                copy_results();
             }
+            __syncthreads();
+#pragma unroll 1
+            for (int i = 0; i < 2; i++, t0 += TILE) copy_results();
         } else if (role == STAGES_STATES) {
             StateStaging staging(states_before, at);
             sync_stagers();
@@ -375,6 +438,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
                 stage = after(stage, STAGES), buffer = after(buffer, 3);
                 staging.stage(block.states[buffer], block.tiles[stage]);
             }
+            __syncthreads();
         } else if (role == 1) {
             stage_channels<1>(block, units_before, skips, biases, D, begin, end, at);
         } else if (role == 2) {
@@ -387,41 +451,48 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         return;
     }
 
-    i64 warp_d = at.block_d + at.warp * 32, d = warp_d + at.c;
-    Sequence<T> ys({y + warp_d + 2 * at.p, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    i64 warp_d = at.block_d + at.warp * WARP_CHANNELS, d = warp_d + at.c;
     float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, d, B, chunks - 1, D);
     earlier += state_offset(at.g, at.b, at.segment - 1, 2 * at.p, d, B, segments - 1, D);
     Scanned S = {};
     if (at.segment > 0) for_states(S, D - d, D, [&](float &s, i64 offset) { s = earlier[offset]; });
-    int update[2] = {slot(0, at.c, at.p), slot(1, at.c, at.p)};
+    int update = state_slot(at.c, at.p), factor = min(at.p, 2);
     int column[2] = {column_slot(0, at.c, at.p), column_slot(1, at.c, at.p)};
-    int row = token_of(at.c / 2, at.c % 2);  // of 8 tokens the one whose y transposition leaves to the lane
-    int left = min(D - warp_d, i64(32));  // channels, whole octets
-    int channel_slots[4], add[2], gate = (at.p * 8 + gate_slot(at.p, at.c)) * 2;
-#pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-        channel_slots[pair] = channel_slot(pair, at.c, at.p);
-        asm("" : "+r"(channel_slots[pair]));
-    }
+    int row = token_of(at.c / 2, at.c % 2) + 1;  // of 8 tokens the one whose y transposition leaves to the lane
+    int drive[2] = {drive_slot(0, at.c, factor), drive_slot(1, at.c, factor)}, add[2], results_to[2 * SIXTEENS];
 #pragma unroll
     for (int product = 0; product < 2; product++) {
         int t = token_of(at.p, product);
         add[product] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
     }
-    asm("" : "+r"(update[0]), "+r"(update[1]), "+r"(column[0]), "+r"(column[1]), "+r"(row), "+r"(left), "+r"(add[0]),
-        "+r"(add[1]), "+r"(gate));
-    const States *here = block.states;
-    const Channels *channels = block.channels[0] + 2 * at.warp;
-    struct Operands { Floats<4> channel[2], factors, queries; };
-    auto read = [&](Operands &operands, int pair) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) operands.channel[h] = load<4>(&channels[h].update[pair][channel_slots[pair % 4]][0][0]);
-        operands.factors = load<4>(&here->update[pair][update[pair % 2]][0][0]);
-        operands.queries = load<4>(&here->output[pair][column[pair % 2]][0][0]);
+    for (int o = 0; o < 2 * SIXTEENS; o++) {
+        results_to[o] = row * BLOCK_CHANNELS + exchanged(at.warp * (WARP_CHANNELS / 8) + o, row) * 8 + 2 * at.p;
+        asm("" : "+r"(results_to[o]));
+    }
+    asm("" : "+r"(update), "+r"(column[0]), "+r"(column[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(add[0]), "+r"(add[1]));
+    const States *here = block.states;
+    const Channels *channels = block.channels[0] + SIXTEENS * at.warp;
+    T *y_to = &block.y[0][0][0];
+    struct Operands {
+        Pack<unsigned, 2> decay[SIXTEENS];
+        Pack<unsigned, 4> drive[SIXTEENS], factors;
+        Pack<Query, Y16 ? 2 : 4> queries;
+    };
+    auto read = [&](Operands &operands, int pair) {
+        if (pair % 2 == 0)
+#pragma unroll
+            for (int h = 0; h < SIXTEENS; h++) {
+                operands.decay[h] = load<2>(channels[h].decay[pair / 2][at.lane]);
+                operands.drive[h] = load<4>(channels[h].drive[pair / 2][drive[pair / 2 % 2]]);
+            }
+        operands.factors = load<4>(here->update[pair][update]);
+        operands.queries = load<Y16 ? 2 : 4>(here->output[pair][column[pair % 2]]);
     };
     __syncthreads();
     Operands operands;
     read(operands, 0);
+    int y_buffer = 0;
     // the last token may need the product of the pair behind it
 #pragma unroll 1
     for (int t0 = begin; t0 <= end; t0 += TILE) {
@@ -432,18 +503,21 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         // 8 tokens at a time, from the one before on
 #pragma unroll
         for (int eighth = 0; eighth < 2; eighth++) {
-            float results[2][2][2];
-            Floats<2> gates[2], adds[2][2];
+            float results[SIXTEENS][2][2];
+            Floats<2> adds[SIXTEENS][2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                gates[h] = load<2>(&channels[h].gate[4 * eighth][0][0] + gate);
+            for (int h = 0; h < SIXTEENS; h++)
 #pragma unroll
                 for (int product = 0; product < 2; product++)
                     adds[h][product] = load<2>(&channels[h].add[8 * eighth][0][0] + add[product]);
-            }
 #pragma unroll
             for (int product = 0; product < 2; product++) {
-                float sums[2][4];
+#if Y16
+                Floats<2> sums[SIXTEENS][2] = {};
+#else
+                float sums[SIXTEENS][4];
+#endif
+                float gates[SIXTEENS][2];
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
                     Operands now = operands;
@@ -454,42 +528,66 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
                         // all of this tile is read: while its last pair is worked on, the next is read
                         __syncthreads();
                         states_buffer = after(states_buffer, 3), buffer ^= 1;
-                        here = block.states + states_buffer, channels = block.channels[buffer] + 2 * at.warp;
+                        here = block.states + states_buffer, channels = block.channels[buffer] + SIXTEENS * at.warp;
                         read(operands, 0);
                     }
+#if Y16
+#pragma unroll
+                    for (int h = 0; h < SIXTEENS; h++) {
+                        unsigned a[4];
+#pragma unroll
+                        for (int o = 0; o < 2; o++)
+#pragma unroll
+                            for (int i = 0; i < 2; i++) a[2 * o + i] = pack(T{}, S[h][o][2 * i], S[h][o][2 * i + 1]);
+                        multiply_add(T{}, sums[h], a[0], a[1], a[2], a[3], now.queries.at[0], now.queries.at[1]);
+                    }
+#endif
 #pragma unroll
                     for (int o = 0; o < 2; o++)
 #pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            float(&s)[4] = S[h][o], decay[4], drive[4];
+                        for (int h = 0; h < SIXTEENS; h++) {
+                            float(&s)[4] = S[h][o], decay[4], added[4];
+#if !Y16
                             float q_0 = now.queries.at[2 * o], q_1 = now.queries.at[2 * o + 1];
                             if (odd + o == 0)
                                 multiply_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
                             else
                                 multiply_add_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
-                            multiply_tf32(decay, now.channel[h].at[0], now.channel[h].at[1], now.factors.at[2 * o]);
-                            multiply_tf32(drive, now.channel[h].at[2], now.channel[h].at[3], now.factors.at[2 * o + 1]);
+#endif
+                            multiply(fp16{}, decay, now.decay[h].at[0], now.decay[h].at[1],
+                                     now.factors.at[word(pair, o, false)], 1);
+                            multiply(T{}, added, now.drive[h].at[2 * odd], now.drive[h].at[2 * odd + 1],
+                                     now.factors.at[word(pair, o, true)], 0);
 #pragma unroll
-                            for (int j = 0; j < 4; j++) s[j] = fmaf(decay[j], s[j], drive[j]);
+                            for (int j = 0; j < 4; j++) s[j] = fmaf(decay[j], s[j], added[j]);
                         }
+                    if (odd == 0)
+#pragma unroll
+                        for (int h = 0; h < SIXTEENS; h++)
+#pragma unroll
+                            for (int i = 0; i < 2; i++) gates[h][i] = unpack(fp16{}, now.decay[h].at[i]).at[0];
                 }
 #pragma unroll
-                for (int h = 0; h < 2; h++)
+                for (int h = 0; h < SIXTEENS; h++)
 #pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        results[h][i][product] =
-                            fmaf(-gates[h].at[i], sums[h][2 * i + 1], sums[h][2 * i] + adds[h][product].at[i]);
+                    for (int i = 0; i < 2; i++) {
+#if Y16
+                        float sum = sums[h][i].at[0], less = sums[h][i].at[1];
+#else
+                        float sum = sums[h][2 * i], less = sums[h][2 * i + 1];
+#endif
+                        results[h][i][product] = fmaf(-gates[h][i], less, sum + adds[h][product].at[i]);
+                    }
             }
-            int t = t0 + 8 * eighth + row;
-            T *to = ys.at(t);
-            bool exists = t >= begin && t < end;
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < SIXTEENS; h++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     unsigned two = transpose(from_floats<T>(Floats<2>{results[h][i][0], results[h][i][1]}).word[0]);
-                    if (exists && 16 * h + 8 * i < left) store(to + 16 * h + 8 * i, Pack<T, 2>{two});
+                    store(y_to + 8 * eighth * BLOCK_CHANNELS + results_to[2 * h + i], Pack<T, 2>{two});
                 }
         }
+        y_buffer = after(y_buffer, 3), y_to = &block.y[y_buffer][0][0];
     }
+    __syncthreads();
 }

@@ -61,20 +61,26 @@ class Pairs(NamedTuple):
     alone: int
     scanners: int
     roles: tuple[int, ...]
+    channels: int = 4
     tile: int = 16
     stages: int = 5
+    y16: int = 0
 
     @property
     def warps(self) -> int:
         return self.scanners + len(self.roles)
 
     @property
+    def block_channels(self) -> int:
+        return 8 * self.channels * self.scanners
+
+    @property
     def block_bytes(self) -> int:
-        channels, pairs, states = 32 * self.scanners, self.tile // 2, 16
+        channels, pairs, states = self.block_channels, self.tile // 2, 16
         rows = self.tile * 2 * channels + (2 * self.tile + 4) * states
-        factors = pairs * (2 * 4 * 32 + 4)
-        halves = channels // 16 * (pairs * 4 * 32 + self.tile * 16 + pairs * 16)
-        return self.stages * 2 * rows + 3 * 4 * factors + 2 * 4 * halves
+        factors = pairs * (4 * 32 + (2 if self.y16 else 4) * 32 + 8)
+        halves = channels // 16 * (self.tile // 4 * 6 * 32 + self.tile * 16)
+        return self.stages * 2 * rows + 3 * 4 * factors + 2 * 4 * halves + 3 * 2 * self.tile * channels
 
 
 class SummaryTriples(NamedTuple):
@@ -147,7 +153,7 @@ def cycles(
 ) -> float:  # fmt: skip
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     if isinstance(variant, Pairs):
-        each = math.ceil(channels / (32 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
+        each = math.ceil(channels / (variant.block_channels * multiprocessors))  # blocks of a multiprocessor
         return each * (PAIRS_WAVE + tokens * variant.alone)
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
     at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
