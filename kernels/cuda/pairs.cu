@@ -1,20 +1,32 @@
 // forward.cu's scan of Longhorn for 16-bit inputs, two tokens at a time. Over tokens 0 and 1 the recurrence is
 //   S_2 = A S_0 + B
-//   A = 1 - g_0 k_0^2 - g_1 k_1^2 + g_0 g_1 k_0^2 k_1^2
-//   B = g_0 x_0 k_0 + g_1 x_1 k_1 - g_1 g_0 x_0 k_1^2 k_0
-// where g and x belong to a channel, k to a state. So A and B are products of matrices, (channels, 4) times (4, states) with
-// the 1, which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states between
-// pairs:
+//   A = 1 - g_0 a_0 - g_1 a_1 + g_0 g_1 a_0 a_1
+//   B = g_0 x_0 k_0 + g_1 x_1 k_1 - g_1 g_0 x_0 a_1 k_0
+// where g and x belong to a channel, k and a = k^2 to a state. So A and B are products of matrices, (channels, 3) times
+// (3, states), which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states
+// between pairs:
 //   y_1 = S_2 q_1
-//   y_0 = S_0 q_0 - g_0 S_0 (k_0^2 q_0) + g_0 x_0 (k_0 q_0)
-// which are products too, (channels, states) times (states, 3). All read tf32, whose 10 bits keep keys and queries exact.
-// A token that is no number spoils the two before it as well, in its channel or, if it is a key, in all.
+//   y_0 = S_0 q_0 - g_0 S_0 (a_0 q_0) + g_0 x_0 (k_0 q_0)
+// which are products too, (channels, states) times (states, 3).
 //
-// SCANNERS warps of a block scan: each has 32 channels, two halves of 16. Of a half, lane 4 c + p has channels c and c + 8;
-// of each 8 states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead. ROLES
-// says of each whether it copies tiles (one warp), stages states (two), or how many units of 8 tokens of a half it stages.
+// For A they read fp16: g (1 + k.k) and a / (1 + k.k) are at most 1, so that an error is 2^-12 of at most 1. In place of
+// 1 + k.k stands the power of two below it, which leaves keys exact. For B they read the type of the inputs, g x as the sum
+// of two such numbers, for one alone would be an error of 2^-9 in the states. For y they read states in that type.
+//
+// A token that is no number spoils the two before it as well, in its channel or, if it is a key, in all; a logit the four
+// before.
+//
+// SCANNERS warps of a block scan: each has C / 2 times 16 channels. Of 16, lane 4 c + p has channels c and c + 8; of each 8
+// states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from
+// shared memory to where it belongs. ROLES says of each whether it copies tiles and y (one warp), stages states, or how many
+// units of 8 tokens of 16 channels it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
+DEVICE constexpr int count_of(int role) {
+    int count = 0;
+    for (int i = 0; i < STAGERS; i++) count += ROLE[i] == role;
+    return count;
+}
 constexpr int SIXTEENS = C / 2;  // of a scanner's channels
 constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = SCANNERS * WARP_CHANNELS, HALVES = SIXTEENS * SCANNERS;
 constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4;
@@ -35,14 +47,9 @@ DEVICE int exchanged(int octet, int t) {
 
 // What the channels of a block share, by pair: the factors of states in the order in which lanes read them, of A and of B
 // for two octets (`word`), where rows that belong to another pair are zeros; queries; and what gates take
-#if Y16
-typedef unsigned Query;
-#else
-typedef float Query;
-#endif
 struct States {
     alignas(16) unsigned update[PAIRS][32][4];
-    alignas(16) Query output[PAIRS][32][Y16 ? 2 : 4];
+    alignas(16) unsigned output[PAIRS][32][2];  // of two octets: states 2 p and 2 p + 1
     alignas(16) float norm[PAIRS][8];
 };
 
@@ -72,19 +79,6 @@ DEVICE int add_slot(int t, int c) { return c ^ (0x33021120 >> 4 * (t & 7) & 15) 
 DEVICE int column_of(int pair, int which) { return which < 2 ? pair % 4 * 2 + which : (pair % 4 * 2 + 4) % 8; }
 // The token, of 8, from the one before on, of which lane p gets y from the first or second such product
 DEVICE int token_of(int p, int product) { return ((product ? 0x7564 : 0x2031) >> 4 * p & 15) - 1; }
-
-// tensor cores cut what they read to tf32: with this factor they cut to the nearest on average
-constexpr float ROUND = 1 + 0x1p-11f;
-
-// (16, 8) times (8, 8): the lane has columns p and p + 4 of rows c and c + 8 of a, rows p and p + 4 of column c of b, and of
-// the product columns 2 p and 2 p + 1 of rows c and c + 8
-DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
-        "%10, %10};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
-          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)), "f"(0.0f));
-}
 
 DEVICE void sync_stagers() { asm volatile("bar.sync 1, %0;" ::"n"(32 * STAGERS) : "memory"); }
 
@@ -150,9 +144,10 @@ struct KeyRows : Rows<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// Stages the factors of the states of a tile: of two warps each takes two pairs and those 4 further on, a lane a state
+// Stages the factors of the states of a tile: a warp takes two pairs and those APART further on, a lane a state
 struct StateStaging {
-    static constexpr int PASSES = 2, APART = PAIRS / PASSES;
+    static constexpr int APART = 2 * count_of(STAGES_STATES), PASSES = PAIRS / APART;
+    static_assert(APART % 4 == 0 && PAIRS % APART == 0);
     int n, key, decay[2], drive, output[3], norm;  // where, for the first two pairs
     __device__ __forceinline__ StateStaging(int warp, const Place &at) {
         int pair = 2 * warp + at.lane / 16, octet = at.lane / 8 % 2;
@@ -215,12 +210,8 @@ struct StateStaging {
             updates[drive + state_slot(n % 8, 2) * 4] = pack(T{}, -a[1] * scaled[0], 0);
             float outputs[3] = {q[pass][1], a[0] * q[pass][1], q[pass][0]};
 #pragma unroll
-            for (int f = 0; f < 3; f++) {
-                if constexpr (Y16)
-                    ((unsigned short *)to.output[APART * pass])[output[f]] = pack(T{}, outputs[f], 0);
-                else
-                    ((float *)to.output[APART * pass])[output[f]] = f == 1 ? ROUND * outputs[f] : outputs[f];
-            }
+            for (int f = 0; f < 3; f++)
+                reinterpret_cast<unsigned short *>(to.output[APART * pass])[output[f]] = pack(T{}, outputs[f], 0);
             float *norms = to.norm[APART * pass] + norm;
             float both[2] = {norm_of[pass][0] * scale[0], norm_of[pass][1] * scale[1]};
             if (n == 0) store(norms, Floats<4>{both[0], scale[0], both[1], scale[1]});
@@ -332,15 +323,28 @@ DEVICE void stage_channels(Block &block, int first, const float *skips, const fl
 
 // y of a tile, from the token before it on, from shared memory to where it belongs, for one warp
 struct Results {
-    static constexpr int ROW = BLOCK_CHANNELS / 8, ITEMS = (TILE * ROW + 31) / 32;
-    Sequence<T> to;
-    int lane, begin, end, left;
-    __device__ __forceinline__ void copy(const T (&y)[TILE][BLOCK_CHANNELS], int t0) const {
+    static constexpr int ROW = BLOCK_CHANNELS / 8, ITEMS = TILE * ROW / 32, NEVER = 1 << 30;
+    static_assert(TILE * ROW % 32 == 0);
+    Sequence<T> to[ITEMS];
+    int token[ITEMS], from[ITEMS];
+    __device__ __forceinline__ Results(const Sequence<T> &ys, i64 width, int lane) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            int item = 32 * i + lane, row = item / ROW, octet = item % ROW, t = t0 - 1 + row;
-            if ((TILE * ROW % 32 == 0 || item < TILE * ROW) && t >= begin && t < end && 8 * octet < left)
-                store(to.at(t) + 8 * octet, load<8>(y[row] + 8 * exchanged(octet, row)));
+            int item = 32 * i + lane, row = item / ROW, octet = item % ROW;
+            to[i] = ys;
+            to[i].data += 8 * octet;
+            token[i] = 8 * octet < width ? row - 1 : NEVER, from[i] = row * BLOCK_CHANNELS + 8 * exchanged(octet, row);
+            asm("" : "+l"(to[i].data), "+r"(token[i]), "+r"(from[i]));
+        }
+    }
+    __device__ __forceinline__ void copy(const T (&y)[TILE][BLOCK_CHANNELS], int t0, int begin, int end) const {
+        Pack<T, 8> values[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) values[i] = load<8>(&y[0][0] + from[i]);
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int t = t0 + token[i];
+            if (t >= begin && t < end) store(to[i].at(t), values[i]);
         }
     }
 };
@@ -404,12 +408,11 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             sync_stagers();
             sync_stagers();
             int stage = STAGES - 1, t0 = begin;
-            Results results{{{y + at.block_d, B * L * D, L * D, D}, at.g, at.b, L, backwards}, at.lane, begin, end,
-                            int(min(D - at.block_d, i64(BLOCK_CHANNELS)))};
+            Results results({{y + at.block_d, B * L * D, L * D, D}, at.g, at.b, L, backwards}, D - at.block_d, at.lane);
             // what scanners have passed two barriers behind
             auto copy_results = [&]() {
                 if (t0 >= begin + 2 * TILE) {
-                    results.copy(block.y[buffer], t0 - 2 * TILE);
+                    results.copy(block.y[buffer], t0 - 2 * TILE, begin, end);
                     buffer = after(buffer, 3);
                 }
             };
@@ -473,26 +476,62 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     asm("" : "+r"(update), "+r"(column[0]), "+r"(column[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(add[0]), "+r"(add[1]));
     const States *here = block.states;
     const Channels *channels = block.channels[0] + SIXTEENS * at.warp;
-    T *y_to = &block.y[0][0][0];
-    struct Operands {
-        Pack<unsigned, 2> decay[SIXTEENS];
-        Pack<unsigned, 4> drive[SIXTEENS], factors;
-        Pack<Query, Y16 ? 2 : 4> queries;
-    };
-    auto read = [&](Operands &operands, int pair) {
+    T *y_to = &block.y[2][0][0];
+    int y_buffer = 2;
+    // Factors are read two pairs ahead and multiplied one ahead, y is finished when the next product is under way and stored
+    // a pair later, so that nothing waits
+    struct { Pack<unsigned, 2> decay[SIXTEENS]; Pack<unsigned, 4> drive[SIXTEENS]; } channel[2];
+    Pack<unsigned, 4> factors[2];
+    Pack<unsigned, 2> queries;
+    float decay[SIXTEENS][2][4], added[SIXTEENS][2][4];
+    auto read_factors = [&](int pair) {
         if (pair % 2 == 0)
 #pragma unroll
             for (int h = 0; h < SIXTEENS; h++) {
-                operands.decay[h] = load<2>(channels[h].decay[pair / 2][at.lane]);
-                operands.drive[h] = load<4>(channels[h].drive[pair / 2][drive[pair / 2 % 2]]);
+                channel[pair / 2 % 2].decay[h] = load<2>(channels[h].decay[pair / 2][at.lane]);
+                channel[pair / 2 % 2].drive[h] = load<4>(channels[h].drive[pair / 2][drive[pair / 2 % 2]]);
             }
-        operands.factors = load<4>(here->update[pair][update]);
-        operands.queries = load<Y16 ? 2 : 4>(here->output[pair][column[pair % 2]]);
+        factors[pair % 2] = load<4>(here->update[pair][update]);
+    };
+    auto read_queries = [&](int pair) { queries = load<2>(here->output[pair][column[pair % 2]]); };
+    auto multiply_factors = [&](int pair, int h, int o) {
+        auto &of = channel[pair / 2 % 2];
+        Pack<unsigned, 4> &factor = factors[pair % 2];
+        multiply(fp16{}, decay[h][o], of.decay[h].at[0], of.decay[h].at[1], factor.at[word(pair, o, false)], 1);
+        multiply(T{}, added[h][o], of.drive[h].at[2 * (pair % 2)], of.drive[h].at[2 * (pair % 2) + 1],
+                 factor.at[word(pair, o, true)], 0);
+    };
+    Floats<2> sums[SIXTEENS][2] = {}, adds[SIXTEENS][2] = {};
+    float gates[SIXTEENS][2] = {}, results[SIXTEENS][2] = {};
+    unsigned transposed[SIXTEENS][2];
+    auto finish = [&](int product) {
+#pragma unroll
+        for (int h = 0; h < SIXTEENS; h++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                Floats<2> sum = sums[h][i];
+                float result = fmaf(-gates[h][i], sum.at[1], sum.at[0] + adds[h][product].at[i]);
+                if (product == 0)
+                    results[h][i] = result;
+                else
+                    transposed[h][i] = transpose(from_floats<T>(Floats<2>{results[h][i], result}).word[0]);
+            }
+    };
+    auto write = [&](int eighth) {
+#pragma unroll
+        for (int h = 0; h < SIXTEENS; h++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                store(y_to + 8 * eighth * BLOCK_CHANNELS + results_to[2 * h + i], Pack<T, 2>{transposed[h][i]});
     };
     __syncthreads();
-    Operands operands;
-    read(operands, 0);
-    int y_buffer = 0;
+    read_factors(0);
+    read_factors(1);
+    read_queries(0);
+#pragma unroll
+    for (int o = 0; o < 2; o++)
+#pragma unroll
+        for (int h = 0; h < SIXTEENS; h++) multiply_factors(0, h, o);
     // the last token may need the product of the pair behind it
 #pragma unroll 1
     for (int t0 = begin; t0 <= end; t0 += TILE) {
@@ -500,94 +539,65 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             if (keep && t0 > 0 && t0 < end) for_states(S, D - d, D, [&](float &s, i64 offset) { kept[offset] = s; });
             kept += N * D;
         }
-        // 8 tokens at a time, from the one before on
+        states_buffer = after(states_buffer, 3), buffer ^= 1;
+        const States *next_states = block.states + states_buffer;
+        const Channels *next_channels = block.channels[buffer] + SIXTEENS * at.warp;
 #pragma unroll
-        for (int eighth = 0; eighth < 2; eighth++) {
-            float results[SIXTEENS][2][2];
-            Floats<2> adds[SIXTEENS][2];
-#pragma unroll
-            for (int h = 0; h < SIXTEENS; h++)
-#pragma unroll
-                for (int product = 0; product < 2; product++)
-                    adds[h][product] = load<2>(&channels[h].add[8 * eighth][0][0] + add[product]);
-#pragma unroll
-            for (int product = 0; product < 2; product++) {
-#if Y16
-                Floats<2> sums[SIXTEENS][2] = {};
-#else
-                float sums[SIXTEENS][4];
-#endif
-                float gates[SIXTEENS][2];
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    Operands now = operands;
-                    int pair = 4 * eighth + 2 * product + odd;
-                    if (pair + 1 < PAIRS) {
-                        read(operands, pair + 1);
-                    } else if (t0 + TILE <= end) {
-                        // all of this tile is read: while its last pair is worked on, the next is read
-                        __syncthreads();
-                        states_buffer = after(states_buffer, 3), buffer ^= 1;
-                        here = block.states + states_buffer, channels = block.channels[buffer] + SIXTEENS * at.warp;
-                        read(operands, 0);
-                    }
-#if Y16
-#pragma unroll
-                    for (int h = 0; h < SIXTEENS; h++) {
-                        unsigned a[4];
-#pragma unroll
-                        for (int o = 0; o < 2; o++)
-#pragma unroll
-                            for (int i = 0; i < 2; i++) a[2 * o + i] = pack(T{}, S[h][o][2 * i], S[h][o][2 * i + 1]);
-                        multiply_add(T{}, sums[h], a[0], a[1], a[2], a[3], now.queries.at[0], now.queries.at[1]);
-                    }
-#endif
-#pragma unroll
-                    for (int o = 0; o < 2; o++)
-#pragma unroll
-                        for (int h = 0; h < SIXTEENS; h++) {
-                            float(&s)[4] = S[h][o], decay[4], added[4];
-#if !Y16
-                            float q_0 = now.queries.at[2 * o], q_1 = now.queries.at[2 * o + 1];
-                            if (odd + o == 0)
-                                multiply_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
-                            else
-                                multiply_add_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
-#endif
-                            multiply(fp16{}, decay, now.decay[h].at[0], now.decay[h].at[1],
-                                     now.factors.at[word(pair, o, false)], 1);
-                            multiply(T{}, added, now.drive[h].at[2 * odd], now.drive[h].at[2 * odd + 1],
-                                     now.factors.at[word(pair, o, true)], 0);
-#pragma unroll
-                            for (int j = 0; j < 4; j++) s[j] = fmaf(decay[j], s[j], added[j]);
-                        }
-                    if (odd == 0)
-#pragma unroll
-                        for (int h = 0; h < SIXTEENS; h++)
-#pragma unroll
-                            for (int i = 0; i < 2; i++) gates[h][i] = unpack(fp16{}, now.decay[h].at[i]).at[0];
+        for (int pair = 0; pair < PAIRS; pair++) {
+            Pack<unsigned, 2> query = queries;
+            if (pair + 1 < PAIRS) read_queries(pair + 1);
+            if (pair + 2 < PAIRS) {
+                read_factors(pair + 2);
+            } else if (t0 + TILE <= end) {
+                if (pair + 2 == PAIRS) {
+                    // all of this tile is read: while its last pairs are worked on, the next is read
+                    __syncthreads();
+                    here = next_states, channels = next_channels;
                 }
+                read_factors(pair + 2 - PAIRS);
+                if (pair + 1 == PAIRS) read_queries(0);
+            }
+            if (pair % 2 == 0) {
+                finish((pair / 2 + 1) % 2);
+                if (pair % 4 == 0)
+#pragma unroll
+                    for (int h = 0; h < SIXTEENS; h++)
+#pragma unroll
+                        for (int product = 0; product < 2; product++)
+                            adds[h][product] = load<2>(&channels[h].add[2 * pair][0][0] + add[product]);
 #pragma unroll
                 for (int h = 0; h < SIXTEENS; h++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-#if Y16
-                        float sum = sums[h][i].at[0], less = sums[h][i].at[1];
-#else
-                        float sum = sums[h][2 * i], less = sums[h][2 * i + 1];
-#endif
-                        results[h][i][product] = fmaf(-gates[h][i], less, sum + adds[h][product].at[i]);
+                        gates[h][i] = unpack(fp16{}, channel[pair / 2 % 2].decay[h].at[i]).at[0];
+                        sums[h][i] = {};
                     }
             }
+            if (pair % 4 == 1) write(pair == 1 ? 1 : 0);
+            if (pair == 1) y_buffer = after(y_buffer, 3), y_to = &block.y[y_buffer][0][0];
 #pragma unroll
-            for (int h = 0; h < SIXTEENS; h++)
+            for (int h = 0; h < SIXTEENS; h++) {
+                unsigned s[4];
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    unsigned two = transpose(from_floats<T>(Floats<2>{results[h][i][0], results[h][i][1]}).word[0]);
-                    store(y_to + 8 * eighth * BLOCK_CHANNELS + results_to[2 * h + i], Pack<T, 2>{two});
+                for (int o = 0; o < 2; o++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) s[2 * o + i] = pack(T{}, S[h][o][2 * i], S[h][o][2 * i + 1]);
+                multiply_add(T{}, sums[h], s[0], s[1], s[2], s[3], query.at[0], query.at[1]);
+            }
+#pragma unroll
+            for (int o = 0; o < 2; o++)
+#pragma unroll
+                for (int h = 0; h < SIXTEENS; h++) {
+                    float A[4], B[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) A[j] = decay[h][o][j], B[j] = added[h][o][j];
+                    multiply_factors((pair + 1) % PAIRS, h, o);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) S[h][o][j] = fmaf(A[j], S[h][o][j], B[j]);
                 }
         }
-        y_buffer = after(y_buffer, 3), y_to = &block.y[y_buffer][0][0];
     }
+    finish(1);
+    write(1);
     __syncthreads();
 }

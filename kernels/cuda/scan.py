@@ -154,7 +154,7 @@ def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor
 def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int):
     """The same for pairs.cu."""
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, Y16=variant.y16, TILE=variant.tile, SCANNERS=variant.scanners,
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=variant.tile, SCANNERS=variant.scanners,
         STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
         VECTOR=8, BLOCK_BYTES=variant.block_bytes,
     )  # fmt: skip

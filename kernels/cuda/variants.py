@@ -61,10 +61,9 @@ class Pairs(NamedTuple):
     alone: int
     scanners: int
     roles: tuple[int, ...]
-    channels: int = 4
+    channels: int = 2
     tile: int = 16
-    stages: int = 5
-    y16: int = 0
+    stages: int = 8
 
     @property
     def warps(self) -> int:
@@ -78,7 +77,7 @@ class Pairs(NamedTuple):
     def block_bytes(self) -> int:
         channels, pairs, states = self.block_channels, self.tile // 2, 16
         rows = self.tile * 2 * channels + (2 * self.tile + 4) * states
-        factors = pairs * (4 * 32 + (2 if self.y16 else 4) * 32 + 8)
+        factors = pairs * (4 * 32 + 2 * 32 + 8)
         halves = channels // 16 * (self.tile // 4 * 6 * 32 + self.tile * 16)
         return self.stages * 2 * rows + 3 * 4 * factors + 2 * 4 * halves + 3 * 2 * self.tile * channels
 
@@ -116,8 +115,8 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 # the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
 PAIRS = [
-    Pairs(95, 3, (3, -1, -1, 0, 3, 1, 1, 1, 3)),
-    Pairs(76, 2, (4, 4, -1, -1, 0)),
+    Pairs(95, 6, (3, 3, -1, -1, 0, 3, 3)),
+    Pairs(55, 3, (2, -1, -1, 0, 2, 1, 1)),
 ]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
