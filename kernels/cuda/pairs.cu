@@ -16,10 +16,10 @@
 // A token that is no number spoils the two before it as well, in its channel or, if it is a key, in all; a logit the four
 // before.
 //
-// SCANNERS warps of a block scan: each has C / 2 times 16 channels. Of 16, lane 4 c + p has channels c and c + 8; of each 8
-// states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from
-// shared memory to where it belongs. ROLES says of each whether it copies tiles and y (one warp), stages states, or how many
-// units of 8 tokens of 16 channels it stages.
+// SCANNERS warps of a block scan 16 channels each, of which lane 4 c + p has c and c + 8, and of each 8 states numbers 2 p and
+// 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from shared memory to where it
+// belongs. ROLES says of each whether it copies tiles and y (one warp), stages states, or how many units of 8 tokens of a
+// scanner it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
 DEVICE constexpr int count_of(int role) {
@@ -27,11 +27,10 @@ DEVICE constexpr int count_of(int role) {
     for (int i = 0; i < STAGERS; i++) count += ROLE[i] == role;
     return count;
 }
-constexpr int SIXTEENS = C / 2;  // of a scanner's channels
-constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = SCANNERS * WARP_CHANNELS, HALVES = SIXTEENS * SCANNERS;
-constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4;
+constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 16 * SCANNERS;
+constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4, EIGHTHS = TILE / 8;
 constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
-static_assert(N == 16 && TILE == 16 && CHUNK % TILE == 0 && sizeof(T) == 2);
+static_assert(N == 16 && TILE % 16 == 0 && CHUNK % TILE == 0 && sizeof(T) == 2);
 
 // A tile as it is in memory; of keys those of the tile, then the queries of the token before and of the tile. Asynchronous
 // copies are fast where 8 lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so
@@ -53,8 +52,8 @@ struct States {
     alignas(16) float norm[PAIRS][8];
 };
 
-// What 16 of a scanner's channels take: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from
-// the token before the tile on what y takes else
+// What a scanner takes: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token before
+// the tile on what y takes else
 struct Channels {
     alignas(16) unsigned decay[QUARTERS][32][2];
     alignas(16) unsigned drive[QUARTERS][32][4];
@@ -64,7 +63,7 @@ struct Channels {
 struct Block {
     Tile tiles[STAGES];
     States states[3];
-    Channels channels[2][HALVES];
+    Channels channels[2][SCANNERS];
     alignas(128) T y[3][TILE][BLOCK_CHANNELS];  // from the token before the tile on
 };
 
@@ -220,14 +219,14 @@ struct StateStaging {
     }
 };
 
-// Stages 8 tokens of a half: a lane takes pair p of channels c and c + 8
+// Stages 8 tokens of a scanner: a lane takes pair p of channels c and c + 8
 struct ChannelStaging {
-    int half, eighth, from, decay[2], drive[3], add[2];
+    int scanner, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
     __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, i64 D, const Place &at) {
-        half = unit / 2, eighth = unit % 2;
+        scanner = unit / EIGHTHS, eighth = unit % EIGHTHS;
         int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
-        from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * half + at.lane / 8 % 2, row) * 8;
+        from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * scanner + at.lane / 8 % 2, row) * 8;
 #pragma unroll
         for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
 #pragma unroll
@@ -239,7 +238,7 @@ struct ChannelStaging {
         }
         asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]), "+r"(add[0]),
             "+r"(add[1]));
-        i64 d = at.block_d + 16 * half + at.c;
+        i64 d = at.block_d + 16 * scanner + at.c;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             bool exists = d + 8 * i < D;
@@ -276,15 +275,15 @@ struct ChannelStaging {
             drives[2].at[i] = pack(T{}, g_1 * v_0, 0);
             first.at[i] = fmaf(v_0, kq, skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1];
         }
-        if (eighth == 1 && at.p == 3) {
+        if (eighth == EIGHTHS - 1 && at.p == 3) {
             float next[2] = {second.at[0], second.at[1]};
 #pragma unroll
             for (int i = 0; i < 2; i++) second.at[i] = last[i], last[i] = next[i];
         }
     }
-    __device__ __forceinline__ void write(Channels (&to)[HALVES]) const {
-        unsigned *decays_to = &to[half].decay[0][0][0], *drives_to = &to[half].drive[0][0][0];
-        float *adds = &to[half].add[0][0][0];
+    __device__ __forceinline__ void write(Channels (&to)[SCANNERS]) const {
+        unsigned *decays_to = &to[scanner].decay[0][0][0], *drives_to = &to[scanner].drive[0][0][0];
+        float *adds = &to[scanner].add[0][0][0];
 #pragma unroll
         for (int f = 0; f < 2; f++) store(decays_to + decay[f], decays[f]);
 #pragma unroll
@@ -349,20 +348,16 @@ struct Results {
     }
 };
 
-// `S[h][o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i of half h. Calls f(state, offset in memory) for those that
-// exist.
-typedef float Scanned[SIXTEENS][2][4];
+// `S[o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i. Calls f(state, offset in memory) for those that exist.
 template <class F>
-DEVICE void for_states(Scanned &S, i64 left, i64 D, F f) {
+DEVICE void for_states(float (&S)[2][4], i64 left, i64 D, F f) {
 #pragma unroll
-    for (int h = 0; h < SIXTEENS; h++)
+    for (int i = 0; i < 2; i++)
+        if (8 * i < left)
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (16 * h + 8 * i < left)
+            for (int o = 0; o < 2; o++)
 #pragma unroll
-                for (int o = 0; o < 2; o++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) f(S[h][o][2 * i + j], (8 * o + j) * D + 16 * h + 8 * i);
+                for (int j = 0; j < 2; j++) f(S[o][2 * i + j], (8 * o + j) * D + 8 * i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -454,84 +449,69 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         return;
     }
 
-    i64 warp_d = at.block_d + at.warp * WARP_CHANNELS, d = warp_d + at.c;
+    i64 d = at.block_d + at.warp * 16 + at.c;
     float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, d, B, chunks - 1, D);
     earlier += state_offset(at.g, at.b, at.segment - 1, 2 * at.p, d, B, segments - 1, D);
-    Scanned S = {};
+    float S[2][4] = {};
     if (at.segment > 0) for_states(S, D - d, D, [&](float &s, i64 offset) { s = earlier[offset]; });
-    int update = state_slot(at.c, at.p), factor = min(at.p, 2);
-    int column[2] = {column_slot(0, at.c, at.p), column_slot(1, at.c, at.p)};
+    int update = state_slot(at.c, at.p), factor = min(at.p, 2), column[2], drive[2], add[2], result[2];
     int row = token_of(at.c / 2, at.c % 2) + 1;  // of 8 tokens the one whose y transposition leaves to the lane
-    int drive[2] = {drive_slot(0, at.c, factor), drive_slot(1, at.c, factor)}, add[2], results_to[2 * SIXTEENS];
 #pragma unroll
-    for (int product = 0; product < 2; product++) {
-        int t = token_of(at.p, product);
-        add[product] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
+    for (int i = 0; i < 2; i++) {
+        int t = token_of(at.p, i);
+        column[i] = column_slot(i, at.c, at.p), drive[i] = drive_slot(i, at.c, factor);
+        add[i] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
+        result[i] = row * BLOCK_CHANNELS + exchanged(at.warp * 2 + i, row) * 8 + 2 * at.p;
+        asm("" : "+r"(column[i]), "+r"(drive[i]), "+r"(add[i]), "+r"(result[i]));
     }
-#pragma unroll
-    for (int o = 0; o < 2 * SIXTEENS; o++) {
-        results_to[o] = row * BLOCK_CHANNELS + exchanged(at.warp * (WARP_CHANNELS / 8) + o, row) * 8 + 2 * at.p;
-        asm("" : "+r"(results_to[o]));
-    }
-    asm("" : "+r"(update), "+r"(column[0]), "+r"(column[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(add[0]), "+r"(add[1]));
+    asm("" : "+r"(update));
     const States *here = block.states;
-    const Channels *channels = block.channels[0] + SIXTEENS * at.warp;
+    const Channels *channels = &block.channels[0][at.warp];
     T *y_to = &block.y[2][0][0];
     int y_buffer = 2;
     // Factors are read two pairs ahead and multiplied one ahead, y is finished when the next product is under way and stored
     // a pair later, so that nothing waits
-    struct { Pack<unsigned, 2> decay[SIXTEENS]; Pack<unsigned, 4> drive[SIXTEENS]; } channel[2];
-    Pack<unsigned, 4> factors[2];
-    Pack<unsigned, 2> queries;
-    float decay[SIXTEENS][2][4], added[SIXTEENS][2][4];
+    Pack<unsigned, 2> decays[2], queries;
+    Pack<unsigned, 4> drives[2], factors[2];
+    float decay_of[2][4], drive_of[2][4];
     auto read_factors = [&](int pair) {
-        if (pair % 2 == 0)
-#pragma unroll
-            for (int h = 0; h < SIXTEENS; h++) {
-                channel[pair / 2 % 2].decay[h] = load<2>(channels[h].decay[pair / 2][at.lane]);
-                channel[pair / 2 % 2].drive[h] = load<4>(channels[h].drive[pair / 2][drive[pair / 2 % 2]]);
-            }
+        if (pair % 2 == 0) {
+            decays[pair / 2 % 2] = load<2>(channels->decay[pair / 2][at.lane]);
+            drives[pair / 2 % 2] = load<4>(channels->drive[pair / 2][drive[pair / 2 % 2]]);
+        }
         factors[pair % 2] = load<4>(here->update[pair][update]);
     };
     auto read_queries = [&](int pair) { queries = load<2>(here->output[pair][column[pair % 2]]); };
-    auto multiply_factors = [&](int pair, int h, int o) {
-        auto &of = channel[pair / 2 % 2];
-        Pack<unsigned, 4> &factor = factors[pair % 2];
-        multiply(fp16{}, decay[h][o], of.decay[h].at[0], of.decay[h].at[1], factor.at[word(pair, o, false)], 1);
-        multiply(T{}, added[h][o], of.drive[h].at[2 * (pair % 2)], of.drive[h].at[2 * (pair % 2) + 1],
-                 factor.at[word(pair, o, true)], 0);
+    auto multiply_factors = [&](int pair, int o) {
+        Pack<unsigned, 2> a = decays[pair / 2 % 2];
+        Pack<unsigned, 4> b = drives[pair / 2 % 2], of = factors[pair % 2];
+        multiply(fp16{}, decay_of[o], a.at[0], a.at[1], of.at[word(pair, o, false)], 1);
+        multiply(T{}, drive_of[o], b.at[2 * (pair % 2)], b.at[2 * (pair % 2) + 1], of.at[word(pair, o, true)], 0);
     };
-    Floats<2> sums[SIXTEENS][2] = {}, adds[SIXTEENS][2] = {};
-    float gates[SIXTEENS][2] = {}, results[SIXTEENS][2] = {};
-    unsigned transposed[SIXTEENS][2];
+    Floats<2> sums[2] = {}, adds[2] = {};
+    float gates[2] = {}, first[2] = {};
+    unsigned transposed[2];
     auto finish = [&](int product) {
 #pragma unroll
-        for (int h = 0; h < SIXTEENS; h++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                Floats<2> sum = sums[h][i];
-                float result = fmaf(-gates[h][i], sum.at[1], sum.at[0] + adds[h][product].at[i]);
-                if (product == 0)
-                    results[h][i] = result;
-                else
-                    transposed[h][i] = transpose(from_floats<T>(Floats<2>{results[h][i], result}).word[0]);
-            }
+        for (int i = 0; i < 2; i++) {
+            float y = fmaf(-gates[i], sums[i].at[1], sums[i].at[0] + adds[product].at[i]);
+            if (product == 0)
+                first[i] = y;
+            else
+                transposed[i] = transpose(from_floats<T>(Floats<2>{first[i], y}).word[0]);
+        }
     };
     auto write = [&](int eighth) {
 #pragma unroll
-        for (int h = 0; h < SIXTEENS; h++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                store(y_to + 8 * eighth * BLOCK_CHANNELS + results_to[2 * h + i], Pack<T, 2>{transposed[h][i]});
+        for (int i = 0; i < 2; i++)
+            store(y_to + 8 * eighth * BLOCK_CHANNELS + result[i], Pack<T, 2>{transposed[i]});
     };
     __syncthreads();
     read_factors(0);
     read_factors(1);
     read_queries(0);
-#pragma unroll
-    for (int o = 0; o < 2; o++)
-#pragma unroll
-        for (int h = 0; h < SIXTEENS; h++) multiply_factors(0, h, o);
+    multiply_factors(0, 0);
+    multiply_factors(0, 1);
     // the last token may need the product of the pair behind it
 #pragma unroll 1
     for (int t0 = begin; t0 <= end; t0 += TILE) {
@@ -541,7 +521,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         }
         states_buffer = after(states_buffer, 3), buffer ^= 1;
         const States *next_states = block.states + states_buffer;
-        const Channels *next_channels = block.channels[buffer] + SIXTEENS * at.warp;
+        const Channels *next_channels = &block.channels[buffer][at.warp];
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             Pack<unsigned, 2> query = queries;
@@ -559,45 +539,33 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             }
             if (pair % 2 == 0) {
                 finish((pair / 2 + 1) % 2);
-                if (pair % 4 == 0)
 #pragma unroll
-                    for (int h = 0; h < SIXTEENS; h++)
-#pragma unroll
-                        for (int product = 0; product < 2; product++)
-                            adds[h][product] = load<2>(&channels[h].add[2 * pair][0][0] + add[product]);
-#pragma unroll
-                for (int h = 0; h < SIXTEENS; h++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        gates[h][i] = unpack(fp16{}, channel[pair / 2 % 2].decay[h].at[i]).at[0];
-                        sums[h][i] = {};
-                    }
+                for (int i = 0; i < 2; i++) {
+                    if (pair % 4 == 0) adds[i] = load<2>(&channels->add[2 * pair][0][0] + add[i]);
+                    gates[i] = unpack(fp16{}, decays[pair / 2 % 2].at[i]).at[0];
+                    sums[i] = {};
+                }
             }
-            if (pair % 4 == 1) write(pair == 1 ? 1 : 0);
+            if (pair % 4 == 1) write((pair / 4 + EIGHTHS - 1) % EIGHTHS);
             if (pair == 1) y_buffer = after(y_buffer, 3), y_to = &block.y[y_buffer][0][0];
-#pragma unroll
-            for (int h = 0; h < SIXTEENS; h++) {
-                unsigned s[4];
-#pragma unroll
-                for (int o = 0; o < 2; o++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) s[2 * o + i] = pack(T{}, S[h][o][2 * i], S[h][o][2 * i + 1]);
-                multiply_add(T{}, sums[h], s[0], s[1], s[2], s[3], query.at[0], query.at[1]);
-            }
+            unsigned s[4];
 #pragma unroll
             for (int o = 0; o < 2; o++)
 #pragma unroll
-                for (int h = 0; h < SIXTEENS; h++) {
-                    float A[4], B[4];
+                for (int i = 0; i < 2; i++) s[2 * o + i] = pack(T{}, S[o][2 * i], S[o][2 * i + 1]);
+            multiply_add(T{}, sums, s[0], s[1], s[2], s[3], query.at[0], query.at[1]);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) A[j] = decay[h][o][j], B[j] = added[h][o][j];
-                    multiply_factors((pair + 1) % PAIRS, h, o);
+            for (int o = 0; o < 2; o++) {
+                float decay[4], added[4];
 #pragma unroll
-                    for (int j = 0; j < 4; j++) S[h][o][j] = fmaf(A[j], S[h][o][j], B[j]);
-                }
+                for (int j = 0; j < 4; j++) decay[j] = decay_of[o][j], added[j] = drive_of[o][j];
+                multiply_factors((pair + 1) % PAIRS, o);
+#pragma unroll
+                for (int j = 0; j < 4; j++) S[o][j] = fmaf(decay[j], S[o][j], added[j]);
+            }
         }
     }
     finish(1);
-    write(1);
+    write(EIGHTHS - 1);
     __syncthreads();
 }
