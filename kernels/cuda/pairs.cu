@@ -13,8 +13,7 @@
 // 1 + k.k stands the power of two below it, which leaves keys exact. For B they read the type of the inputs, g x as the sum
 // of two such numbers, for one alone would be an error of 2^-9 in the states. For y they read states in that type.
 //
-// A token that is no number spoils the two before it as well, in its channel or, if it is a key, in all; a logit the four
-// before.
+// A token that is no number spoils up to four before it as well, in its channel or, if it is a key, in all.
 //
 // SCANNERS warps of a block scan 16 channels each, of which lane 4 c + p has c and c + 8, and of each 8 states numbers 2 p and
 // 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from shared memory to where it
@@ -49,7 +48,7 @@ DEVICE int exchanged(int octet, int t) {
 struct States {
     alignas(16) unsigned update[PAIRS][32][4];
     alignas(16) unsigned output[PAIRS][32][2];  // of two octets: states 2 p and 2 p + 1
-    alignas(16) float norm[PAIRS][8];
+    alignas(16) float norm[PAIRS][8];  // of both tokens 1 + k.k times a power of two and that power, then k_0 . q_0 times it
 };
 
 // What a scanner takes: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token before
@@ -143,78 +142,88 @@ struct KeyRows : Rows<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// Stages the factors of the states of a tile: a warp takes two pairs and those APART further on, a lane a state
+// Stages the factors of the states of a tile: a warp takes 4 pairs and those APART further on, 8 lanes a pair, a lane two
+// states
 struct StateStaging {
-    static constexpr int APART = 2 * count_of(STAGES_STATES), PASSES = PAIRS / APART;
-    static_assert(APART % 4 == 0 && PAIRS % APART == 0);
-    int n, key, decay[2], drive, output[3], norm;  // where, for the first two pairs
+    static constexpr int APART = 4 * count_of(STAGES_STATES), PASSES = PAIRS / APART;
+    static_assert(PAIRS % APART == 0);
+    int m, key, decay[2], drive, output[3], norm;  // where, for the first 4 pairs
     __device__ __forceinline__ StateStaging(int warp, const Place &at) {
-        int pair = 2 * warp + at.lane / 16, octet = at.lane / 8 % 2;
-        n = at.lane % 16;
-        key = 2 * pair * N + n;
+        int pair = 4 * warp + at.lane / 8, r = pair % 4;
+        m = at.lane % 8;
+        key = 2 * pair * N + 2 * m;
 #pragma unroll
         for (int f = 0; f < 2; f++) {
-            decay[f] = (pair * 32 + state_slot(n % 8, (pair + 2 * f) % 4)) * 4 + word(pair, octet, false);
+            decay[f] = pair * 128 + state_slot(m % 4 * 2, (r + 2 * f) % 4) * 4 + word(pair, m / 4, false);
             asm("" : "+r"(decay[f]));
         }
 #pragma unroll
         for (int f = 0; f < 3; f++) {
-            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), n % 8 / 2)) * 4 + octet * 2 + n % 2;
+            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), m % 4)) * 2 + m / 4;
             asm("" : "+r"(output[f]));
         }
-        drive = pair * 128 + word(pair, octet, true), norm = pair * 8;
-        asm("" : "+r"(n), "+r"(key), "+r"(drive), "+r"(norm));
+        drive = pair * 128 + word(pair, m / 4, true), norm = pair * 8;
+        asm("" : "+r"(m), "+r"(key), "+r"(drive), "+r"(norm));
     }
     __device__ __forceinline__ void stage(States &to, const Tile &tile) const {
-        float k[PASSES][2], q[PASSES][2];  // q of the token before first
+        Floats<2> k[PASSES][2];
+        unsigned q[PASSES][2];  // of the token before first
         float norm_of[PASSES][2], kq[PASSES];
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++)
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 const T *keys = &tile.keys[2 * APART * pass + odd][0] + key;
-                k[pass][odd] = to_floats(load<1>(keys)).at[0], q[pass][odd] = to_floats(load<1>(keys + TILE * N)).at[0];
+                k[pass][odd] = to_floats(load<2>(keys)), q[pass][odd] = load<2>(keys + TILE * N).word[0];
             }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             // sums over states: with each exchange a lane passes on what it will not finish
-            float kk_0 = k[pass][0] * k[pass][0], kk_1 = k[pass][1] * k[pass][1], product = k[pass][0] * q[pass][1];
-            bool odd = n & 1, upper = n & 2;
+            auto dot = [](Floats<2> a, Floats<2> b) { return fmaf(a.at[0], b.at[0], a.at[1] * b.at[1]); };
+            float kk_0 = dot(k[pass][0], k[pass][0]), kk_1 = dot(k[pass][1], k[pass][1]);
+            float product = dot(k[pass][0], unpack(T{}, q[pass][1]));
+            bool odd = m & 1, upper = m & 2;
             float sums[2] = {odd ? product : kk_0, odd ? 0 : kk_1};
             sums[0] += __shfl_xor_sync(WARP, odd ? kk_0 : product, 1);
             sums[1] += __shfl_xor_sync(WARP, odd ? kk_1 : 0, 1);
             float sum = (upper ? sums[1] : sums[0]) + __shfl_xor_sync(WARP, upper ? sums[0] : sums[1], 2);
             sum += __shfl_xor_sync(WARP, sum, 4);
-            sum += __shfl_xor_sync(WARP, sum, 8);
-            int first = threadIdx.x & 16;
+            int first = threadIdx.x & 24;
             norm_of[pass][0] = 1 + __shfl_sync(WARP, sum, first);
             norm_of[pass][1] = 1 + __shfl_sync(WARP, sum, first + 2);
             kq[pass] = sum;
         }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            float scale[2], a[2], scaled[2];
+            float scale[2];  // the power of two that takes it to between 1 and 2
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                // the power of two that takes it to between 1 and 2
+            for (int odd = 0; odd < 2; odd++)
                 scale[odd] = __uint_as_float(0x7f000000u - (__float_as_uint(norm_of[pass][odd]) & 0x7f800000u));
-                scaled[odd] = k[pass][odd] * scale[odd], a[odd] = k[pass][odd] * scaled[odd];
-            }
             unsigned *updates = to.update[APART * pass][0];
-            updates[decay[0]] = pack(fp16{}, -a[0], -a[1]);
-            updates[decay[1]] = pack(fp16{}, a[0] * a[1], 0);
-            unsigned first_order = pack(T{}, scaled[0], scaled[1]);
-            updates[drive + state_slot(n % 8, 0) * 4] = first_order;
-            updates[drive + state_slot(n % 8, 1) * 4] = first_order;
-            updates[drive + state_slot(n % 8, 2) * 4] = pack(T{}, -a[1] * scaled[0], 0);
-            float outputs[3] = {q[pass][1], a[0] * q[pass][1], q[pass][0]};
+            float a_0[2];
 #pragma unroll
-            for (int f = 0; f < 3; f++)
-                reinterpret_cast<unsigned short *>(to.output[APART * pass])[output[f]] = pack(T{}, outputs[f], 0);
+            for (int j = 0; j < 2; j++) {
+                float k_0 = k[pass][0].at[j], k_1 = k[pass][1].at[j], scaled_0 = k_0 * scale[0], scaled_1 = k_1 * scale[1];
+                float a_1 = k_1 * scaled_1;
+                a_0[j] = k_0 * scaled_0;
+                // the slots of neighbouring states are 4 words by 4 apart
+                updates[decay[0] + 16 * j] = pack(fp16{}, -a_0[j], -a_1);
+                updates[decay[1] + 16 * j] = pack(fp16{}, a_0[j] * a_1, 0);
+                unsigned first_order = pack(T{}, scaled_0, scaled_1);
+                int c = m % 4 * 2;
+                updates[drive + state_slot(c, 0) * 4 + 16 * j] = first_order;
+                updates[drive + state_slot(c, 1) * 4 + 16 * j] = first_order;
+                updates[drive + state_slot(c, 2) * 4 + 16 * j] = pack(T{}, -a_1 * scaled_0, 0);
+            }
+            unsigned *outputs = to.output[APART * pass][0];
+            Floats<2> q_0 = unpack(T{}, q[pass][1]);
+            outputs[output[0]] = q[pass][1];
+            outputs[output[1]] = pack(T{}, a_0[0] * q_0.at[0], a_0[1] * q_0.at[1]);
+            outputs[output[2]] = q[pass][0];
             float *norms = to.norm[APART * pass] + norm;
-            float both[2] = {norm_of[pass][0] * scale[0], norm_of[pass][1] * scale[1]};
-            if (n == 0) store(norms, Floats<4>{both[0], scale[0], both[1], scale[1]});
-            if (n == 1) norms[4] = kq[pass] * scale[0];
+            if (m == 0)
+                store(norms, Floats<4>{norm_of[pass][0] * scale[0], scale[0], norm_of[pass][1] * scale[1], scale[1]});
+            if (m == 1) norms[4] = kq[pass] * scale[0];
         }
     }
 };
@@ -256,7 +265,7 @@ struct ChannelStaging {
         load_transposed(values, &tile.x[0][0] + from);
         norm = load<4>(states.norm[4 * eighth + at.p]), kq = states.norm[4 * eighth + at.p][4];
     }
-    // 1 + k.k times a power of two, then that power
+    // divided by `scale`, where `norm` is `scale` times 1 + k.k
     DEVICE float gate(float logit, float bias, float norm, float scale) {
         return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, logit, bias)), scale, norm));
     }
@@ -333,7 +342,7 @@ struct Results {
             to[i] = ys;
             to[i].data += 8 * octet;
             token[i] = 8 * octet < width ? row - 1 : NEVER, from[i] = row * BLOCK_CHANNELS + 8 * exchanged(octet, row);
-            asm("" : "+l"(to[i].data), "+r"(token[i]), "+r"(from[i]));
+            asm("" : "+r"(token[i]), "+r"(from[i]));
         }
     }
     __device__ __forceinline__ void copy(const T (&y)[TILE][BLOCK_CHANNELS], int t0, int begin, int end) const {
