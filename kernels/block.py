@@ -213,10 +213,10 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
     del projected, logits_2BHD
     dprojected_2TP, dstep_proj = kernels.step_backward(
         dlogits_2BHD.flatten(1, 2), step_2BHR.flatten(1, 2), weights.step_proj, dk_2BHN.flatten(1, 2),
-        dq_2BHN.flatten(1, 2), B,
+        dq_2BHN.flatten(1, 2),
     )  # fmt: skip
     # with zeros in place of a copy of the half of v that was read
-    dx_proj = kernels.products_over_tokens(_padded(dprojected_2TP, B, L), v_2BLD.flatten(1, 2), B)
+    dx_proj = kernels.products_over_tokens(_padded(dprojected_2TP, B, L), v_2BLD.flatten(1, 2))
     dfilters = kernels.convolve_backward(
         u_BLD, dv_2BHD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
     )

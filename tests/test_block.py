@@ -134,11 +134,11 @@ class PlainKernels:
         return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
 
     @staticmethod
-    def step_backward(dlogits, step, step_proj, dk, dq, B):
+    def step_backward(dlogits, step, step_proj, dk, dq):
         return torch.cat([dlogits @ step_proj, dk, dq], dim=-1), (dlogits.mT @ step)[:, None]
 
     @staticmethod
-    def products_over_tokens(a, b, B):
+    def products_over_tokens(a, b):
         return (a.mT @ b)[:, None]
 
     @classmethod
@@ -560,7 +560,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
     monkeypatch.setattr(operator.gpu, "_module", lambda backend, device: scan)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
-    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b, B: (a.float().mT @ b.float()).unsqueeze(1))
+    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
     block = make_block(mixer, shape[2])
     x, dy = torch.randn(2, *shape)
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), middle=middle)

@@ -486,12 +486,15 @@ extern "C" __global__ void sum_parts(const float *dkeys, T *dk, T *dq, i64 key_p
     if (blockIdx.x < key_blocks) {
         i64 i = blockIdx.x * i64(256) + threadIdx.x;
         if (i >= key_items) return;
+        constexpr int TOGETHER = 6;  // parts on their way at once
         Floats<4> sum = {};
-#pragma unroll 4
-        for (i64 p = 0; p < key_parts; p++) {
-            Floats<4> part = load<4>(dkeys + (p * key_items + i) * 4);
+        for (i64 first = 0; first < key_parts; first += TOGETHER) {
+            Floats<4> parts[TOGETHER] = {};
 #pragma unroll
-            for (int n = 0; n < 4; n++) sum.at[n] += part.at[n];
+            for (int j = 0; j < TOGETHER; j++)
+                if (first + j < key_parts) parts[j] = load<4>(dkeys + ((first + j) * key_items + i) * 4);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) sum = sum + parts[j];
         }
         i64 token = i / (2 * QUADS), n = i % QUADS * 4;
         store((i / QUADS % 2 ? dq : dk) + token * N + n, from_floats<T>(sum));

@@ -168,9 +168,12 @@ def convolve_backward(
     lane = min(2, macros["VECTOR"])
     row, tile, products = 32 * lane, 32 // size, -(-P // 16) if size == 2 else 0
     blocks = -(-D // row)
-    stretch = _stretch(256, L, 32 * B * blocks, 352, u_BLD.device)
-    # no more parts than keep the GPU busy: each is written, and added by another kernel
-    parts = min(-(-B * -(-L // stretch) // WARPS), -(-3 * _multiprocessors(u_BLD.device) // blocks))
+    # No more parts than keep the GPU busy: each is written, and added by another kernel. Their warps all get as many
+    # stretches of tokens, and these are as long as that allows.
+    most = -(-3 * _multiprocessors(u_BLD.device) // blocks)
+    rounds = -(-B * -(-L // 256) // (WARPS * most))
+    stretch = max(8, -(-L // (4 * max(1, WARPS * most * rounds // B))) * 4)
+    parts = min(-(-B * -(-L // stretch) // WARPS), most)
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     tiles = WARPS * 2 * 3 * tile * (row * size + 16)
     shared = max(tiles + 2 * products * 16 * row * size, WARPS * 2 * (taps + 1) * row * 4)
@@ -182,7 +185,7 @@ def convolve_backward(
 
 
 def step_backward(
-    dlogits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor, B: int
+    dlogits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of all columns of the projections (2, T, P): dlogits step_proj, dk and dq; and of step_proj.
 
@@ -194,7 +197,7 @@ def step_backward(
     if dlogits_2TD.element_size() > 2 or D % (16 * warps) or D > 768 or R > 24 or R % 8:
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
-        return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR, B)
+        return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR)
     parts = min(-(-T // tile), -(-_multiprocessors(dlogits_2TD.device) // 2))
     dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
     dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
@@ -207,9 +210,10 @@ def step_backward(
     return dprojected_2TP, dstep_proj
 
 
-def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor, B: int) -> Tensor:
-    """a^T b in fp32 by parts of the batch (2, parts, M, N): one product would leave most of the GPU idle."""
-    parts = next(parts for parts in range(min(B, 16), 0, -1) if B % parts == 0)
+def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
+    """a^T b in fp32 by parts of the tokens (2, parts, M, N): one product would leave most of the GPU idle."""
+    T = a_2TM.shape[1]
+    parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
     a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
     products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
     return products.unflatten(0, (2, parts))

@@ -81,49 +81,55 @@ struct Factors {
     }
 };
 
-// The factors of a tile's states, read ahead by all threads: an item is a triple and a state
+// The factors of a tile's states, read ahead by all threads: a thread has two states, n and n + 8, of one triple
 struct StateFactors {
-    static constexpr int ITEMS = TRIPLES * N / THREADS, APART = THREADS / N;
-    static_assert(TRIPLES * N % THREADS == 0 && THREADS % N == 0);
+    static_assert(N == 16 && TRIPLES * 8 == THREADS);
     Sequence<const T> ks, qs;
-    int first, n;
-    T k[ITEMS][3], q[ITEMS][3];  // q of the next token
+    int triple, n;
+    T k[2][3], q[2][3];  // q of the next token
     __device__ __forceinline__ StateFactors(const Sequence<const T> &k, const Sequence<const T> &q)
-        : ks(k), qs(q), first(threadIdx.x / N), n(threadIdx.x % N) {
+        : ks(k), qs(q), triple(threadIdx.x / 8), n(threadIdx.x % 8) {
         ks.data += n, qs.data += n;
     }
     // from token t0 on, of which `tokens` exist
     __device__ __forceinline__ void fetch(int t0, int tokens) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++)
+        for (int j = 0; j < 3; j++) {
+            int t = triple * 3 + j;
+            const T *key = ks.at(t0 + t), *query = qs.at(t0 + t + 1);
 #pragma unroll
-            for (int j = 0; j < 3; j++) {
-                int t = (first + i * APART) * 3 + j;
-                k[i][j] = t < tokens ? *ks.at(t0 + t) : T{};
-                q[i][j] = t + 1 < tokens ? *qs.at(t0 + t + 1) : T{};
+            for (int o = 0; o < 2; o++) {
+                k[o][j] = t < tokens ? key[8 * o] : T{};
+                q[o][j] = t + 1 < tokens ? query[8 * o] : T{};
             }
+        }
     }
     __device__ __forceinline__ void put(States &to) const {
+        float minus_a[2][3], norm[3];
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int triple = first + i * APART;
-            float minus_a[3], norm[3];
+        for (int j = 0; j < 3; j++) {
+            float kk = 0;
 #pragma unroll
-            for (int j = 0; j < 3; j++) {
-                float key = to_floats(Pack<T, 1>{k[i][j]}).at[0], kk = key * key;
-#pragma unroll
-                for (int distance = 1; distance < N; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
-                norm[j] = reciprocal(1 + kk);
-                minus_a[j] = -key * key * norm[j];
+            for (int o = 0; o < 2; o++) {
+                float key = to_floats(Pack<T, 1>{k[o][j]}).at[0];
+                minus_a[o][j] = -key * key;
+                kk -= minus_a[o][j];
             }
-            Factors factors(minus_a, q[i][0].bits | unsigned(q[i][1].bits) << 16, q[i][2].bits);
 #pragma unroll
-            for (int p = 0; p < 4; p++) {
-                unsigned(&row)[4] = to.factor[triple][n / 16][state_slot(n % 8, p)];
-                row[word(triple, n / 8, false)] = factors.decay[p], row[word(triple, n / 8, true)] = factors.added[p];
-            }
-            if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
+            for (int distance = 1; distance < 8; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
+            norm[j] = reciprocal(1 + kk);
+#pragma unroll
+            for (int o = 0; o < 2; o++) minus_a[o][j] *= norm[j];
         }
+        Factors first(minus_a[0], q[0][0].bits | unsigned(q[0][1].bits) << 16, q[0][2].bits);
+        Factors second(minus_a[1], q[1][0].bits | unsigned(q[1][1].bits) << 16, q[1][2].bits);
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            unsigned(&row)[4] = to.factor[triple][0][state_slot(n, p)];
+            store(row + word(triple, 0, false), Pack<unsigned, 2>{first.decay[p], second.decay[p]});
+            store(row + word(triple, 0, true), Pack<unsigned, 2>{first.added[p], second.added[p]});
+        }
+        if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
     }
 };
 

@@ -84,8 +84,8 @@ class SummaryTriples(NamedTuple):
     shared: int
     states: int = 4
     channels: int = 4
-    warps: int = 4
-    min_blocks: int = 3
+    warps: int = 2
+    min_blocks: int = 6
 
 
 class Backward(NamedTuple):
