@@ -123,7 +123,7 @@ def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_
         variant, _ = variants.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
         return variant.scanners if isinstance(variant, variants.Pairs) else None
 
-    assert [scanners(8, 6085), scanners(4, 6085), scanners(4, 6085, shared_bytes=99 * 1024)] == [3, 2, 2]
+    assert [scanners(8, 6085), scanners(4, 6085), scanners(4, 6085, shared_bytes=99 * 1024)] == [6, 3, 3]
     assert [scanners(8, 6085, vectors=False), scanners(128, 197)] == [None, None]
 
 

@@ -1,24 +1,35 @@
 // forward.cu's scan of Longhorn for 16-bit inputs, two tokens at a time. Over tokens 0 and 1 the recurrence is
 //   S_2 = A S_0 + B
-//   A = 1 - g_0 k_0^2 - g_1 k_1^2 + g_0 g_1 k_0^2 k_1^2
-//   B = g_0 x_0 k_0 + g_1 x_1 k_1 - g_1 g_0 x_0 k_1^2 k_0
-// where g and x belong to a channel, k to a state. So A and B are products of matrices, (channels, 4) times (4, states) with
-// the 1, which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states between
-// pairs:
+//   A = 1 - g_0 a_0 - g_1 a_1 + g_0 g_1 a_0 a_1
+//   B = g_0 x_0 k_0 + g_1 x_1 k_1 - g_1 g_0 x_0 a_1 k_0
+// where g and x belong to a channel, k and a = k^2 to a state. So A and B are products of matrices, (channels, 3) times
+// (3, states), which tensor cores do, and what is left is one FFMA for a state and two tokens. Queries meet the states
+// between pairs:
 //   y_1 = S_2 q_1
-//   y_0 = S_0 q_0 - g_0 S_0 (k_0^2 q_0) + g_0 x_0 (k_0 q_0)
-// which are products too, (channels, states) times (states, 3). All read tf32, whose 10 bits keep keys and queries exact.
-// A token that is no number spoils the two before it as well, in its channel or, if it is a key, in all.
+//   y_0 = S_0 q_0 - g_0 S_0 (a_0 q_0) + g_0 x_0 (k_0 q_0)
+// which are products too, (channels, states) times (states, 3).
 //
-// SCANNERS warps of a block scan: each has 32 channels, two halves of 16. Of a half, lane 4 c + p has channels c and c + 8;
-// of each 8 states, numbers 2 p and 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead. ROLES
-// says of each whether it copies tiles (one warp), stages states (two), or how many units of 8 tokens of a half it stages.
+// For A they read fp16: g (1 + k.k) and a / (1 + k.k) are at most 1, so that an error is 2^-12 of at most 1. In place of
+// 1 + k.k stands the power of two below it, which leaves keys exact. For B they read the type of the inputs, g x as the sum
+// of two such numbers, for one alone would be an error of 2^-9 in the states. For y they read states in that type.
+//
+// A token that is no number spoils up to four before it as well, in its channel or, if it is a key, in all.
+//
+// SCANNERS warps of a block scan 16 channels each, of which lane 4 c + p has c and c + 8, and of each 8 states numbers 2 p and
+// 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from shared memory to where it
+// belongs. ROLES says of each whether it copies tiles and y (one warp), stages states, or how many units of 8 tokens of a
+// scanner it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
-constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 32 * SCANNERS, HALVES = 2 * SCANNERS;
-constexpr int PAIRS = TILE / 2;
+DEVICE constexpr int count_of(int role) {
+    int count = 0;
+    for (int i = 0; i < STAGERS; i++) count += ROLE[i] == role;
+    return count;
+}
+constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 16 * SCANNERS;
+constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4, EIGHTHS = TILE / 8;
 constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
-static_assert(N == 16 && TILE == 16 && CHUNK % TILE == 0 && sizeof(T) == 2);
+static_assert(N == 16 && TILE % 16 == 0 && CHUNK % TILE == 0 && sizeof(T) == 2);
 
 // A tile as it is in memory; of keys those of the tile, then the queries of the token before and of the tile. Asynchronous
 // copies are fast where 8 lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so
@@ -28,60 +39,44 @@ struct alignas(128) Tile {
     T logit[TILE][BLOCK_CHANNELS];
     T keys[KEY_ROWS][N];
 };
-DEVICE int exchanged(int octet, int t) { return octet ^ t / 2 % 4; }
+DEVICE int exchanged(int octet, int t) {
+    return octet ^ (BLOCK_CHANNELS % 64 == 0 ? t % 8 : BLOCK_CHANNELS % 32 == 0 ? t / 2 % 4 : t / 4 % 2);
+}
 
-// What the channels of a block share: the factors of states by pair, in the order in which lanes read them (`slot`), where
-// the fourth factor and the columns that are no query's are constant
+// What the channels of a block share, by pair: the factors of states in the order in which lanes read them, of A and of B
+// for two octets (`word`), where rows that belong to another pair are zeros; queries; and what gates take
 struct States {
-    alignas(16) float update[PAIRS][32][2][2];  // of two octets: for A, for B
-    alignas(16) float output[PAIRS][32][2][2];  // of two octets: states 2 p and 2 p + 1
-    alignas(16) float norm[PAIRS][4];           // k_0 . k_0, k_0 . q_0, k_1 . k_1
+    alignas(16) unsigned update[PAIRS][32][4];
+    alignas(16) unsigned output[PAIRS][32][2];  // of two octets: states 2 p and 2 p + 1
+    alignas(16) float norm[PAIRS][8];  // of both tokens 1 + k.k times a power of two and that power, then k_0 . q_0 times it
 };
 
-// What a half of a scanner's channels takes: the factors by pair, where the fourth is constant; and from the token before
+// What a scanner takes: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token before
 // the tile on what y takes else
 struct Channels {
-    alignas(16) float update[PAIRS][32][2][2];  // for A of channels c and c + 8, for B
-    alignas(16) float add[TILE][8][2];          // of channels c and c + 8
-    alignas(16) float gate[PAIRS][8][2];        // of the pair's first token
+    alignas(16) unsigned decay[QUARTERS][32][2];
+    alignas(16) unsigned drive[QUARTERS][32][4];
+    alignas(16) float add[TILE][8][2];  // of channels c and c + 8
 };
 
 struct Block {
     Tile tiles[STAGES];
     States states[3];
-    Channels channels[2][HALVES];
+    Channels channels[2][SCANNERS];
+    alignas(128) T y[3][TILE][BLOCK_CHANNELS];  // from the token before the tile on
 };
 
 // Where a lane finds its factor. Those that write are lanes of one factor and of different states, channels or pairs; with
 // these orders they do not meet in a bank.
-DEVICE int slot(int pair, int n, int factor) { return (n ^ pair & 1) * 4 + (factor ^ n >> 1); }
-DEVICE int channel_slot(int pair, int c, int factor) { return c * 4 + (factor ^ pair & 3); }
+DEVICE int state_slot(int c, int p) { return c * 4 + (p ^ c >> 1); }
+DEVICE int word(int pair, int octet, bool drive) { return octet % 2 + 2 * (pair % 2 ^ drive); }
+DEVICE int drive_slot(int quarter, int c, int factor) { return c * 4 + (factor ^ c / 2 % 2 ^ quarter % 2 * 2); }
 DEVICE int column_slot(int pair, int column, int p) { return (column ^ pair & 1) * 4 + p; }
 DEVICE int add_slot(int t, int c) { return c ^ (0x33021120 >> 4 * (t & 7) & 15) * 2; }
-DEVICE int gate_slot(int pair, int c) { return c ^ pair % 4 * 2; }
 // Columns of the product that 2 pairs share: 2 for the pair's first token, which lane `pair` of 4 gets; 1 for the one before
 DEVICE int column_of(int pair, int which) { return which < 2 ? pair % 4 * 2 + which : (pair % 4 * 2 + 4) % 8; }
 // The token, of 8, from the one before on, of which lane p gets y from the first or second such product
 DEVICE int token_of(int p, int product) { return ((product ? 0x7564 : 0x2031) >> 4 * p & 15) - 1; }
-
-// tensor cores cut what they read to tf32: with this factor they cut to the nearest on average
-constexpr float ROUND = 1 + 0x1p-11f;
-
-// (16, 4) times (4, 8): the lane has column p of rows c and c + 8 of a, row p of column c of b, and of the product columns
-// 2 p and 2 p + 1 of rows c and c + 8
-DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float b) {
-    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(b)), "f"(0.0f));
-}
-// (16, 8) times (8, 8): here also columns p + 4 of a and rows p + 4 of b
-DEVICE void multiply_tf32(float (&product)[4], float a_0, float a_1, float a_2, float a_3, float b_0, float b_1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
-        "%10, %10};"
-        : "=f"(product[0]), "=f"(product[1]), "=f"(product[2]), "=f"(product[3])
-        : "r"(__float_as_uint(a_0)), "r"(__float_as_uint(a_1)), "r"(__float_as_uint(a_2)), "r"(__float_as_uint(a_3)),
-          "r"(__float_as_uint(b_0)), "r"(__float_as_uint(b_1)), "f"(0.0f));
-}
 
 DEVICE void sync_stagers() { asm volatile("bar.sync 1, %0;" ::"n"(32 * STAGERS) : "memory"); }
 
@@ -147,76 +142,112 @@ struct KeyRows : Rows<(2 * TILE + 1) * N / 8> {
     }
 };
 
-// Stages the factors of the states of a tile: of two warps each takes two pairs and those 4 further on, a lane a state
+// Stages the factors of the states of a tile: a warp takes 4 pairs and those APART further on, 8 lanes a pair, a lane two
+// states
 struct StateStaging {
-    static constexpr int PASSES = 2, APART = PAIRS / PASSES;
-    int n, key, update[3], output[3], norm;  // where, for the first two pairs
+    static constexpr int APART = 4 * count_of(STAGES_STATES), PASSES = PAIRS / APART;
+    static_assert(PAIRS % APART == 0);
+    int m, key, decay[2], drive, output[3], norm;  // where, for the first 4 pairs
     __device__ __forceinline__ StateStaging(int warp, const Place &at) {
-        int pair = 2 * warp + at.lane / 16, octet = at.lane / 8 % 2;
-        n = at.lane % 16;
-        key = 2 * pair * N + n;
+        int pair = 4 * warp + at.lane / 8, r = pair % 4;
+        m = at.lane % 8;
+        key = 2 * pair * N + 2 * m;
+#pragma unroll
+        for (int f = 0; f < 2; f++) {
+            decay[f] = pair * 128 + state_slot(m % 4 * 2, (r + 2 * f) % 4) * 4 + word(pair, m / 4, false);
+            asm("" : "+r"(decay[f]));
+        }
 #pragma unroll
         for (int f = 0; f < 3; f++) {
-            update[f] = (pair * 32 + slot(pair, n % 8, f)) * 4 + octet * 2;
-            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), n % 8 / 2)) * 4 + octet * 2 + n % 2;
-            asm("" : "+r"(update[f]), "+r"(output[f]));
+            output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), m % 4)) * 2 + m / 4;
+            asm("" : "+r"(output[f]));
         }
-        norm = pair * 4 + n % 4;
-        asm("" : "+r"(n), "+r"(key), "+r"(norm));
+        drive = pair * 128 + word(pair, m / 4, true), norm = pair * 8;
+        asm("" : "+r"(m), "+r"(key), "+r"(drive), "+r"(norm));
     }
     __device__ __forceinline__ void stage(States &to, const Tile &tile) const {
-        float k[PASSES][2], q[PASSES][2];  // q of the token before first
+        Floats<2> k[PASSES][2];
+        unsigned q[PASSES][2];  // of the token before first
+        float norm_of[PASSES][2], kq[PASSES];
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++)
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 const T *keys = &tile.keys[2 * APART * pass + odd][0] + key;
-                k[pass][odd] = to_floats(load<1>(keys)).at[0], q[pass][odd] = to_floats(load<1>(keys + TILE * N)).at[0];
+                k[pass][odd] = to_floats(load<2>(keys)), q[pass][odd] = load<2>(keys + TILE * N).word[0];
             }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            float k_0 = k[pass][0], k_1 = k[pass][1], square_0 = ROUND * k_0 * k_0, square_1 = ROUND * k_1 * k_1;
-            float *updates = to.update[APART * pass][0][0], *outputs = to.output[APART * pass][0][0];
-            store(updates + update[0], Floats<2>{-square_0, k_0});
-            store(updates + update[1], Floats<2>{-square_1, k_1});
-            store(updates + update[2], Floats<2>{k_0 * k_0 * square_1, -square_1 * k_0});
-            outputs[output[0]] = q[pass][1];
-            outputs[output[1]] = square_0 * q[pass][1];
-            outputs[output[2]] = q[pass][0];
             // sums over states: with each exchange a lane passes on what it will not finish
-            bool odd = n & 1, upper = n & 2;
-            float kk_0 = k_0 * k_0, kk_1 = k_1 * k_1, kq = k_0 * q[pass][1], sums[2] = {odd ? kq : kk_0, odd ? 0 : kk_1};
-            sums[0] += __shfl_xor_sync(WARP, odd ? kk_0 : kq, 1);
+            auto dot = [](Floats<2> a, Floats<2> b) { return fmaf(a.at[0], b.at[0], a.at[1] * b.at[1]); };
+            float kk_0 = dot(k[pass][0], k[pass][0]), kk_1 = dot(k[pass][1], k[pass][1]);
+            float product = dot(k[pass][0], unpack(T{}, q[pass][1]));
+            bool odd = m & 1, upper = m & 2;
+            float sums[2] = {odd ? product : kk_0, odd ? 0 : kk_1};
+            sums[0] += __shfl_xor_sync(WARP, odd ? kk_0 : product, 1);
             sums[1] += __shfl_xor_sync(WARP, odd ? kk_1 : 0, 1);
             float sum = (upper ? sums[1] : sums[0]) + __shfl_xor_sync(WARP, upper ? sums[0] : sums[1], 2);
             sum += __shfl_xor_sync(WARP, sum, 4);
-            sum += __shfl_xor_sync(WARP, sum, 8);
-            if (n < 4) to.norm[APART * pass][norm] = sum;
+            int first = threadIdx.x & 24;
+            norm_of[pass][0] = 1 + __shfl_sync(WARP, sum, first);
+            norm_of[pass][1] = 1 + __shfl_sync(WARP, sum, first + 2);
+            kq[pass] = sum;
+        }
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            float scale[2];  // the power of two that takes it to between 1 and 2
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++)
+                scale[odd] = __uint_as_float(0x7f000000u - (__float_as_uint(norm_of[pass][odd]) & 0x7f800000u));
+            unsigned *updates = to.update[APART * pass][0];
+            float a_0[2];
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float k_0 = k[pass][0].at[j], k_1 = k[pass][1].at[j], scaled_0 = k_0 * scale[0], scaled_1 = k_1 * scale[1];
+                float a_1 = k_1 * scaled_1;
+                a_0[j] = k_0 * scaled_0;
+                // the slots of neighbouring states are 4 words by 4 apart
+                updates[decay[0] + 16 * j] = pack(fp16{}, -a_0[j], -a_1);
+                updates[decay[1] + 16 * j] = pack(fp16{}, a_0[j] * a_1, 0);
+                unsigned first_order = pack(T{}, scaled_0, scaled_1);
+                int c = m % 4 * 2;
+                updates[drive + state_slot(c, 0) * 4 + 16 * j] = first_order;
+                updates[drive + state_slot(c, 1) * 4 + 16 * j] = first_order;
+                updates[drive + state_slot(c, 2) * 4 + 16 * j] = pack(T{}, -a_1 * scaled_0, 0);
+            }
+            unsigned *outputs = to.output[APART * pass][0];
+            Floats<2> q_0 = unpack(T{}, q[pass][1]);
+            outputs[output[0]] = q[pass][1];
+            outputs[output[1]] = pack(T{}, a_0[0] * q_0.at[0], a_0[1] * q_0.at[1]);
+            outputs[output[2]] = q[pass][0];
+            float *norms = to.norm[APART * pass] + norm;
+            if (m == 0)
+                store(norms, Floats<4>{norm_of[pass][0] * scale[0], scale[0], norm_of[pass][1] * scale[1], scale[1]});
+            if (m == 1) norms[4] = kq[pass] * scale[0];
         }
     }
 };
 
-// Stages 8 tokens of a half: a lane takes pair p of channels c and c + 8
+// Stages 8 tokens of a scanner: a lane takes pair p of channels c and c + 8
 struct ChannelStaging {
-    int half, eighth, from, update[3], add[2], gate;
+    int scanner, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
     __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, i64 D, const Place &at) {
-        half = unit / 2, eighth = unit % 2;
-        int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p;
-        from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * half + at.lane / 8 % 2, row) * 8;
+        scanner = unit / EIGHTHS, eighth = unit % EIGHTHS;
+        int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
+        from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * scanner + at.lane / 8 % 2, row) * 8;
 #pragma unroll
-        for (int f = 0; f < 3; f++) {
-            update[f] = (pair * 32 + channel_slot(pair, at.c, f)) * 4;
-            asm("" : "+r"(update[f]));
-        }
+        for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
+#pragma unroll
+        for (int f = 0; f < 3; f++) drive[f] = (quarter * 32 + drive_slot(quarter, at.c, f)) * 4 + pair % 2 * 2;
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             int row = (2 * pair + odd + 1) % TILE;  // the tile's last is the first of the next tile's
             add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
         }
-        gate = (pair * 8 + gate_slot(pair, at.c)) * 2;
-        asm("" : "+r"(from), "+r"(add[0]), "+r"(add[1]), "+r"(gate));
-        i64 d = at.block_d + 16 * half + at.c;
+        asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]), "+r"(add[0]),
+            "+r"(add[1]));
+        i64 d = at.block_d + 16 * scanner + at.c;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             bool exists = d + 8 * i < D;
@@ -226,37 +257,48 @@ struct ChannelStaging {
         }
     }
     unsigned values[4];
-    Floats<4> norm, factors[3];
-    Floats<2> first, second, gates;
+    Floats<4> norm;
+    float kq;
+    Pack<unsigned, 2> decays[2], drives[3];
+    Floats<2> first, second;
     __device__ __forceinline__ void read(const Tile &tile, const States &states, const Place &at) {
         load_transposed(values, &tile.x[0][0] + from);
-        norm = load<4>(states.norm[4 * eighth + at.p]);
+        norm = load<4>(states.norm[4 * eighth + at.p]), kq = states.norm[4 * eighth + at.p][4];
+    }
+    // divided by `scale`, where `norm` is `scale` times 1 + k.k
+    DEVICE float gate(float logit, float bias, float norm, float scale) {
+        return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, logit, bias)), scale, norm));
     }
     __device__ __forceinline__ void compute(const Place &at) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             Floats<2> x = unpack(T{}, values[i]), logit = unpack(T{}, values[2 + i]);
-            float g_0 = R::gate(logit.at[0], norm.at[0], bias[i]), g_1 = R::gate(logit.at[1], norm.at[2], bias[i]);
-            float rounded_1 = ROUND * g_1, driven = g_0 * x.at[0];
-            factors[0].at[i] = ROUND * g_0, factors[0].at[2 + i] = ROUND * driven;
-            factors[1].at[i] = rounded_1, factors[1].at[2 + i] = rounded_1 * x.at[1];
-            factors[2].at[i] = g_0 * rounded_1, factors[2].at[2 + i] = driven * rounded_1;
-            first.at[i] = fmaf(driven, norm.at[1], skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1];
-            gates.at[i] = g_0;
+            float g_0 = gate(logit.at[0], bias[i], norm.at[0], norm.at[1]);
+            float g_1 = gate(logit.at[1], bias[i], norm.at[2], norm.at[3]);
+            float v_0 = g_0 * x.at[0], v_1 = g_1 * x.at[1];
+            decays[0].at[i] = pack(fp16{}, g_0, g_1);
+            decays[1].at[i] = pack(fp16{}, g_0 * g_1, 0);
+            drives[0].at[i] = pack(T{}, v_0, v_1);
+            Floats<2> high = unpack(T{}, drives[0].at[i]);
+            drives[1].at[i] = pack(T{}, v_0 - high.at[0], v_1 - high.at[1]);
+            drives[2].at[i] = pack(T{}, g_1 * v_0, 0);
+            first.at[i] = fmaf(v_0, kq, skip[i] * x.at[0]), second.at[i] = skip[i] * x.at[1];
         }
-        if (eighth == 1 && at.p == 3) {
+        if (eighth == EIGHTHS - 1 && at.p == 3) {
             float next[2] = {second.at[0], second.at[1]};
 #pragma unroll
             for (int i = 0; i < 2; i++) second.at[i] = last[i], last[i] = next[i];
         }
     }
-    __device__ __forceinline__ void write(Channels (&to)[HALVES]) const {
-        float *updates = &to[half].update[0][0][0][0], *adds = &to[half].add[0][0][0];
+    __device__ __forceinline__ void write(Channels (&to)[SCANNERS]) const {
+        unsigned *decays_to = &to[scanner].decay[0][0][0], *drives_to = &to[scanner].drive[0][0][0];
+        float *adds = &to[scanner].add[0][0][0];
 #pragma unroll
-        for (int f = 0; f < 3; f++) store(updates + update[f], factors[f]);
+        for (int f = 0; f < 2; f++) store(decays_to + decay[f], decays[f]);
+#pragma unroll
+        for (int f = 0; f < 3; f++) store(drives_to + drive[f], drives[f]);
         store(adds + add[0], first);
         store(adds + add[1], second);
-        store(&to[half].gate[0][0][0] + gate, gates);
     }
 };
 
@@ -282,25 +324,49 @@ DEVICE void stage_channels(Block &block, int first, const float *skips, const fl
 #pragma unroll
         for (int i = 0; i < UNITS; i++) units[i].write(block.channels[buffer]);
         stage = after(stage, STAGES), states = after(states, 3), buffer ^= 1;
+        __syncthreads();  // behind the last tile so that all y is there
         if (t0 > end) break;
-        __syncthreads();
     }
 }
 
-// `S[h][o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i of half h. Calls f(state, offset in memory) for those that
-// exist.
-typedef float Scanned[2][2][4];
+// y of a tile, from the token before it on, from shared memory to where it belongs, for one warp
+struct Results {
+    static constexpr int ROW = BLOCK_CHANNELS / 8, ITEMS = TILE * ROW / 32, NEVER = 1 << 30;
+    static_assert(TILE * ROW % 32 == 0);
+    Sequence<T> to[ITEMS];
+    int token[ITEMS], from[ITEMS];
+    __device__ __forceinline__ Results(const Sequence<T> &ys, i64 width, int lane) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int item = 32 * i + lane, row = item / ROW, octet = item % ROW;
+            to[i] = ys;
+            to[i].data += 8 * octet;
+            token[i] = 8 * octet < width ? row - 1 : NEVER, from[i] = row * BLOCK_CHANNELS + 8 * exchanged(octet, row);
+            asm("" : "+r"(token[i]), "+r"(from[i]));
+        }
+    }
+    __device__ __forceinline__ void copy(const T (&y)[TILE][BLOCK_CHANNELS], int t0, int begin, int end) const {
+        Pack<T, 8> values[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) values[i] = load<8>(&y[0][0] + from[i]);
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int t = t0 + token[i];
+            if (t >= begin && t < end) store(to[i].at(t), values[i]);
+        }
+    }
+};
+
+// `S[o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i. Calls f(state, offset in memory) for those that exist.
 template <class F>
-DEVICE void for_states(Scanned &S, i64 left, i64 D, F f) {
+DEVICE void for_states(float (&S)[2][4], i64 left, i64 D, F f) {
 #pragma unroll
-    for (int h = 0; h < 2; h++)
+    for (int i = 0; i < 2; i++)
+        if (8 * i < left)
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (16 * h + 8 * i < left)
+            for (int o = 0; o < 2; o++)
 #pragma unroll
-                for (int o = 0; o < 2; o++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) f(S[h][o][2 * i + j], (8 * o + j) * D + 16 * h + 8 * i);
+                for (int j = 0; j < 2; j++) f(S[o][2 * i + j], (8 * o + j) * D + 8 * i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -316,17 +382,9 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
     Place at(B, D, segments);
     bool backwards = reverse >> at.g & 1;
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    // what is no query's stays zero, and so does the fourth factor but for the 1 of A
+    // what belongs to no pair or is no query's stays zero
     for (int i = threadIdx.x * 16; i < int(sizeof block.states + sizeof block.channels); i += THREADS * 16)
         store((float *)((char *)block.states + i), Floats<4>{});
-    __syncthreads();
-    for (int i = threadIdx.x; i < 3 * PAIRS * 8; i += THREADS)
-        store(block.states[i / 8 / PAIRS].update[i / 8 % PAIRS][slot(i / 8, i % 8, 3)][0], Floats<4>{1, 0, 1, 0});
-    for (int i = threadIdx.x; i < 2 * HALVES * PAIRS * 8; i += THREADS) {
-        int half = i / 8 / PAIRS;
-        Channels &channels = block.channels[half / HALVES][half % HALVES];
-        store(channels.update[i / 8 % PAIRS][channel_slot(i / 8, i % 8, 3)][0], Floats<4>{1, 1, 0, 0});
-    }
     __syncthreads();
     int buffer = 0, states_buffer = 0;
     if (at.warp >= SCANNERS) {
@@ -353,14 +411,26 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             wait_for_copies<STAGES - 3>();
             sync_stagers();
             sync_stagers();
-            int stage = STAGES - 1;
+            int stage = STAGES - 1, t0 = begin;
+            Results results({{y + at.block_d, B * L * D, L * D, D}, at.g, at.b, L, backwards}, D - at.block_d, at.lane);
+            // what scanners have passed two barriers behind
+            auto copy_results = [&]() {
+                if (t0 >= begin + 2 * TILE) {
+                    results.copy(block.y[buffer], t0 - 2 * TILE, begin, end);
+                    buffer = after(buffer, 3);
+                }
+            };
 #pragma unroll 1
-            for (int t0 = begin; t0 <= end; t0 += TILE) {
+            for (; t0 <= end; t0 += TILE) {
                 wait_for_copies<STAGES - 4>();
                 __syncthreads();
                 copy(stage, t0 + (STAGES - 1) * TILE);
                 stage = after(stage, STAGES);
+                copy_results();
             }
+            __syncthreads();
+#pragma unroll 1
+            for (int i = 0; i < 2; i++, t0 += TILE) copy_results();
         } else if (role == STAGES_STATES) {
             StateStaging staging(states_before, at);
             sync_stagers();
@@ -375,6 +445,7 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
                 stage = after(stage, STAGES), buffer = after(buffer, 3);
                 staging.stage(block.states[buffer], block.tiles[stage]);
             }
+            __syncthreads();
         } else if (role == 1) {
             stage_channels<1>(block, units_before, skips, biases, D, begin, end, at);
         } else if (role == 2) {
@@ -387,41 +458,69 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         return;
     }
 
-    i64 warp_d = at.block_d + at.warp * 32, d = warp_d + at.c;
-    Sequence<T> ys({y + warp_d + 2 * at.p, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    i64 d = at.block_d + at.warp * 16 + at.c;
     float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, 2 * at.p, d, B, chunks - 1, D);
     earlier += state_offset(at.g, at.b, at.segment - 1, 2 * at.p, d, B, segments - 1, D);
-    Scanned S = {};
+    float S[2][4] = {};
     if (at.segment > 0) for_states(S, D - d, D, [&](float &s, i64 offset) { s = earlier[offset]; });
-    int update[2] = {slot(0, at.c, at.p), slot(1, at.c, at.p)};
-    int column[2] = {column_slot(0, at.c, at.p), column_slot(1, at.c, at.p)};
-    int row = token_of(at.c / 2, at.c % 2);  // of 8 tokens the one whose y transposition leaves to the lane
-    int left = min(D - warp_d, i64(32));  // channels, whole octets
-    int channel_slots[4], add[2], gate = (at.p * 8 + gate_slot(at.p, at.c)) * 2;
+    int update = state_slot(at.c, at.p), factor = min(at.p, 2), column[2], drive[2], add[2], result[2];
+    int row = token_of(at.c / 2, at.c % 2) + 1;  // of 8 tokens the one whose y transposition leaves to the lane
 #pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
-        channel_slots[pair] = channel_slot(pair, at.c, at.p);
-        asm("" : "+r"(channel_slots[pair]));
+    for (int i = 0; i < 2; i++) {
+        int t = token_of(at.p, i);
+        column[i] = column_slot(i, at.c, at.p), drive[i] = drive_slot(i, at.c, factor);
+        add[i] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
+        result[i] = row * BLOCK_CHANNELS + exchanged(at.warp * 2 + i, row) * 8 + 2 * at.p;
+        asm("" : "+r"(column[i]), "+r"(drive[i]), "+r"(add[i]), "+r"(result[i]));
     }
-#pragma unroll
-    for (int product = 0; product < 2; product++) {
-        int t = token_of(at.p, product);
-        add[product] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
-    }
-    asm("" : "+r"(update[0]), "+r"(update[1]), "+r"(column[0]), "+r"(column[1]), "+r"(row), "+r"(left), "+r"(add[0]),
-        "+r"(add[1]), "+r"(gate));
+    asm("" : "+r"(update));
     const States *here = block.states;
-    const Channels *channels = block.channels[0] + 2 * at.warp;
-    struct Operands { Floats<4> channel[2], factors, queries; };
-    auto read = [&](Operands &operands, int pair) {
+    const Channels *channels = &block.channels[0][at.warp];
+    T *y_to = &block.y[2][0][0];
+    int y_buffer = 2;
+    // Factors are read two pairs ahead and multiplied one ahead, y is finished when the next product is under way and stored
+    // a pair later, so that nothing waits
+    Pack<unsigned, 2> decays[2], queries;
+    Pack<unsigned, 4> drives[2], factors[2];
+    float decay_of[2][4], drive_of[2][4];
+    auto read_factors = [&](int pair) {
+        if (pair % 2 == 0) {
+            decays[pair / 2 % 2] = load<2>(channels->decay[pair / 2][at.lane]);
+            drives[pair / 2 % 2] = load<4>(channels->drive[pair / 2][drive[pair / 2 % 2]]);
+        }
+        factors[pair % 2] = load<4>(here->update[pair][update]);
+    };
+    auto read_queries = [&](int pair) { queries = load<2>(here->output[pair][column[pair % 2]]); };
+    auto multiply_factors = [&](int pair, int o) {
+        Pack<unsigned, 2> a = decays[pair / 2 % 2];
+        Pack<unsigned, 4> b = drives[pair / 2 % 2], of = factors[pair % 2];
+        multiply(fp16{}, decay_of[o], a.at[0], a.at[1], of.at[word(pair, o, false)], 1);
+        multiply(T{}, drive_of[o], b.at[2 * (pair % 2)], b.at[2 * (pair % 2) + 1], of.at[word(pair, o, true)], 0);
+    };
+    Floats<2> sums[2] = {}, adds[2] = {};
+    float gates[2] = {}, first[2] = {};
+    unsigned transposed[2];
+    auto finish = [&](int product) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) operands.channel[h] = load<4>(&channels[h].update[pair][channel_slots[pair % 4]][0][0]);
-        operands.factors = load<4>(&here->update[pair][update[pair % 2]][0][0]);
-        operands.queries = load<4>(&here->output[pair][column[pair % 2]][0][0]);
+        for (int i = 0; i < 2; i++) {
+            float y = fmaf(-gates[i], sums[i].at[1], sums[i].at[0] + adds[product].at[i]);
+            if (product == 0)
+                first[i] = y;
+            else
+                transposed[i] = transpose(from_floats<T>(Floats<2>{first[i], y}).word[0]);
+        }
+    };
+    auto write = [&](int eighth) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            store(y_to + 8 * eighth * BLOCK_CHANNELS + result[i], Pack<T, 2>{transposed[i]});
     };
     __syncthreads();
-    Operands operands;
-    read(operands, 0);
+    read_factors(0);
+    read_factors(1);
+    read_queries(0);
+    multiply_factors(0, 0);
+    multiply_factors(0, 1);
     // the last token may need the product of the pair behind it
 #pragma unroll 1
     for (int t0 = begin; t0 <= end; t0 += TILE) {
@@ -429,67 +528,53 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             if (keep && t0 > 0 && t0 < end) for_states(S, D - d, D, [&](float &s, i64 offset) { kept[offset] = s; });
             kept += N * D;
         }
-        // 8 tokens at a time, from the one before on
+        states_buffer = after(states_buffer, 3), buffer ^= 1;
+        const States *next_states = block.states + states_buffer;
+        const Channels *next_channels = &block.channels[buffer][at.warp];
 #pragma unroll
-        for (int eighth = 0; eighth < 2; eighth++) {
-            float results[2][2][2];
-            Floats<2> gates[2], adds[2][2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                gates[h] = load<2>(&channels[h].gate[4 * eighth][0][0] + gate);
-#pragma unroll
-                for (int product = 0; product < 2; product++)
-                    adds[h][product] = load<2>(&channels[h].add[8 * eighth][0][0] + add[product]);
-            }
-#pragma unroll
-            for (int product = 0; product < 2; product++) {
-                float sums[2][4];
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    Operands now = operands;
-                    int pair = 4 * eighth + 2 * product + odd;
-                    if (pair + 1 < PAIRS) {
-                        read(operands, pair + 1);
-                    } else if (t0 + TILE <= end) {
-                        // all of this tile is read: while its last pair is worked on, the next is read
-                        __syncthreads();
-                        states_buffer = after(states_buffer, 3), buffer ^= 1;
-                        here = block.states + states_buffer, channels = block.channels[buffer] + 2 * at.warp;
-                        read(operands, 0);
-                    }
-#pragma unroll
-                    for (int o = 0; o < 2; o++)
-#pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            float(&s)[4] = S[h][o], decay[4], drive[4];
-                            float q_0 = now.queries.at[2 * o], q_1 = now.queries.at[2 * o + 1];
-                            if (odd + o == 0)
-                                multiply_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
-                            else
-                                multiply_add_tf32(sums[h], s[0], s[2], s[1], s[3], q_0, q_1);
-                            multiply_tf32(decay, now.channel[h].at[0], now.channel[h].at[1], now.factors.at[2 * o]);
-                            multiply_tf32(drive, now.channel[h].at[2], now.channel[h].at[3], now.factors.at[2 * o + 1]);
-#pragma unroll
-                            for (int j = 0; j < 4; j++) s[j] = fmaf(decay[j], s[j], drive[j]);
-                        }
+        for (int pair = 0; pair < PAIRS; pair++) {
+            Pack<unsigned, 2> query = queries;
+            if (pair + 1 < PAIRS) read_queries(pair + 1);
+            if (pair + 2 < PAIRS) {
+                read_factors(pair + 2);
+            } else if (t0 + TILE <= end) {
+                if (pair + 2 == PAIRS) {
+                    // all of this tile is read: while its last pairs are worked on, the next is read
+                    __syncthreads();
+                    here = next_states, channels = next_channels;
                 }
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        results[h][i][product] =
-                            fmaf(-gates[h].at[i], sums[h][2 * i + 1], sums[h][2 * i] + adds[h][product].at[i]);
+                read_factors(pair + 2 - PAIRS);
+                if (pair + 1 == PAIRS) read_queries(0);
             }
-            int t = t0 + 8 * eighth + row;
-            T *to = ys.at(t);
-            bool exists = t >= begin && t < end;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
+            if (pair % 2 == 0) {
+                finish((pair / 2 + 1) % 2);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    unsigned two = transpose(from_floats<T>(Floats<2>{results[h][i][0], results[h][i][1]}).word[0]);
-                    if (exists && 16 * h + 8 * i < left) store(to + 16 * h + 8 * i, Pack<T, 2>{two});
+                    if (pair % 4 == 0) adds[i] = load<2>(&channels->add[2 * pair][0][0] + add[i]);
+                    gates[i] = unpack(fp16{}, decays[pair / 2 % 2].at[i]).at[0];
+                    sums[i] = {};
                 }
+            }
+            if (pair % 4 == 1) write((pair / 4 + EIGHTHS - 1) % EIGHTHS);
+            if (pair == 1) y_buffer = after(y_buffer, 3), y_to = &block.y[y_buffer][0][0];
+            unsigned s[4];
+#pragma unroll
+            for (int o = 0; o < 2; o++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) s[2 * o + i] = pack(T{}, S[o][2 * i], S[o][2 * i + 1]);
+            multiply_add(T{}, sums, s[0], s[1], s[2], s[3], query.at[0], query.at[1]);
+#pragma unroll
+            for (int o = 0; o < 2; o++) {
+                float decay[4], added[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) decay[j] = decay_of[o][j], added[j] = drive_of[o][j];
+                multiply_factors((pair + 1) % PAIRS, o);
+#pragma unroll
+                for (int j = 0; j < 4; j++) S[o][j] = fmaf(decay[j], S[o][j], added[j]);
+            }
         }
     }
+    finish(1);
+    write(EIGHTHS - 1);
+    __syncthreads();
 }

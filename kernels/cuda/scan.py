@@ -154,11 +154,11 @@ def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor
 def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int):
     """The same for pairs.cu."""
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=1, TILE=variant.tile, SCANNERS=variant.scanners,
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, SCANNERS=variant.scanners,
         STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
         VECTOR=8, BLOCK_BYTES=variant.block_bytes,
     )  # fmt: skip
-    return macros, -(-x.shape[-1] // (32 * variant.scanners)), variant.block_bytes
+    return macros, -(-x.shape[-1] // (16 * variant.scanners)), variant.block_bytes
 
 
 def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):

@@ -20,7 +20,7 @@ from ..kept import CHUNK
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
 WAVE = 3000  # cycles before a wave's first token
-PAIRS_WAVE = 22000  # the same of Pairs
+PAIRS_WAVE = 19000  # the same of Pairs
 PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
@@ -54,7 +54,7 @@ class Quads(NamedTuple):
 class Pairs(NamedTuple):
     """A variant of Longhorn's forward for 16-bit inputs with 16 states, two tokens at a time on tensor cores: pairs.cu.
 
-    `roles` are the other warps' beside those that scan 32 channels each: 0 copies, -1 stages states, more are units.
+    `roles` are the other warps' beside those that scan 16 channels each: 0 copies, -1 stages states, more are units.
     `alone` are cycles of a token of one block; a multiprocessor runs one after the other.
     """
 
@@ -62,7 +62,7 @@ class Pairs(NamedTuple):
     scanners: int
     roles: tuple[int, ...]
     tile: int = 16
-    stages: int = 5
+    stages: int = 8
 
     @property
     def warps(self) -> int:
@@ -70,11 +70,11 @@ class Pairs(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        channels, pairs, states = 32 * self.scanners, self.tile // 2, 16
-        rows = self.tile * 2 * channels + (2 * self.tile + 4) * states
-        factors = pairs * (2 * 4 * 32 + 4)
-        halves = channels // 16 * (pairs * 4 * 32 + self.tile * 16 + pairs * 16)
-        return self.stages * 2 * rows + 3 * 4 * factors + 2 * 4 * halves
+        channels, pairs, states = 16 * self.scanners, self.tile // 2, 16
+        inputs = self.tile * 2 * channels + (2 * self.tile + 4) * states
+        factors = pairs * (6 * 32 + 8)
+        staged = self.scanners * (pairs * 3 * 32 + self.tile * 16)
+        return self.stages * 2 * inputs + 3 * 4 * factors + 2 * 4 * staged + 3 * 2 * self.tile * channels
 
 
 class SummaryTriples(NamedTuple):
@@ -110,8 +110,8 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 # the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
 PAIRS = [
-    Pairs(95, 3, (3, -1, -1, 0, 3, 1, 1, 1, 3)),
-    Pairs(76, 2, (4, 4, -1, -1, 0)),
+    Pairs(87, 6, (3, 3, -1, -1, 2, 3, 0, 1)),
+    Pairs(52, 3, (2, -1, -1, 0, 2, 1, 1)),
 ]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
@@ -147,7 +147,7 @@ def cycles(
 ) -> float:  # fmt: skip
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
     if isinstance(variant, Pairs):
-        each = math.ceil(channels / (32 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
+        each = math.ceil(channels / (16 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
         return each * (PAIRS_WAVE + tokens * variant.alone)
     warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
     at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
