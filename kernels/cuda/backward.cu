@@ -410,8 +410,9 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
         keys.fetch(start, chunk_tokens);
         __syncthreads();
         keys.put(block.keys);
+        // half tiles are scanned whole: keys behind the last token reach no result, unless they are no numbers
 #pragma unroll 1
-        for (int t = KEY_TOKENS; t < chunk_tokens; t += KEY_TOKENS) {
+        for (int t = KEY_TOKENS; t < (chunk_tokens + HALF - 1) / HALF * HALF; t += KEY_TOKENS) {
             keys.fetch(start + t, chunk_tokens - t);
             keys.put(block.keys, t);
         }
