@@ -27,10 +27,6 @@ struct Longhorn {
     DEVICE float rate(float) { return 0; }
     // where exp overflows to infinity eps is 0, its limit
     DEVICE float gate(float logit, float kk) { return reciprocal(1 + kk + exp_fast(-logit)); }
-    // of logit + bias, where scaled_bias is -LOG2E bias, a constant
-    DEVICE float gate(float logit, float kk, float scaled_bias) {
-        return reciprocal(1 + kk + exp2_fast(fmaf(-LOG2E, logit, scaled_bias)));
-    }
     // clamped because 0 * infinity would be no number
     DEVICE float slope(float logit, float gate) { return gate * min_or_nan(exp_fast(-logit), 0x1p126f); }
 
