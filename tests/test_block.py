@@ -397,14 +397,22 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     def tokens(*sizes, dtype=dtype):
         return torch.randn(*sizes).to(dtype)
 
+    comparisons = []
+
     def compare(name, *inputs, writes=(), rounded=None):
-        """Runs a kernel and the plain one; `writes` are the sizes of tensors that it is given to write."""
+        """A kernel and the plain one, later; `writes` are the sizes of tensors that it is given to write."""
+        comparisons.append((name, inputs, writes, rounded))
+
+    def result(name, inputs, writes):
         written = [torch.empty(*size, dtype=dtype) for size in writes]
+        return getattr(kernels, name)(*inputs, *written), written
+
+    def check(name, inputs, writes, rounded):
         exactly = [
             [t.double() for t in i] if isinstance(i, list) else i.double() if isinstance(i, torch.Tensor) else i
-            for i in (*inputs, *written)
+            for i in (*inputs, *[torch.empty(*size, dtype=dtype) for size in writes])
         ]
-        values = getattr(kernels, name)(*inputs, *written)
+        values, written = result(name, inputs, writes)
         if name == "convolve_backward":  # in parts
             values = values.sum(0, keepdim=True)
         if name == "step_backward":
@@ -451,6 +459,11 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         "unpack", *weights[:2], directions, dtype, torch.randn(4 * C, C), dfilters, dx_proj, dstep_proj, dchannels,
         rounded=torch.float64,
     )  # fmt: skip
+    with emulator.compiling():
+        for name, inputs, writes, _ in comparisons:
+            result(name, inputs, writes)
+    for comparison in comparisons:
+        check(*comparison)
 
 
 # With a GPU
