@@ -76,8 +76,8 @@ MEANING = {
 }
 
 
-# as longjmp between stacks is no mistake here, nothing is to look for it
-COMPILE = "g++ -std=c++17 -O1 -w -fno-strict-aliasing -U_FORTIFY_SOURCE -shared -fPIC -x c++ - -o".split()
+# a longjmp to another stack is no mistake here: nothing is to look for it
+FLAGS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
 
 
 @functools.cache
@@ -92,7 +92,8 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
     defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
     program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
     with tempfile.NamedTemporaryFile(suffix=".so") as library:
-        subprocess.run([*COMPILE, library.name], input=defines + program, text=True, check=True)
+        command = ["g++", *FLAGS, "-x", "c++", "-", "-o", library.name]
+        subprocess.run(command, input=defines + program, text=True, check=True)
         return ctypes.CDLL(library.name), entries
 
 
