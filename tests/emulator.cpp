@@ -2,6 +2,7 @@
 // it waits at a barrier. Threads run in a random order and warps ahead of others, asynchronous copies land only when they
 // are waited for, and shared memory starts as NaN, so that a barrier or a wait that is missing shows in the result.
 // emulator.py puts the kernels in between and says in ENTRIES which there are.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -25,20 +26,25 @@ struct Copy { char *to; const char *from; int bytes; bool valid; };
 struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
 enum State { READY, AT_WARP, AT_SOME, AT_BLOCK, DONE };
 struct Thread {
-    ucontext_t context;
+    jmp_buf context;
     char *stack;
     State state;
     Index index;
     unsigned waiting_for;  // threads at a barrier that is not the block's
     float passed;
     Fragments fragments;
+    float values[12];  // of fragments of 16-bit elements
     const void *row;  // of a matrix to load
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> committed;
 };
 std::vector<Thread> threads;
-ucontext_t scheduler;
+jmp_buf scheduler;
 constexpr int STACK = 1 << 18;
+// As swapcontext, which makes a system call each time
+static void change(jmp_buf &from, jmp_buf &to) {
+    if (!_setjmp(from)) _longjmp(to, 1);
+}
 }  // namespace emulator
 
 static emulator::Index blockIdx, blockDim, gridDim;
@@ -47,7 +53,7 @@ static char *shared_memory;
 
 static void wait_at(emulator::State barrier) {
     current->state = barrier;
-    swapcontext(&current->context, &emulator::scheduler);
+    emulator::change(current->context, emulator::scheduler);
 }
 static void __syncwarp() { wait_at(emulator::AT_WARP); }
 static void wait_for_some(unsigned threads) {
@@ -118,11 +124,13 @@ static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
 static float from_fp16(unsigned bits) { return bits_of<_Float16>((unsigned short)bits); }
 static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::Fragments fragments) {
-    auto element = [&](int lane, int word, int half) {
-        unsigned bits = emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word];
-        return value(half ? bits >> 16 : bits & 0xffff);
+    for (int i = 0; i < 12; i++) {
+        unsigned word = fragments.word[i / 2];
+        current->values[i] = value(i % 2 ? word >> 16 : word & 0xffff);
+    }
+    auto element = [](int lane, int word, int half) {
+        return emulator::threads[threadIdx.x / 32 * 32 + lane].values[2 * word + half];
     };
-    current->fragments = fragments;
     __syncwarp();
     for (int i = 0; i < 4; i++) {
         int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
@@ -224,18 +232,18 @@ static void load_shared(unsigned (&v)[4], unsigned from) {
 static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
 template <class T>
 static void multiply_group(T, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
-    memcpy(current->fragments.word, a, sizeof a);
+    for (int i = 0; i < 8; i++) current->values[i] = unpack(T{}, a[i / 2]).at[i % 2];
     __syncwarp();
     int lane = threadIdx.x % 32;
     for (int i = 0; i < 96; i++) {
         int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = add ? sums[i] : 0;
         for (int k = 0; k < 16; k++) {
-            auto &there = emulator::threads[threadIdx.x / 32 * 32 + lane / 4 * 4 + k % 8 / 2].fragments;
+            auto &there = emulator::threads[threadIdx.x / 32 * 32 + lane / 4 * 4 + k % 8 / 2];
             unsigned address = b + column * 64 + k * 2;
             unsigned short bits;
             memcpy(&bits, shared_memory + (address ^ (address >> 7 & 3) << 4), 2);
-            sum += unpack(T{}, there.word[k / 8 * 2 + i % 4 / 2]).at[k % 2] * unpack(T{}, unsigned(bits)).at[0];
+            sum += there.values[k / 8 * 4 + i % 4 / 2 * 2 + k % 2] * unpack(T{}, unsigned(bits)).at[0];
         }
         sums[i] = sum;
     }
@@ -270,11 +278,24 @@ void call(void (*kernel)(P...)) {
     call(kernel, std::index_sequence_for<P...>());
 }
 void run_thread() {
-    int i = 0;
+    for (;;) {
+        change(current->context, scheduler);
+        int i = 0;
 #define ENTRY(kernel) if (i++ == entry) call(kernel);
-    ENTRIES
-    current->state = DONE;
-    swapcontext(&current->context, &scheduler);
+        ENTRIES
+        current->state = DONE;
+    }
+}
+// Once for all blocks
+void start_thread(Thread &t) {
+    t.stack = (char *)malloc(STACK);
+    ucontext_t context, here;
+    getcontext(&context);
+    context.uc_stack.ss_sp = t.stack;
+    context.uc_stack.ss_size = STACK;
+    makecontext(&context, run_thread, 0);
+    current = &t;
+    if (!_setjmp(scheduler)) swapcontext(&here, &context);
 }
 
 void run_block() {
@@ -285,10 +306,6 @@ void run_block() {
         t.index.x = i;
         t.open.clear();
         t.committed.clear();
-        getcontext(&t.context);
-        t.context.uc_stack.ss_sp = t.stack;
-        t.context.uc_stack.ss_size = STACK;
-        makecontext(&t.context, run_thread, 0);
     }
     unsigned awake = ~0u;  // warps
     for (;;) {
@@ -298,7 +315,7 @@ void run_block() {
         for (unsigned k = 0; k < block; k++) {
             current = &threads[(start + k * step) % block];
             if (current->state != READY || !(awake >> threadIdx.x / 32 & 1)) continue;
-            swapcontext(&scheduler, &current->context);
+            change(scheduler, current->context);
             progress = true;
         }
         for (unsigned first = 0; first < block; first += 32) {
@@ -333,7 +350,7 @@ extern "C" void launch(int entry, const i64 *arguments, int count, unsigned grid
     emulator::entry = entry;
     memcpy(emulator::arguments, arguments, count * sizeof *arguments);
     emulator::threads.resize(block);
-    for (auto &t : emulator::threads) t.stack = (char *)malloc(emulator::STACK);
+    for (auto &t : emulator::threads) emulator::start_thread(t);
     shared_memory = (char *)aligned_alloc(128, shared_bytes / 128 * 128 + 128);
     blockDim.x = block;
     gridDim.x = grid;

@@ -1,11 +1,13 @@
 """Runs the CUDA kernels on a CPU, compiled by g++: `launch` is that of `vil.kernels.cuda.compiler`."""
 
+import contextlib
 import ctypes
 import functools
 import re
 import struct
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -65,6 +67,10 @@ MEANING = {
 }
 
 
+# a longjmp to another stack is no mistake here: nothing is to look for it
+FLAGS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+
+
 @functools.cache
 def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
     hopper = (compiler.SOURCES / "hopper.cuh").read_text()  # of which emulator.cpp has its own
@@ -77,13 +83,33 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
     defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
     program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
     with tempfile.NamedTemporaryFile(suffix=".so") as library:
-        command = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
-        subprocess.run([*command, "-o", library.name], input=defines + program, text=True, check=True)
+        command = ["g++", *FLAGS, "-x", "c++", "-", "-o", library.name]
+        subprocess.run(command, input=defines + program, text=True, check=True)
         return ctypes.CDLL(library.name), entries
 
 
+_needed: list | None = None  # while `compiling`, what to compile
+
+
+@contextlib.contextmanager
+def compiling():
+    """What is launched within is not run, but compiled: at the end, two at a time, for what is launched later."""
+    global _needed
+    _needed = []
+    try:
+        yield
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda kernel: _library(*kernel), dict.fromkeys(_needed)))
+    finally:
+        _needed = None
+
+
 def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
-    library, entries = _library(name, tuple(sorted(macros.items())))
+    kernel = name, tuple(sorted(macros.items()))
+    if _needed is not None:
+        _needed.append(kernel)
+        return
+    library, entries = _library(*kernel)
     values = [t.data_ptr() if isinstance(t, torch.Tensor) else _bits(t or 0) for t in arguments]
     array = (ctypes.c_longlong * len(values))(*values)
     library.launch(entries.index(entry), array, len(values), grid, block, ctypes.c_longlong(shared_bytes))

@@ -1,8 +1,6 @@
 """The fused block against the plain one: its algebra on a CPU with plain kernels, and on a GPU as it is."""
 
 import copy
-import io
-import re
 import shutil
 
 import emulator
@@ -11,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from test_cuda import NVRTC, assert_no_spills
 from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.cuda import block as kernels
@@ -295,9 +294,6 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
 
 
-NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
-
-
 @NVRTC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
@@ -314,12 +310,12 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         for macros in of_output for keep in (0, 1) if arch == "sm_90"
     ]  # fmt: skip
     named += ("output", of_output), ("output_hopper", of_hopper)
-    for name, macros in [(name, macros) for name, all_macros in named for macros in all_macros]:
-        macros["INPUT"] = dtype
-        log = io.StringIO()
-        exact_arch = arch + "a" * (name in compiler.ONLY_HOPPER)
-        assert compiler.compile_cubin(name, exact_arch, tuple(sorted(macros.items())), log)
-        assert set(re.findall(r"(\d+) bytes spill stores", log.getvalue())) == {"0"}, (macros, log.getvalue())
+    assert_no_spills(
+        [
+            (name, arch + "a" * (name in compiler.ONLY_HOPPER), dict(macros, INPUT=dtype))
+            for name, all_macros in named for macros in all_macros
+        ]
+    )  # fmt: skip
 
 
 def close(value, truth, dtype, name):
@@ -401,14 +397,22 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
     def tokens(*sizes, dtype=dtype):
         return torch.randn(*sizes).to(dtype)
 
+    comparisons = []
+
     def compare(name, *inputs, writes=(), rounded=None):
-        """Runs a kernel and the plain one; `writes` are the sizes of tensors that it is given to write."""
+        """A kernel and the plain one, later; `writes` are the sizes of tensors that it is given to write."""
+        comparisons.append((name, inputs, writes, rounded))
+
+    def result(name, inputs, writes):
         written = [torch.empty(*size, dtype=dtype) for size in writes]
+        return getattr(kernels, name)(*inputs, *written), written
+
+    def check(name, inputs, writes, rounded):
         exactly = [
             [t.double() for t in i] if isinstance(i, list) else i.double() if isinstance(i, torch.Tensor) else i
-            for i in (*inputs, *written)
+            for i in (*inputs, *[torch.empty(*size, dtype=dtype) for size in writes])
         ]
-        values = getattr(kernels, name)(*inputs, *written)
+        values, written = result(name, inputs, writes)
         if name == "convolve_backward":  # in parts
             values = values.sum(0, keepdim=True)
         if name == "step_backward":
@@ -455,6 +459,11 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         "unpack", *weights[:2], directions, dtype, torch.randn(4 * C, C), dfilters, dx_proj, dstep_proj, dchannels,
         rounded=torch.float64,
     )  # fmt: skip
+    with emulator.compiling():
+        for name, inputs, writes, _ in comparisons:
+            result(name, inputs, writes)
+    for comparison in comparisons:
+        check(*comparison)
 
 
 # With a GPU
@@ -568,19 +577,25 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
     norm, m = block.norm, block.mixer
     weights = norm.weight, m.in_proj.weight, m.out_proj.weight
     directions = [p for direction in m.directions for p in direction.fused_parameters()]
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def results():
         normed = list(kernels.rms_norm(x.flatten(0, 1), norm.eps, dtype, False)[:2]) if hopper else []
         y, next_normed, saved = operator._block(
             m.recurrence, x, normed, None, norm.eps, *weights, directions, dtype, middle, not middle, True
         )  # fmt: skip
-        saved += normed
-        assert len(next_normed) == (2 if hopper and not middle else 0)
-        for value, alone in zip(next_normed, kernels.rms_norm(y.flatten(0, 1), norm.eps, dtype, False)):
-            assert torch.equal(value, alone)
-        dy = dy[:, : y.shape[1]].contiguous()
-        dx, *gradients, rounded = operator._block_backward(
-            m.recurrence, dy, None, None, *weights, directions, middle, saved
+        alone = kernels.rms_norm(y.flatten(0, 1), norm.eps, dtype, False)
+        gradients = operator._block_backward(
+            m.recurrence, dy[:, : y.shape[1]].contiguous(), None, None, *weights, directions, middle, saved + normed
         )
+        return y, next_normed, alone, gradients
+
+    with emulator.compiling():
+        results()
+    y, next_normed, alone, (dx, *gradients, rounded) = results()
+    assert len(next_normed) == (2 if hopper and not middle else 0)
+    for handed, value in zip(next_normed, alone):
+        assert torch.equal(handed, value)
     assert torch.equal(rounded.view_as(dx), dx.to(dtype))
     names = {id(parameter): name for name, parameter in block.named_parameters()}
     found = {"y": y, "x": dx, **{names[id(p)]: g for p, g in zip((*weights, *directions), gradients)}}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from .data import UNREADABLE
@@ -38,6 +37,8 @@ class Evaluation:
     @property
     def top1_interval(self) -> tuple[float, float]:
         """The 95% interval of top-1 (Wilson's score interval)."""
+        from scipy.stats import binomtest  # which takes a second to import, and training does not need
+
         if self.images == 0:
             return 0.0, 100.0
         low, high = binomtest(self.top1_correct, self.images).proportion_ci(method="wilson")
