@@ -143,7 +143,10 @@ def project(
         return v_2BLD, projected_2TP, logits_2TD
     macros = _convolution(u_BLD, conv_2DK, P)
     threads = B * D // min(4, macros["VECTOR"])
-    stretch = _stretch(64, L, threads, 512, u_BLD.device)
+    stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
+    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(u_BLD.device):
+        stretch //= 2
+    stretch = -(-L // (4 * -(-L // stretch))) * 4
     arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     launch("convolve", "convolve", macros, blocks, 32 * WARPS, arguments)
@@ -222,15 +225,6 @@ def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
 def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:
     vector = _vector(16 // u_BLD.element_size(), u_BLD)
     return dict(INPUT=INPUT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], PROJECTIONS=projections)
-
-
-def _stretch(longest: int, L: int, threads: int, enough: int, device: torch.device) -> int:
-    """Tokens that a thread takes: few enough for `enough` threads a multiprocessor. `threads` take the same tokens."""
-    stretch = longest
-    while stretch > 8 and threads * -(-L // stretch) < enough * _multiprocessors(device):
-        stretch //= 2
-    pieces = -(-L // stretch)
-    return -(-L // (4 * pieces)) * 4
 
 
 def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
