@@ -105,15 +105,15 @@ class Weights(NamedTuple):
         xhat_BC = _wanted(xhat_TC.view(B, L, -1), middle).squeeze(1)
         return uz_BLE, torch.mm(xhat_BC, self.in_proj[D:].t()).unsqueeze(1)
 
-    def project(self, u_BLD: Tensor) -> list[Tensor]:
-        """What the recurrence reads: v, the step's logits, keys and queries; and the step. All as (2, B, L, ...)."""
+    def project(self, u_BLD: Tensor, middle: bool) -> list[Tensor]:
+        """What the recurrence reads: v, the step's logits, keys and queries; and the step. All as (2, B, H, ...)."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
-        v_2BLD, projected_2TP, logits_2TD = kernels.project(
-            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj
+        v_2BHD, projected_2TP, logits_2TD = kernels.project(
+            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj, _reads(L, middle)
         )
         step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        return [v_2BLD, *(t.unflatten(1, (B, L)) for t in (logits_2TD, k_2TN, q_2TN, step_2TR))]
+        return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (logits_2TD, k_2TN, q_2TN, step_2TR))]
 
 
 def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
@@ -127,23 +127,9 @@ def _wanted(x_BLC: Tensor, middle: bool) -> Tensor:
     return x_BLC.narrow(1, (x_BLC.shape[1] - 1) // 2, 1) if middle else x_BLC
 
 
-def _read(x_2BLD: Tensor, middle: bool) -> Tensor:
-    """The H tokens that each direction reads for them: if `middle`, the first of one and the last of the other."""
-    if not middle:
-        return x_2BLD
-    _, B, L, D = x_2BLD.shape
-    H, (direction, *strides) = L // 2 + 1, x_2BLD.stride()
-    return x_2BLD.as_strided((2, B, H, D), (direction + (L - H) * strides[1], *strides))
-
-
-def _padded(x_2TP: Tensor, B: int, L: int) -> Tensor:
-    """Of the tokens that each direction reads (2, B H, P) to all (2, B L, P), with zeros for the others."""
-    H, P = x_2TP.shape[1] // B, x_2TP.shape[2]
-    if H == L:
-        return x_2TP
-    all_2BLP = x_2TP.new_zeros(2, B, L, P)
-    _read(all_2BLP, True).copy_(x_2TP.view(2, B, H, P))
-    return all_2BLP.flatten(1, 2)
+def _reads(L: int, middle: bool) -> int:
+    """H, how many tokens each direction reads for them: if `middle`, the first of one and the last of the other."""
+    return L // 2 + 1 if middle else L
 
 
 def _block(
@@ -167,7 +153,7 @@ def _block(
     projection = weights.in_proj[:D] if middle else weights.in_proj
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
-    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, _ = [_read(t_2BLX, middle) for t_2BLX in weights.project(u_BLD)]
+    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, _ = weights.project(u_BLD, middle)
     rates = weights.rates if recurrence == "selective" else None
     y_2BMD, states = gpu.scan(
         "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, REVERSE, keep
@@ -202,25 +188,24 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
     del dgated_BMD, gated_BMD, dout_TC
 
-    projected = weights.project(u_BLD)
-    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, step_2BHR = [_read(t_2BLX, middle) for t_2BLX in projected]
+    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, step_2BHR = weights.project(u_BLD, middle)
+    _, _, H, D = v_2BHD.shape
+    # that of the direction that reads the last H tokens begins with them
+    dy_2BHD = dy_BLD.as_strided((2, B, H, D), ((L - H) * dy_BLD.stride(1), *dy_BLD.stride()))
     rates = weights.rates if recurrence == "selective" else None
     dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = gpu.scan_backward_over_logits(
-        recurrence, _read(dy_BLD.expand(2, -1, -1, -1), middle), v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates,
-        weights.skip, weights.step_bias, states, REVERSE,
+        recurrence, dy_2BHD, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, states,
+        REVERSE,
     )  # fmt: skip
-    v_2BLD = projected[0]
-    del projected, logits_2BHD
     dprojected_2TP, dstep_proj = kernels.step_backward(
         dlogits_2BHD.flatten(1, 2), step_2BHR.flatten(1, 2), weights.step_proj, dk_2BHN.flatten(1, 2),
         dq_2BHN.flatten(1, 2),
     )  # fmt: skip
-    # with zeros in place of a copy of the half of v that was read
-    dx_proj = kernels.products_over_tokens(_padded(dprojected_2TP, B, L), v_2BLD.flatten(1, 2))
+    dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2BHD.flatten(1, 2))
     dfilters = kernels.convolve_backward(
         u_BLD, dv_2BHD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
     )
-    del v_2BLD, v_2BHD, dv_2BHD, dlogits_2BHD
+    del v_2BHD, logits_2BHD, dv_2BHD, dlogits_2BHD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
@@ -255,7 +240,7 @@ def _fake_block(
 ):  # fmt: skip
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
-    M, H, E = (1, L // 2 + 1, D) if middle else (L, L, 2 * D)
+    M, H, E = (1 if middle else L), _reads(L, middle), (D if middle else 2 * D)
     y_BMC = x_BLC.new_empty(B, M, C)
     norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
     next_normed = norm if hand_over and kernels.norms_output(B * L, C, D, dtype, x_BLC.device) else []

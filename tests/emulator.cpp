@@ -81,6 +81,14 @@ static float __shfl_xor_sync(unsigned, float v, int distance) {
     __syncwarp();
     return other;
 }
+static bool __any_sync(unsigned, bool v) {
+    current->passed = v;
+    __syncwarp();
+    bool any = false;
+    for (int lane = 0; lane < 32; lane++) any |= emulator::threads[threadIdx.x / 32 * 32 + lane].passed != 0;
+    __syncwarp();
+    return any;
+}
 static void start_copy(void *to, const void *from, int bytes, bool valid) {
     if (size_t(to) % bytes || (valid && size_t(from) % bytes)) fprintf(stderr, "misaligned copy\n"), abort();
     current->open.push_back({(char *)to, (const char *)from, bytes, valid});

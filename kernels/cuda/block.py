@@ -116,15 +116,16 @@ def rms_norm_backward(
 
 
 def project(
-    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor
+    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """v_2BLD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
+    """v_2BHD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
 
-    The last of the K taps is the token itself. The logits (2, T, D) are the step times step_proj^T.
+    All are of the H tokens that each direction reads first, T in all. The last of the K taps is the token itself. The
+    logits (2, T, D) are the step times step_proj^T.
     """
     (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
     rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
-    v_2BLD = torch.empty(2, B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=u_BLD.dtype)
     # what the fused kernel's copies need, its shared memory holds, its 32-bit offsets within two sequences reach and
     # fills the GPU
     tokens = 96 if P <= 64 else 48  # of a block
@@ -132,26 +133,26 @@ def project(
     fits = fits and 2 * L * u_BLD.stride(1) < 2**31
     if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
         macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
-        projected_2TP = torch.empty(2, B * L, P, device=u_BLD.device, dtype=u_BLD.dtype)
-        logits_2TD = torch.empty(2, B * L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+        projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=u_BLD.dtype)
+        logits_2TD = torch.empty(2, B * H, D, device=u_BLD.device, dtype=u_BLD.dtype)
         rows = tokens + 6 * (taps - 1)
         stage = rows * 80 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
         launch("project", "project", macros, -(-B * -(-L // 2) // (tokens // 2)), 192, [
-            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BLD, projected_2TP,
-            logits_2TD, B, L, D,
+            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BHD, projected_2TP,
+            logits_2TD, B, L, H, D,
         ], 2 * stage + rows * 4)  # fmt: skip
-        return v_2BLD, projected_2TP, logits_2TD
+        return v_2BHD, projected_2TP, logits_2TD
     macros = _convolution(u_BLD, conv_2DK, P)
     threads = B * D // min(4, macros["VECTOR"])
     stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
     while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(u_BLD.device):
         stretch //= 2
     stretch = -(-L // (4 * -(-L // stretch))) * 4
-    arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BLD, B, L, D, stretch]
+    arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BHD, B, L, H, D, stretch]
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     launch("convolve", "convolve", macros, blocks, 32 * WARPS, arguments)
-    projected_2TP = torch.bmm(v_2BLD.flatten(1, 2), x_proj_2PD.mT)
-    return v_2BLD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT)
+    projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
+    return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT)
 
 
 def convolve_backward(

@@ -25,10 +25,11 @@ constexpr int STEP = 4;  // tokens fetched together, while those before are work
 static_assert(STEP > BACK);
 
 // v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
+// They are of the H tokens that each direction reads first.
 // A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
 convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
-         T *__restrict__ v, i64 B, i64 L, i64 D, i64 stretch) {
+         T *__restrict__ v, i64 B, i64 L, i64 H, i64 D, i64 stretch) {
     constexpr int V = VECTOR < 4 ? VECTOR : 4;
     i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
     i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
@@ -36,7 +37,8 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
     int begin = thread / (D / V) % stretches * stretch, end = min(L, begin + stretch), stride = u_stride;
     Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
     u += (b * L + begin) * stride + d;
-    T *v_0 = v + (b * L + begin) * D + d, *v_1 = v_0 + B * L * D;
+    int end_0 = min(end, int(H)), begin_1 = L - H;
+    T *v_0 = v + (b * H + begin) * D + d, *v_1 = v_0 + (B * H - begin_1) * D;
 
     Floats<V> window[2 * BACK + STEP];
     InFlight<V, 2 * BACK> first;
@@ -65,10 +67,8 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
                 sum_0.at[c] *= sigmoid(sum_0.at[c]);
                 sum_1.at[c] *= sigmoid(sum_1.at[c]);
             }
-            if (t + i < end) {
-                store(v_0, from_floats<T>(sum_0));
-                store(v_1, from_floats<T>(sum_1));
-            }
+            if (t + i < end_0) store(v_0, from_floats<T>(sum_0));
+            if (t + i < end && t + i >= begin_1) store(v_1, from_floats<T>(sum_1));
             v_0 += D, v_1 += D;
         }
 #pragma unroll

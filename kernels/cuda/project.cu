@@ -11,6 +11,7 @@ typedef INPUT T;
 
 // v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)),
 // projected = v x_proj^T, whose first RANK columns are the step, and logits = step step_proj^T, on the tensor cores.
+// They are of the H tokens that each direction reads first.
 // A warp takes WARP_TOKENS in one direction, by STRIPs that do not cross sequences. Its lanes compute v where the cores
 // want it: lane l has channels 8 (l % 4) .. + 7 of 32, which are columns of two products in another order, and the
 // tokens of a strip as rows l / 4 and l / 4 + 8. A block's warps share u and the weights, one CHUNK of channels after
@@ -38,10 +39,10 @@ DEVICE int place_of(int c) { return c / 32 * 32 + c % 8 * 4 + c % 32 / 8; }
 extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 ? 2 : 1)
 project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
         const T *__restrict__ x_proj, const T *__restrict__ step_proj, T *__restrict__ v, T *__restrict__ projected,
-        T *__restrict__ logits, i64 B, i64 length, i64 channels) {
+        T *__restrict__ logits, i64 B, i64 length, i64 read, i64 channels) {
     extern __shared__ __align__(16) char shared[];
     Stage *stages = reinterpret_cast<Stage *>(shared);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, L = length, D = channels, chunks = D / CHUNK;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, L = length, H = read, D = channels, chunks = D / CHUNK;
     int *rows = reinterpret_cast<int *>(stages + 2);  // where those of Stage::u are in memory, or -1 for zeros
     int strips = (L + STRIP - 1) / STRIP;  // of a sequence
     i64 first_strip = blockIdx.x * i64(TOKENS / STRIP), b = first_strip / strips;
@@ -110,22 +111,26 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
         commit_copies();
     };
 
-    int g = warp % 2, onward = g ? -1 : 1;
-    bool valid[TILES][STRIP];
+    int g = warp % 2, onward = g ? -1 : 1, first_read = g ? L - H : 0;
+    bool valid[TILES][STRIP], any = false;
     T *vs[TILES];
     i64 next = onward * D;
-    int token[TILES];  // that the strip begins with, behind the first of sequence b
+    int token[TILES];  // that the strip begins with, of those read, behind the first of sequence b
     int row[TILES];    // of a stage, where the strip's window begins
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
         int strip = first / STRIP + warp / 2 * (WARP_TOKENS / STRIP) + m * 8 + lane / 4;
         int sequence = strip / strips, t = strip % strips * STRIP + g * (STRIP - 1);
         row[m] = sequence * (L + BACK) + t - first + BACK - onward * BACK;
-        token[m] = sequence * L + t;
-        vs[m] = v + ((g * B + b) * L + token[m]) * D + lane % 4 * 8;
+        token[m] = sequence * H + t - first_read;
+        vs[m] = v + ((g * B + b) * H + token[m]) * D + lane % 4 * 8;
 #pragma unroll
-        for (int s = 0; s < STRIP; s++) valid[m][s] = sequence < there && unsigned(t + s * onward) < unsigned(L);
+        for (int s = 0; s < STRIP; s++) {
+            valid[m][s] = sequence < there && unsigned(t + s * onward - first_read) < unsigned(H);
+            any |= valid[m][s];
+        }
     }
+    any = __any_sync(WARP, any);
 
     constexpr int COLUMNS = PROJECTIONS / 8;
     Floats<2> sums[TILES][COLUMNS][2] = {};
@@ -140,7 +145,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
             fetch_step(0);
         const Stage &stage = stages[chunk % 2];
 #pragma unroll 1
-        for (int half = 0; half < CHUNK / 32; half++) {
+        for (int half = 0; any && half < CHUNK / 32; half++) {
             Pack<T, 8> window[TILES][BACK + STRIP], found[TILES][STRIP];
 #pragma unroll
             for (int m = 0; m < TILES; m++)
@@ -200,7 +205,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
     // What the lane has of `projected` is what it needs of the step as a factor of the next product.
     constexpr int STEPS = (RANK + 15) / 16;
     unsigned step[TILES][STEPS][4] = {};
-    projected += (g * B + b) * L * PROJECTIONS + lane % 4 * 2;
+    projected += (g * B + b) * H * PROJECTIONS + lane % 4 * 2;
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -211,7 +216,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
                 if (valid[m][s]) store(projected + (token[m] + s * onward) * PROJECTIONS + i * 8, rounded);
                 if (i * 8 < RANK) step[m][i / 2][i % 2 * 2 + s] = rounded.word[0];
             }
-    logits += (g * B + b) * L * D + lane % 4 * 8;
+    logits += (g * B + b) * H * D + lane % 4 * 8;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
         wait_for_copies<0>();
