@@ -105,15 +105,16 @@ class Weights(NamedTuple):
         xhat_BC = _wanted(xhat_TC.view(B, L, -1), middle).squeeze(1)
         return uz_BLE, torch.mm(xhat_BC, self.in_proj[D:].t()).unsqueeze(1)
 
-    def project(self, u_BLD: Tensor, middle: bool) -> list[Tensor]:
-        """What the recurrence reads: v, the step's logits, keys and queries; and the step. All as (2, B, H, ...)."""
+    def project(self, u_BLD: Tensor, middle: bool, logits: bool = True) -> list[Tensor | None]:
+        """What the recurrence reads: v, keys and queries; the step and, if wanted, its logits. All as (2, B, H, ...)."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
         v_2BHD, projected_2TP, logits_2TD = kernels.project(
-            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj, _reads(L, middle)
+            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj, _reads(L, middle), logits
         )
         step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (logits_2TD, k_2TN, q_2TN, step_2TR))]
+        logits_2BHD = logits_2TD.unflatten(1, (B, -1)) if logits else None
+        return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (k_2TN, q_2TN, step_2TR)), logits_2BHD]
 
 
 def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
@@ -153,11 +154,18 @@ def _block(
     projection = weights.in_proj[:D] if middle else weights.in_proj
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
-    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, _ = weights.project(u_BLD, middle)
-    rates = weights.rates if recurrence == "selective" else None
-    y_2BMD, states = gpu.scan(
-        "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, REVERSE, keep
-    )
+    from_step = kernels.scans_from_step(recurrence, u_BLD, _reads(L, middle), weights.x_proj, weights.step_proj)
+    v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = weights.project(u_BLD, middle, logits=not from_step)
+    channels = weights.skip, weights.step_bias
+    if from_step:
+        y_2BMD, states = gpu.scan_from_step(
+            recurrence, v_2BHD, step_2BHR, weights.step_proj, k_2BHN, q_2BHN, *channels, REVERSE, keep
+        )
+    else:
+        rates = weights.rates if recurrence == "selective" else None
+        y_2BMD, states = gpu.scan(
+            "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, *channels, REVERSE, keep
+        )
     del v_2BHD, logits_2BHD
     if middle:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
@@ -188,7 +196,7 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
     del dgated_BMD, gated_BMD, dout_TC
 
-    v_2BHD, logits_2BHD, k_2BHN, q_2BHN, step_2BHR = weights.project(u_BLD, middle)
+    v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = weights.project(u_BLD, middle)
     _, _, H, D = v_2BHD.shape
     # that of the direction that reads the last H tokens begins with them
     dy_2BHD = dy_BLD.as_strided((2, B, H, D), ((L - H) * dy_BLD.stride(1), *dy_BLD.stride()))

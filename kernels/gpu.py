@@ -124,6 +124,13 @@ def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, 
     return _module(backend, x.device).backward(recurrence, *tensors, list(reverse))
 
 
+def scan_from_step(recurrence, x, step, step_proj, k, q, skip, bias, reverse, keep):
+    """`scan` of the CUDA kernels with the logits step step_proj^T, where it `projects_step`."""
+    return _module("cuda", x.device).forward(
+        recurrence, x, step, k, q, None, skip, bias, reverse, keep, step_proj_GDR=step_proj
+    )
+
+
 def scan_backward_over_logits(recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
     """`scan_backward` of the CUDA kernels, of logits that nobody needs any more: dlogits is written over them."""
     tensors = dy, x, logits, k, q, rates, skip, bias, states

@@ -127,11 +127,15 @@ class PlainKernels:
         return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
 
     @classmethod
-    def project(cls, u, conv, conv_bias, x_proj, step_proj, H):
+    def project(cls, u, conv, conv_bias, x_proj, step_proj, H, logits=True):
         v = cls.convolve(u, conv, conv_bias)
         v = torch.stack([v[0, :, :H], v[1, :, -H:]])
         projected = v.flatten(1, 2) @ x_proj.mT
         return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
+
+    @staticmethod
+    def scans_from_step(recurrence, u, H, x_proj, step_proj):
+        return False
 
     @staticmethod
     def step_backward(dlogits, step, step_proj, dk, dq):
@@ -304,6 +308,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_convolve = [dict(VECTOR=vector, TAPS=4, PROJECTIONS=P) for P in (48, 56, 80, 144)]
     of_step = [dict(CHANNELS=D, RANK=R, STATES=16) for D, R in ((384, 16), (768, 24)) if dtype != "float"]
     of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
+    of_project = [dict(macros, LOGITS=logits) for macros in of_project for logits in (0, 1)]
     of_output = [dict(WIDTH=C) for C in (192, 384) if dtype != "float"]
     named = ("block", of_block), ("convolve", of_convolve), ("project", of_project), ("step", of_step)
     of_hopper = [

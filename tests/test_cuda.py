@@ -32,8 +32,9 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
             macros, _, shared = scan._quads(variant, recurrence, x, x, k, k)
             yield "quads", macros, shared
         elif isinstance(variant, variants.Pairs):
-            macros, _, shared = scan._pairs(variant, recurrence, x, N)
-            yield "pairs", macros, shared
+            for rank in (0, 16, 24, 48):
+                macros, _, shared = scan._pairs(variant, recurrence, x, N, rank)
+                yield "pairs", macros, shared
         else:
             macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
             yield "forward", macros, shared
@@ -238,6 +239,40 @@ def test_two_tokens_at_a_time_with_extreme_inputs_emulated_on_a_cpu(logit, scale
     for variant in variants.PAIRS:
         y, _ = scan.forward("longhorn", *(t if t is None else t[None] for t in inputs), [False], False, (variant, 1))
         assert relative_error(y[0], truth) < TOLERANCE[torch.bfloat16]
+
+
+def assert_logits_of_the_step_right(device, dtype, shape, rank):
+    B, L, D = shape
+    x, _, k, q, skip, bias = (torch.stack([t.detach()] * 2) for t in longhorn_inputs(*shape, 16, dtype))
+    random = torch.Generator().manual_seed(0)
+    projected = torch.randn(2, B, L, rank + 32, generator=random).to(dtype)  # of which the step is a part
+    step_proj = torch.randn(2, D, rank, generator=random).to(dtype)
+    step, reverse = projected[..., :rank], [False, True]
+    logits = torch.einsum("gblr,gdr->gbld", step.double(), step_proj.double())
+    truth = [
+        naive.longhorn(*(t[g].double() for t in (x, logits, k, q, skip, bias)), reverse=reverse[g]) for g in range(2)
+    ]
+    x, projected, k, q, skip, bias, step_proj = (
+        t.to(device) for t in (x, projected, k, q, skip.float(), bias.float(), step_proj)
+    )
+    for variant in variants.PAIRS:
+        y, _ = scan.forward(
+            "longhorn", x, projected[..., :rank], k, q, None, skip, bias, reverse, False, (variant, -(-L // 64)),
+            step_proj,
+        )  # fmt: skip
+        assert max(relative_error(y[g].cpu(), truth[g]) for g in range(2)) < TOLERANCE[dtype], variant
+
+
+# whole blocks of channels and parts of them, sequences that end within a tile
+STEPS = [((2, 50, 40), 8), ((1, 33, 104), 16), ((1, 129, 96), 24), ((1, 20, 8), 48)]
+
+
+@needs_gxx
+@pytest.mark.parametrize(("shape", "rank"), STEPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_tokens_at_a_time_project_the_step_emulated_on_a_cpu(dtype, shape, rank, monkeypatch, poison):
+    monkeypatch.setattr(scan, "launch", emulator.launch)
+    assert_logits_of_the_step_right("cpu", dtype, shape, rank)
 
 
 @needs_gxx

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .compiler import HOPPER, launch
-from .scan import INPUT, _multiprocessors, _shared_bytes, _vector_of
+from .scan import INPUT, _multiprocessors, _shared_bytes, _vector_of, projects_step
 
 WARPS = 4  # of a block, as in the kernels
 STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at once
@@ -116,12 +116,13 @@ def rms_norm_backward(
 
 
 def project(
-    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
+    logits: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """v_2BHD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
 
     All are of the H tokens that each direction reads first, T in all. The last of the K taps is the token itself. The
-    logits (2, T, D) are the step times step_proj^T.
+    logits (2, T, D), the step times step_proj^T, are computed if wanted.
     """
     (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
     rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
@@ -132,9 +133,9 @@ def project(
     fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
     fits = fits and 2 * L * u_BLD.stride(1) < 2**31
     if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
-        macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank)
+        macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank, LOGITS=int(logits))
         projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=u_BLD.dtype)
-        logits_2TD = torch.empty(2, B * H, D, device=u_BLD.device, dtype=u_BLD.dtype)
+        logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
         rows = tokens + 6 * (taps - 1)
         stage = rows * 80 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
         launch("project", "project", macros, -(-B * -(-L // 2) // (tokens // 2)), 192, [
@@ -152,7 +153,13 @@ def project(
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     launch("convolve", "convolve", macros, blocks, 32 * WARPS, arguments)
     projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
-    return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT)
+    return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT) if logits else None
+
+
+def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
+    """Whether the scan can compute the logits of H tokens itself."""
+    (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
+    return projects_step(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
 
 
 def convolve_backward(

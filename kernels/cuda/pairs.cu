@@ -17,7 +17,8 @@
 //
 // SCANNERS warps of a block scan 16 channels each, of which lane 4 c + p has c and c + 8, and of each 8 states numbers 2 p and
 // 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from shared memory to where it
-// belongs. ROLES says of each whether it copies tiles and y (one warp), stages states, or how many units of 8 tokens of a
+// belongs. With a RANK the logits are computed there, by products too: what is given in their place is the step, (tokens,
+// RANK), and step_proj (channels, RANK). ROLES says of each whether it copies tiles and y (one warp), stages states, or how many units of 8 tokens of a
 // scanner it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
@@ -26,17 +27,19 @@ DEVICE constexpr int count_of(int role) {
     for (int i = 0; i < STAGERS; i++) count += ROLE[i] == role;
     return count;
 }
+static_assert(count_of(COPIES) == 1 && count_of(4) == 0);
 constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 16 * SCANNERS;
+constexpr int LOGIT_COLUMNS = RANK ? RANK : BLOCK_CHANNELS;  // of what the logits are or, with a RANK, come from
 constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4, EIGHTHS = TILE / 8;
 constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
-static_assert(N == 16 && TILE % 16 == 0 && CHUNK % TILE == 0 && sizeof(T) == 2);
+static_assert(N == 16 && TILE % 16 == 0 && CHUNK % TILE == 0 && sizeof(T) == 2 && RANK % 8 == 0);
 
 // A tile as it is in memory; of keys those of the tile, then the queries of the token before and of the tile. Asynchronous
 // copies are fast where 8 lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so
 // that those of 8 tokens that are read together do not meet in a bank.
 struct alignas(128) Tile {
     T x[TILE][BLOCK_CHANNELS];
-    T logit[TILE][BLOCK_CHANNELS];
+    T logit[TILE][LOGIT_COLUMNS];
     T keys[KEY_ROWS][N];
 };
 DEVICE int exchanged(int octet, int t) {
@@ -121,14 +124,15 @@ struct Rows {
         }
     }
 };
-// the block's channels of a tile, of which `width` exist
-struct ChannelRows : Rows<TILE * BLOCK_CHANNELS / 8> {
-    __device__ __forceinline__ ChannelRows(const Sequence<const T> &source, i64 width, int lane) {
+// COLUMNS of a tile's tokens, of which `width` exist
+template <int COLUMNS, bool EXCHANGES>
+struct TokenRows : Rows<TILE * COLUMNS / 8> {
+    __device__ __forceinline__ TokenRows(const Sequence<const T> &source, i64 width, int lane) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int item = 32 * i + lane, octet = item % (BLOCK_CHANNELS / 8), token = item / (BLOCK_CHANNELS / 8);
-            int to = token * BLOCK_CHANNELS + 8 * exchanged(octet, token);
-            set(i, source, 8 * octet, 8 * octet < width ? token : NEVER, to);
+        for (int i = 0; i < this->ITEMS; i++) {
+            int item = 32 * i + lane, octet = item % (COLUMNS / 8), token = item / (COLUMNS / 8);
+            int to = token * COLUMNS + 8 * (EXCHANGES ? exchanged(octet, token) : octet);
+            this->set(i, source, 8 * octet, 8 * octet < width ? token : this->NEVER, to);
         }
     }
 };
@@ -230,12 +234,15 @@ struct StateStaging {
 
 // Stages 8 tokens of a scanner: a lane takes pair p of channels c and c + 8
 struct ChannelStaging {
+    static constexpr int EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;  // of the step's columns; of 4 eights
     int scanner, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
-    __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, i64 D, const Place &at) {
+    unsigned step_proj[EIGHTS + 1][2];  // of each 8 columns numbers 2 p and 2 p + 1, of channels c and c + 8
+    __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, const T *step_projs, i64 D,
+                                            const Place &at) {
         scanner = unit / EIGHTHS, eighth = unit % EIGHTHS;
         int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
-        from = (at.lane / 16 * TILE + row) * BLOCK_CHANNELS + exchanged(2 * scanner + at.lane / 8 % 2, row) * 8;
+        from = ((RANK ? 0 : at.lane / 16 * TILE) + row) * BLOCK_CHANNELS + exchanged(2 * scanner + at.lane / 8 % 2, row) * 8;
 #pragma unroll
         for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
 #pragma unroll
@@ -254,15 +261,21 @@ struct ChannelStaging {
             skip[i] = exists && skips ? skips[at.g * D + d + 8 * i] : 0;
             bias[i] = exists && biases ? -LOG2E * biases[at.g * D + d + 8 * i] : 0;
             last[i] = 0;
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++)
+                step_proj[e][i] = exists ? load<2>(step_projs + (at.g * D + d + 8 * i) * RANK + 8 * e + 2 * at.p).word[0] : 0;
         }
     }
-    unsigned values[4];
+    unsigned values[RANK ? 2 : 4], step[LOADS + 1][4];  // x, logits of channels c and c + 8
     Floats<4> norm;
     float kq;
     Pack<unsigned, 2> decays[2], drives[3];
     Floats<2> first, second;
     __device__ __forceinline__ void read(const Tile &tile, const States &states, const Place &at) {
         load_transposed(values, &tile.x[0][0] + from);
+#pragma unroll
+        for (int e = 0; e < LOADS; e++)
+            load_matrices(step[e], &tile.logit[8 * eighth + at.lane % 8][min(4 * e + at.lane / 8, EIGHTS - 1) * 8]);
         norm = load<4>(states.norm[4 * eighth + at.p]), kq = states.norm[4 * eighth + at.p][4];
     }
     // divided by `scale`, where `norm` is `scale` times 1 + k.k
@@ -270,9 +283,25 @@ struct ChannelStaging {
         return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, logit, bias)), scale, norm));
     }
     __device__ __forceinline__ void compute(const Place &at) {
+        Floats<2> logits[2] = {};
+        if constexpr (RANK) {
+            if constexpr (EIGHTS % 2) {
+                float product[4];
+                multiply(T{}, product, step_proj[EIGHTS - 1][0], step_proj[EIGHTS - 1][1], step[EIGHTS / 4][(EIGHTS - 1) % 4]);
+#pragma unroll
+                for (int i = 0; i < 2; i++) logits[i] = {product[2 * i], product[2 * i + 1]};
+            }
+#pragma unroll
+            for (int e = 0; e + 1 < EIGHTS; e += 2)
+                multiply_add(T{}, logits, step_proj[e][0], step_proj[e][1], step_proj[e + 1][0], step_proj[e + 1][1],
+                             step[e / 4][e % 4], step[e / 4][e % 4 + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; i++) logits[i] = unpack(T{}, values[2 + i]);
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            Floats<2> x = unpack(T{}, values[i]), logit = unpack(T{}, values[2 + i]);
+            Floats<2> x = unpack(T{}, values[i]), logit = logits[i];
             float g_0 = gate(logit.at[0], bias[i], norm.at[0], norm.at[1]);
             float g_1 = gate(logit.at[1], bias[i], norm.at[2], norm.at[3]);
             float v_0 = g_0 * x.at[0], v_1 = g_1 * x.at[1];
@@ -306,11 +335,11 @@ DEVICE int after(int i, int count) { return i + 1 < count ? i + 1 : 0; }
 
 // The loop of a warp that stages UNITS, from `first` on
 template <int UNITS>
-DEVICE void stage_channels(Block &block, int first, const float *skips, const float *biases, i64 D, int begin, int end,
-                           const Place &at) {
+DEVICE void stage_channels(Block &block, int first, const float *skips, const float *biases, const T *step_projs, i64 D,
+                           int begin, int end, const Place &at) {
     ChannelStaging units[UNITS];
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) units[i].prepare(first + i, skips, biases, D, at);
+    for (int i = 0; i < UNITS; i++) units[i].prepare(first + i, skips, biases, step_projs, D, at);
     sync_stagers();
     sync_stagers();
     int stage = 0, states = 0, buffer = 0;
@@ -373,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
              const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
              const float *__restrict__ earlier, T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D,
-             i64 reverse, i64 segment_chunks, i64 keep) {
+             i64 reverse, i64 segment_chunks, i64 keep, const T *__restrict__ step_projs) {
     extern __shared__ __align__(128) char shared[];
     static_assert(sizeof(Block) == BLOCK_BYTES);
     Block &block = *reinterpret_cast<Block *>(shared);
@@ -396,8 +425,10 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
         }
         if (role == COPIES) {
             Sequence<const T> xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
-            xs.data += at.block_d, logits.data += at.block_d;
-            ChannelRows x_rows(xs, D - at.block_d, at.lane), logit_rows(logits, D - at.block_d, at.lane);
+            xs.data += at.block_d;
+            if (!RANK) logits.data += at.block_d;
+            TokenRows<BLOCK_CHANNELS, true> x_rows(xs, D - at.block_d, at.lane);
+            TokenRows<LOGIT_COLUMNS, !RANK> logit_rows(logits, RANK ? RANK : D - at.block_d, at.lane);
             KeyRows key_rows({TOKENS_OF(k), at.g, at.b, L, backwards}, {TOKENS_OF(q), at.g, at.b, L, backwards}, at.lane);
             auto copy = [&](int stage, int t0) {
                 Tile &tile = block.tiles[stage];
@@ -446,14 +477,12 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
                 staging.stage(block.states[buffer], block.tiles[stage]);
             }
             __syncthreads();
-        } else if (role == 1) {
-            stage_channels<1>(block, units_before, skips, biases, D, begin, end, at);
-        } else if (role == 2) {
-            stage_channels<2>(block, units_before, skips, biases, D, begin, end, at);
-        } else if (role == 3) {
-            stage_channels<3>(block, units_before, skips, biases, D, begin, end, at);
-        } else {
-            stage_channels<4>(block, units_before, skips, biases, D, begin, end, at);
+        } else if (count_of(1) && role == 1) {
+            stage_channels<1>(block, units_before, skips, biases, step_projs, D, begin, end, at);
+        } else if (count_of(2) && role == 2) {
+            stage_channels<2>(block, units_before, skips, biases, step_projs, D, begin, end, at);
+        } else if (count_of(3)) {
+            stage_channels<3>(block, units_before, skips, biases, step_projs, D, begin, end, at);
         }
         return;
     }

@@ -4,6 +4,7 @@
 //   TAPS         tokens that a convolution sees
 //   PROJECTIONS  rows of x_proj, R + 2N
 //   RANK         columns of step_proj, R
+//   LOGITS       whether to compute them
 //
 // B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
 
@@ -141,7 +142,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
         __syncthreads();
         if (chunk + 1 < chunks)
             fetch(chunk + 1);
-        else
+        else if (LOGITS)
             fetch_step(0);
         const Stage &stage = stages[chunk % 2];
 #pragma unroll 1
@@ -216,6 +217,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
                 if (valid[m][s]) store(projected + (token[m] + s * onward) * PROJECTIONS + i * 8, rounded);
                 if (i * 8 < RANK) step[m][i / 2][i % 2 * 2 + s] = rounded.word[0];
             }
+    if (!LOGITS) return;
     logits += (g * B + b) * H * D + lane % 4 * 8;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {

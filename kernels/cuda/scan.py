@@ -20,11 +20,12 @@ SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each blo
 def forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
-    plan: tuple[Lanes | Quads | Pairs, int] | None = None,
+    plan: tuple[Lanes | Quads | Pairs, int] | None = None, step_proj_GDR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
-    `plan`, a variant and the chunks of a segment, overrides the cost model's.
+    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R) may
+    stand in place of the logits, with the weights that project it to them.
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
@@ -43,12 +44,20 @@ def forward(
     if isinstance(variant, Quads):
         file, (macros, blocks, shared) = "quads", _quads(variant, recurrence, x, logits, k, q)
     elif isinstance(variant, Pairs):
-        file, (macros, blocks, shared) = "pairs", _pairs(variant, recurrence, x, N)
+        rank = 0 if step_proj_GDR is None else step_proj_GDR.shape[2]
+        file, (macros, blocks, shared) = "pairs", _pairs(variant, recurrence, x, N, rank)
+        arguments.append(step_proj_GDR)
     else:
         file, (macros, blocks, shared) = "forward", _lanes(variant, recurrence, x, logits, N)
         arguments.append(_vector(4, k, q) == 4)
     launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
     return y, states
+
+
+def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
+    """Whether `forward` takes the step in place of the logits of such an x: where pairs.cu scans sequences as a whole."""
+    variant, segment_chunks = _choose("forward", recurrence, x_GBLD, N, vectors=x_GBLD.shape[-1] % 8 == 0)
+    return isinstance(variant, Pairs) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
 
 
 def backward(
@@ -151,14 +160,15 @@ def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor
     return macros, -(-x.shape[-1] // block_channels), block_bytes
 
 
-def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int):
+def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
     """The same for pairs.cu."""
+    shared = variant.block_bytes(rank)
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, SCANNERS=variant.scanners,
         STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
-        VECTOR=8, BLOCK_BYTES=variant.block_bytes,
+        VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
     )  # fmt: skip
-    return macros, -(-x.shape[-1] // (16 * variant.scanners)), variant.block_bytes
+    return macros, -(-x.shape[-1] // (16 * variant.scanners)), shared
 
 
 def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):

@@ -68,10 +68,10 @@ class Pairs(NamedTuple):
     def warps(self) -> int:
         return self.scanners + len(self.roles)
 
-    @property
-    def block_bytes(self) -> int:
+    def block_bytes(self, rank: int = 0) -> int:
+        """Shared memory of a block that is given logits, or with a rank the step."""
         channels, pairs, states = 16 * self.scanners, self.tile // 2, 16
-        inputs = self.tile * 2 * channels + (2 * self.tile + 4) * states
+        inputs = self.tile * (channels + (rank or channels)) + (2 * self.tile + 4) * states
         factors = pairs * (6 * 32 + 8)
         staged = self.scanners * (pairs * 3 * 32 + self.tile * 16)
         return self.stages * 2 * inputs + 3 * 4 * factors + 2 * 4 * staged + 3 * 2 * self.tile * channels
@@ -132,7 +132,7 @@ def forward_variants(
     if itemsize == 2 and N in {"longhorn": (16, 32), "selective": (16,)}[recurrence]:
         variants += QUADS[recurrence]
     if itemsize == 2 and N == 16 and recurrence == "longhorn" and vectors:
-        variants += [v for v in PAIRS if v.block_bytes <= shared_bytes]
+        variants += [v for v in PAIRS if v.block_bytes() <= shared_bytes]
     return variants
 
 
