@@ -115,6 +115,8 @@ class Trainer:
             layer_decay=config.layer_decay,
             **{name: value for name, value in choices.items() if value is not None},
         )
+        for group in self.optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
+            group["params"].sort(key=torch.Tensor.numel, reverse=True)
         self.scheduler, _ = create_scheduler_v2(
             self.optimizer,
             sched=config.sched,

@@ -187,7 +187,8 @@ def build_step(model_name: str, case: Case, compiled: bool, device: torch.device
     model = timm.create_model(model_name, img_size=case.img_size).to(device)
     images = torch.randn(case.batch, 3, case.img_size, case.img_size, device=device)
     targets = torch.randint(1000, (case.batch,), device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=device.type == "cuda")
+    parameters = sorted(model.parameters(), key=torch.Tensor.numel, reverse=True)  # as train_imagenet.py has them
+    optimizer = torch.optim.AdamW(parameters, fused=True, capturable=device.type == "cuda")
     model.train(case.task == "train")
     if compiled:
         model = torch.compile(model, fullgraph=True, dynamic=False)

@@ -13,7 +13,7 @@ from test_cuda import NVRTC, assert_no_spills
 from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.cuda import block as kernels
-from vil.kernels.cuda import compiler, scan
+from vil.kernels.cuda import compiler, scan, variants
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -573,6 +573,12 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
         monkeypatch.setattr(module, "launch", emulator.launch)
         monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
         monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
+    choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
+    monkeypatch.setattr(
+        scan, "choose", lambda kind, *a: (variants.PAIRS[1], 1) if long and kind == "forward" else choose(kind, *a)
+    )
+    scans, scan_from_step = [], operator.gpu.scan_from_step
+    monkeypatch.setattr(operator.gpu, "scan_from_step", lambda *a: scans.append(1) or scan_from_step(*a))
     monkeypatch.setattr(operator.gpu, "_module", lambda backend, device: scan)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
@@ -600,6 +606,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
     with emulator.compiling():
         results()
     y, next_normed, alone, (dx, *gradients, rounded) = results()
+    assert bool(scans) == long
     assert len(next_normed) == (2 if hopper and not middle else 0)
     for handed, value in zip(next_normed, alone):
         assert torch.equal(handed, value)

@@ -27,7 +27,7 @@ DEVICE constexpr int count_of(int role) {
     for (int i = 0; i < STAGERS; i++) count += ROLE[i] == role;
     return count;
 }
-static_assert(count_of(COPIES) == 1 && count_of(4) == 0);
+static_assert(count_of(COPIES) == 1 && count_of(STAGES_STATES) + count_of(1) + count_of(2) == STAGERS - 1);
 constexpr int THREADS = 32 * (SCANNERS + STAGERS), BLOCK_CHANNELS = 16 * SCANNERS;
 constexpr int LOGIT_COLUMNS = RANK ? RANK : BLOCK_CHANNELS;  // of what the logits are or, with a RANK, come from
 constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4, EIGHTHS = TILE / 8;
@@ -479,10 +479,8 @@ scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOK
             __syncthreads();
         } else if (count_of(1) && role == 1) {
             stage_channels<1>(block, units_before, skips, biases, step_projs, D, begin, end, at);
-        } else if (count_of(2) && role == 2) {
+        } else {
             stage_channels<2>(block, units_before, skips, biases, step_projs, D, begin, end, at);
-        } else if (count_of(3)) {
-            stage_channels<3>(block, units_before, skips, biases, step_projs, D, begin, end, at);
         }
         return;
     }

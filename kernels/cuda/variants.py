@@ -110,7 +110,7 @@ FORWARD = {
 QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
 # the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
 PAIRS = [
-    Pairs(87, 6, (3, 3, -1, -1, 2, 3, 0, 1)),
+    Pairs(87, 6, (2, 2, -1, -1, 2, 2, 0, 2, 2)),
     Pairs(52, 3, (2, -1, -1, 0, 2, 1, 1)),
 ]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
