@@ -41,7 +41,7 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
     for kind, gradients in (("forward", "false"), ("backward", "true")):
         summary = variants.summary_variant(kind, recurrence, N, dtype.itemsize)
         if isinstance(summary, variants.SummaryTriples):
-            macros, _, shared = scan._summary_triples(summary, recurrence, x, x, k)
+            macros, _, shared = scan._summary_triples(summary, recurrence, x, x)
             yield "summary_triples", macros, shared
         else:
             macros, _, shared = scan._lanes(summary, recurrence, x, x, N)

@@ -112,8 +112,17 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
     if isinstance(variant, SummaryTriples):
-        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits, k)
+        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits)
         file = "summary_triples", "scan_summary", triples
+        tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // triples["TILE"])
+        states = torch.empty(tiles, triples["STATES_BYTES"] // 4, device=value.device, dtype=torch.float32)
+        launch("summary_triples", "stage_states", triples, -(-tiles // 2), 128, [
+            *_view(k), *_view(q), states, tiles, B, L, _mask(reverse), segments - 1, segment_chunks * CHUNK,
+        ])  # fmt: skip
+        arguments = [
+            *_view(value), *_view(logits), *_view(q), states, bias, ends, decays,
+            B, L, D, _mask(reverse), segment_chunks,
+        ]  # fmt: skip
     else:
         file = "summary", "scan_summary", macros
         arguments.append(_vector(4, k, q) == 4)
@@ -171,17 +180,18 @@ def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
     return macros, -(-x.shape[-1] // (16 * variant.scanners)), shared
 
 
-def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):
+def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
     """The same for summary_triples.cu."""
-    N, tile, warps = k.shape[-1], 24, variant.warps
-    block_channels = 8 * variant.channels * warps
-    states_bytes, channels_bytes = tile // 3 * (32 * N + 16), 1024 * variant.channels * warps
-    block_bytes = 2 * 2 * 2 * tile * block_channels + 2 * states_bytes + channels_bytes
+    tile, warps, warp_channels = 24, variant.warps, 8 * variant.channels
+    states_bytes = tile // 3 * (32 * 16 + 16)
+    warp_bytes = variant.stages * 2 * 2 * tile * warp_channels + (2 if variant.pipelined else 1) * 132 * warp_channels
+    block_bytes = warps * warp_bytes
     macros = dict(
-        _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        _common(recurrence, dy, 16), LANE_STATES=4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=variant.min_blocks, STAGES=variant.stages, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        STATES_BYTES=states_bytes, PIPELINED=int(variant.pipelined),
     )  # fmt: skip
-    return macros, -(-dy.shape[-1] // block_channels), block_bytes
+    return macros, -(-dy.shape[-1] // (warps * warp_channels)), block_bytes
 
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
