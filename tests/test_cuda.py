@@ -329,14 +329,15 @@ def assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, device):
 def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
     dtype, tolerance, L, D, segment_chunks, monkeypatch, poison
 ):
-    """The largest and smallest gates, large and small keys, and dy that the directions share."""
+    """The largest and smallest gates, large and small keys, neither aligned, and dy that the directions share."""
     monkeypatch.setattr(scan, "launch", emulator.launch)
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, 1, L, n, generator=g).to(dtype) for n in (D, 16, 16)]
     scale = torch.tensor([1e-2, 0.5, 20])[torch.randint(3, (2, 1, L, 1), generator=g)]
     logits = torch.where(torch.rand(2, 1, L, D, generator=g) < 0.1, 100 * x[0].sign(), 3 * x[0])
     dy, bias = x[0][:1].expand(2, -1, -1, -1), torch.randn(2, D, generator=g)
-    tensors = dy, logits.to(dtype), (scale * x[1]).to(dtype), x[2], None, bias
+    k, q = torch.cat([x[0][..., :1], (scale * x[1]).to(dtype), x[2]], dim=-1)[..., 1:].split(16, dim=-1)
+    tensors = dy, logits.to(dtype), k, q, None, bias
     found = []
     for variant in (variants.SUMMARY_TRIPLES, variants.SUMMARY["longhorn"]):
         monkeypatch.setattr(variants, "SUMMARY_TRIPLES", variant)

@@ -10,19 +10,14 @@
 // For A they read fp16: g_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most 1. For
 // the rest they read the type of the inputs, which has dy and q exactly.
 //
-// A warp has C / 2 times 16 channels. Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and
-// 2 p + 1. Of 4 triples it computes the factors of number p.
+// The factors of states are the same for all channels: `stage_states` leaves them in memory, 176 bytes a token, in the order
+// in which lanes of `scan_summary` read them. A warp of that has C / 2 times 16 channels and nothing to do with other warps.
+// Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and 2 p + 1. Of 4 triples it computes the
+// channels' factors of number p, which it exchanges in shared memory.
 
 constexpr int THREADS = 32 * WARPS, SIXTEENS = C / 2, OCTETS = N / 8, TRIPLES = TILE / 3;
 constexpr int BLOCK_CHANNELS = WARPS * WARP_CHANNELS;
-#ifndef PIPELINED
-#define PIPELINED 0
-#endif
-constexpr int BUFFERS = PIPELINED ? 2 : 1;
 // triples whose products are interleaved: compilers for newer GPUs spill what they read ahead for all
-#ifndef FETCH
-#define FETCH 4
-#endif
 #if __CUDA_ARCH__ >= 1000
 constexpr int AT_ONCE = 2;
 #else
@@ -30,15 +25,14 @@ constexpr int AT_ONCE = 4;
 #endif
 static_assert(TILE == 24 && sizeof(T) == 2 && N == 16 && NL == OCTETS * 2 && C % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where
-// neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
+// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Two rows more than there are tokens
+// are what keeps copies of two tokens from meeting in a bank.
 struct Tile {
-    alignas(16) T at[2][WARP_CHANNELS / 8][TILE][8];
+    alignas(16) T at[2][WARP_CHANNELS / 8][TILE + 2][8];
 };
-DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
-// Of each triple of a tile, what all channels share: factors of states as lanes read them, of A and of what is added, for two
-// octets each; and 1 / (1 + k.k). `stage_states` writes them for all tiles
+// Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for two
+// octets each; and 1 / (1 + k.k)
 struct States {
     alignas(16) unsigned factor[TRIPLES][32][2 * OCTETS];
     alignas(16) float norm[TRIPLES][4];
@@ -51,12 +45,8 @@ struct Channels {
 };
 
 struct Warp {
-    Tile tiles[STAGES];
-    Channels channels[BUFFERS];
-};
-
-struct Block {
-    Warp warps[WARPS];
+    Tile tile;
+    Channels channels;
 };
 
 // of both halves of a word; PTX has a product of bf16 for newer GPUs only, which rounds the same
@@ -144,10 +134,10 @@ stage_states(TOKENS(const T, k), TOKENS(const T, q), States *__restrict__ states
     if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
 }
 
-// Copies to a warp's tiles, VECTOR channels at once
+// Copies to a warp's tile, VECTOR channels at once
 struct Copies {
     static constexpr int ROW = WARP_CHANNELS / VECTOR, TOKENS = 32 / ROW;
-    static_assert(32 % ROW == 0);
+    static_assert(32 % ROW == 0 && TILE % TOKENS == 0);
     Sequence<const T> logits, dys;
     int token, octet, c, exists;
     __device__ __forceinline__ Copies(const Sequence<const T> &logits, const Sequence<const T> &dys, int lane, i64 warp_d,
@@ -164,10 +154,8 @@ struct Copies {
         int left = exists ? tokens - token : 0;
 #pragma unroll
         for (int t = 0; t < TILE; t += TOKENS) {
-            if (TILE % TOKENS != 0 && token + t >= TILE) break;
-            int row = tile_row(octet, token + t);
-            copy_async<VECTOR>(tile.at[0][octet][row] + c, logits.at(t0 + token + t), t < left);
-            copy_async<VECTOR>(tile.at[1][octet][row] + c, dys.at(t0 + token + t + 1), t + 1 < left);
+            copy_async<VECTOR>(tile.at[0][octet][token + t] + c, logits.at(t0 + token + t), t < left);
+            copy_async<VECTOR>(tile.at[1][octet][token + t] + c, dys.at(t0 + token + t + 1), t + 1 < left);
         }
         commit_copies();
     }
@@ -175,13 +163,12 @@ struct Copies {
 
 // A block's place in the grid, a boundary between segments of a sequence, and this lane's first channel
 struct Place {
-    i64 g, b, boundary, block_d, d;
+    i64 g, b, boundary, d;
     int warp, lane, c, p;
     __device__ __forceinline__ Place(unsigned block, unsigned B, i64 D, unsigned boundaries) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
         unsigned blocks = (unsigned(D) + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
-        block_d = block % blocks * BLOCK_CHANNELS;
-        d = block_d + warp * WARP_CHANNELS + c;
+        d = block % blocks * BLOCK_CHANNELS + warp * WARP_CHANNELS + c;
         boundary = block / blocks % boundaries;
         b = block / blocks / boundaries % B;
         g = block / blocks / boundaries / B;
@@ -193,8 +180,7 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
              const float *__restrict__ biases, float *__restrict__ ends,
              float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks) {
     extern __shared__ __align__(16) char shared[];
-    static_assert(sizeof(Block) == BLOCK_BYTES && sizeof(States) == STATES_BYTES);
-    Block &block = *reinterpret_cast<Block *>(shared);
+    static_assert(WARPS * sizeof(Warp) == BLOCK_BYTES && sizeof(States) == STATES_BYTES);
 
     int tokens = segment_chunks * CHUNK, boundaries = (L + tokens - 1) / tokens - 1;
     Place at(blockIdx.x, B, D, boundaries);
@@ -205,11 +191,9 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
     Sequence<const T> qs(TOKENS_OF(q), at.g, at.b, L, backwards), dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
     Sequence<const T> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
     Copies copies(logits, dys, lane, at.d - c, D);
-    Warp &warp = block.warps[at.warp];
+    Warp &warp = reinterpret_cast<Warp *>(shared)[at.warp];
     const States *states = all_states + ((at.g * B + at.b) * boundaries + at.boundary) * tiles_of(tokens);
-    auto copy = [&](int stage, int t0) { copies.start(warp.tiles[stage], t0, end - t0); };
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) copy(s, begin + s * TILE);
+    copies.start(warp.tile, begin, end - begin);
 
     // `F[s][o][2 i + j]` is state 8 o + 2 p + j of channel 16 s + c + 8 i
     float F[SIXTEENS][OCTETS][4], decay[SIXTEENS][OCTETS][4], bias[SIXTEENS][2] = {};
@@ -230,129 +214,69 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
                 }
         }
 
-    // Of 8 channels, word j of lane 4 c + p is token j of triple p and of triple p + 4
-    int octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
-    int row[2][3];
-#pragma unroll
-    for (int s = 0; s < 2; s++)
-#pragma unroll
-        for (int j = 0; j < 3; j++) row[s][j] = (octet + 2 * s) * TILE + tile_row(octet + 2 * s, token + j);
-    unsigned words[SIXTEENS][3][4];
-    int stage = 0;
-    // the tile from t0 on, in whose place the one that is STAGES later goes
-    auto read = [&](int t0) {
-        wait_for_copies<STAGES - 1>();
+    // of the first tokens of all triples, of 16 channels, the row that this lane names: that of lanes 2 i is of triple i, that
+    // of lanes 2 i + 1 of triple i + 4
+    const T *row = warp.tile.at[lane / 16][lane / 8 % 2][lane % 8 / 2 * 3 + lane % 2 * 12];
+    Floats<4> norm = load<4>(states->norm[p]);
+#pragma unroll 1
+    for (int t0 = begin; t0 < end; t0 += TILE, states++) {
+        wait_for_copies<0>();
         __syncwarp();
-        const T(*rows)[8] = warp.tiles[stage].at[lane / 16][0];
+        // token j of triples p and p + 4: logits of channels c and c + 8, then dy
+        unsigned words[SIXTEENS][3][4];
 #pragma unroll
         for (int s = 0; s < SIXTEENS; s++)
 #pragma unroll
-            for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
+            for (int j = 0; j < 3; j++) load_transposed(words[s][j], row + (2 * s * (TILE + 2) + j) * 8);
         __syncwarp();
-        copy(stage, t0 + STAGES * TILE);
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
-    };
-    // the factors of 16 channels, of the tile's first or last four triples
-    auto put = [&](int four, int s, Channels &to, const Floats<4> &norm) {
-        float gate[2][3];
-        // all gates side by side, since each is a long chain
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int j = 0; j < 3; j++) {
-                float logit = unpack(T{}, words[s][j][i]).at[four];
-                gate[i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit, -LOG2E, bias[s][i])), norm.at[j], 1));
-            }
-        auto values = [&](int i, int first, int second) {
-            return __byte_perm(words[s][first][2 + i], words[s][second][2 + i], four ? 0x7632 : 0x5410);
-        };
-        Factors of_c(gate[0], values(0, 0, 1), values(0, 2, 2));
-        Factors of_c_8(gate[1], values(1, 0, 1), values(1, 2, 2));
-#pragma unroll
-        for (int w = 0; w < 4; w++)
-            store(to.factor[s][p][4 * c + w],
-                  Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
-    };
-    typedef Pack<unsigned, 4> OfStates[4];
-    auto fetch = [&](const States &from, int four, int j, OfStates &of_states) {
-        of_states[j] = load<4>(from.factor[4 * four + j][lane]);
-    };
-    auto scan = [&](int j, const Channels &of, const OfStates &of_states) {
-        Pack<unsigned, 4> channel[SIXTEENS];
-#pragma unroll
-        for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(of.factor[s][j][lane]);
-#pragma unroll
-        for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-            for (int s = 0; s < SIXTEENS; s++) {
-                float A[4], added[4], (&f)[4] = F[s][o];
-                multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states[j].at[o], 1);
-                multiply(T{}, added, channel[s].at[2], channel[s].at[3], of_states[j].at[OCTETS + o], 0);
-#pragma unroll
-                for (int x = 0; x < 4; x++) {
-                    f[x] = fmaf(A[x], f[x], added[x]);
-                    decay[s][o][x] *= A[x];
-                }
-            }
-    };
-    Floats<4> norm = load<4>(states->norm[p]);
-    OfStates of_states;
-#if PIPELINED
-    // a tile's first four triples are scanned while the factors of its last four are computed, and those while the factors
-    // of the first four of the next tile are
-    auto both = [&](int four, const Channels &of, Channels &to, const float *next_norm) {
-        constexpr int EACH = 4 / SIXTEENS;
-#pragma unroll
-        for (int j = 0; j < FETCH; j++) fetch(*states, four, j, of_states);
-#pragma unroll
-        for (int s = 0; s < SIXTEENS; s++) {
-            put(!four, s, to, norm);
-            if (s == SIXTEENS - 1) norm = load<4>(next_norm);
-#pragma unroll
-            for (int j = EACH * s; j < EACH * s + EACH; j++) {
-                scan(j, of, of_states);
-                if (j + FETCH < 4) fetch(*states, four, j + FETCH, of_states);
-            }
-        }
-    };
-    read(begin);
-#pragma unroll
-    for (int s = 0; s < SIXTEENS; s++) put(0, s, warp.channels[0], norm);
-    norm = load<4>(states->norm[4 + p]);
-    __syncwarp();
-#pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += TILE) {
-        const States &next = states[t0 + TILE < end];
-        both(0, warp.channels[0], warp.channels[1], next.norm[p]);
-        read(t0 + TILE);
-        both(1, warp.channels[1], warp.channels[0], next.norm[4 + p]);
-        __syncwarp();
-        states = &next;
-    }
-#else
-#pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += TILE) {
-        read(t0);
+        copies.start(warp.tile, t0 + TILE, end - t0 - TILE);
 #pragma unroll
         for (int four = 0; four < 2; four++) {
 #pragma unroll
-            for (int j = 0; j < FETCH; j++) fetch(*states, four, j, of_states);
+            for (int s = 0; s < SIXTEENS; s++) {
+                float gate[2][3];
 #pragma unroll
-            for (int s = 0; s < SIXTEENS; s++) put(four, s, warp.channels[0], norm);
-            const States &next = states[four && t0 + TILE < end];
-            norm = load<4>(next.norm[four ? p : 4 + p]);
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int j = 0; j < 3; j++) {
+                        float logit = unpack(T{}, words[s][j][i]).at[four];
+                        gate[i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit, -LOG2E, bias[s][i])), norm.at[j], 1));
+                    }
+                auto values = [&](int i, int first, int second) {
+                    return __byte_perm(words[s][first][2 + i], words[s][second][2 + i], four ? 0x7632 : 0x5410);
+                };
+                Factors of_c(gate[0], values(0, 0, 1), values(0, 2, 2));
+                Factors of_c_8(gate[1], values(1, 0, 1), values(1, 2, 2));
+#pragma unroll
+                for (int w = 0; w < 4; w++)
+                    store(warp.channels.factor[s][p][4 * c + w],
+                          Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
+            }
+            norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);  // of the next four triples
             __syncwarp();
-#pragma unroll
+#pragma unroll AT_ONCE
             for (int j = 0; j < 4; j++) {
-                scan(j, warp.channels[0], of_states);
-                if (j + FETCH < 4) fetch(*states, four, j + FETCH, of_states);
+                Pack<unsigned, 4> state = load<4>(states->factor[4 * four + j][lane]), channel[SIXTEENS];
+#pragma unroll
+                for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
+#pragma unroll
+                for (int o = 0; o < OCTETS; o++)
+#pragma unroll
+                    for (int s = 0; s < SIXTEENS; s++) {
+                        float A[4], added[4], (&f)[4] = F[s][o];
+                        multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], state.at[o], 1);
+                        multiply(T{}, added, channel[s].at[2], channel[s].at[3], state.at[OCTETS + o], 0);
+#pragma unroll
+                        for (int x = 0; x < 4; x++) {
+                            f[x] = fmaf(A[x], f[x], added[x]);
+                            decay[s][o][x] *= A[x];
+                        }
+                    }
             }
             __syncwarp();
         }
-        states++;
     }
-#endif
-    wait_for_copies<0>();  // of tiles that do not exist
+    wait_for_copies<0>();  // of a tile that does not exist
     unsigned index = blockIdx.x;
     asm("" : "+r"(index), "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
     Place to(index, B, D, boundaries);

@@ -86,8 +86,6 @@ class SummaryTriples(NamedTuple):
     channels: int = 4
     warps: int = 2
     min_blocks: int = 6
-    stages: int = 2
-    pipelined: bool = False
 
 
 class Backward(NamedTuple):
