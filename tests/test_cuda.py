@@ -118,6 +118,17 @@ def test_the_cost_model_cuts_sequences_so_that_no_last_wave_of_blocks_is_nearly_
     assert waves < 1 or waves / math.ceil(waves) > 0.95
 
 
+@pytest.mark.parametrize(("B", "D", "L", "fastest"), [
+    (8, 768, 6085, [(4, 24), (4, 12)]), (4, 768, 6085, [(4, 12), (4, 6)]), (4, 384, 6085, [(4, 6)]),
+    (4, 768, 3043, [(4, 6)]), (2, 768, 9217, [(4, 9)]), (2, 768, 1025, [(4, 1)]), (1, 768, 9217, [(4, 5)]),
+    (1, 768, 3043, [(2, 3)]),
+])  # fmt: skip
+def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_within_2_percent(B, D, L, fastest):
+    """Channels of a lane and chunks of a segment, of all lengths on an H200."""
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, L, 16, 2, H200)
+    assert (variant.channels, segment_chunks) in fastest
+
+
 def test_the_cost_model_gives_a_lane_more_where_there_is_more():
     def lane(B, D, L, itemsize=2):
         variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, itemsize, H200)
