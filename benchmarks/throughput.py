@@ -86,7 +86,7 @@ GOALS = {
 GROUPS = {
     "scan forward": r"scan_forward",
     "scan backward": r"scan_backward|sum_keys|sum_parts",
-    "scan segments": r"scan_summary|scan_combine",
+    "scan segments": r"stage_states|scan_summary|scan_combine",
     "attention": r"flash|fmha|sdpa|attention",
     "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw|^project",
     "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas|step_backward",

@@ -98,29 +98,36 @@ def backward(
 
 
 def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
-    """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead."""
+    """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead.
+
+    While it runs it takes twice as much again, and of SummaryTriples 176 bytes for a token of each direction.
+    """
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     kind = "backward" if gradients else "forward"
     variant = summary_variant(kind, recurrence, N, value.element_size())
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     between = torch.empty_like(ends)
-    arguments = [
-        *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, ends, decays,
-        B, L, D, _mask(reverse), segment_chunks,
-    ]  # fmt: skip
+    results = [ends, decays, B, L, D, _mask(reverse), segment_chunks]
     macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
     if isinstance(variant, SummaryTriples):
-        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits, k)
-        file = "summary_triples", "scan_summary", triples
+        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits)
+        tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // triples["TILE"])
+        states = torch.empty(tiles, triples["STATES_BYTES"] // 4, device=value.device, dtype=torch.float32)
+        launch("summary_triples", "stage_states", triples, -(-tiles // 2), 128, [
+            *_view(k), *_view(q), states, tiles, B, L, _mask(reverse), segments - 1, segment_chunks * CHUNK,
+        ])  # fmt: skip
+        file, arguments = ("summary_triples", "scan_summary", triples), [
+            *_view(value), *_view(logits), *_view(q), states, bias, *results,
+        ]  # fmt: skip
     else:
-        file = "summary", "scan_summary", macros
-        arguments.append(_vector(4, k, q) == 4)
+        file, arguments = ("summary", "scan_summary", macros), [
+            *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, *results, _vector(4, k, q) == 4,
+        ]  # fmt: skip
     launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
-    states = G * B * N * D
     arguments = [ends, decays, between, G * B, segments, N * D]
-    launch("summary", "scan_combine", macros, -(-states // 128), 128, arguments)
+    launch("summary", "scan_combine", macros, -(-G * B * N * D // 128), 128, arguments)
     return between
 
 
@@ -171,17 +178,16 @@ def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
     return macros, -(-x.shape[-1] // (16 * variant.scanners)), shared
 
 
-def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor, k: Tensor):
+def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
     """The same for summary_triples.cu."""
-    N, tile, warps = k.shape[-1], 24, variant.warps
-    block_channels = 8 * variant.channels * warps
-    states_bytes, channels_bytes = tile // 3 * (32 * N + 16), 1024 * variant.channels * warps
-    block_bytes = 2 * 2 * 2 * tile * block_channels + 2 * states_bytes + channels_bytes
+    N, tile, warps, warp_channels = 16, 24, variant.warps, 8 * variant.channels
+    block_bytes = warps * warp_channels * (2 * 2 * (tile + 2) + 4 * 33)
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
         MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        STATES_BYTES=tile // 3 * (32 * N + 16),
     )  # fmt: skip
-    return macros, -(-dy.shape[-1] // block_channels), block_bytes
+    return macros, -(-dy.shape[-1] // (warps * warp_channels)), block_bytes
 
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):

@@ -2,11 +2,11 @@
 
 A variant is how the states of a channel are dealt to lanes. Many states and channels in a lane share the cost of
 reading keys and of addressing, but leave fewer warps: too few for a small batch to keep the GPU busy. With `w` warps on
-each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, both measured on an H200. As many
-warps as fit run at once, the others in waves after them.
+each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, one of backward
+`alone + (w - 1) * more`, as measured on an H200. As many warps as fit run at once, the others in waves after them.
 
 Cutting sequences into segments that run in parallel multiplies the warps. It costs a pass of its own that scans each
-segment from zero (`SUMMARY`), two more launches (`LAUNCHES`), and what is passed between segments (`PASSED`).
+segment from zero (`SUMMARY`), more launches (`LAUNCHES`), and what is passed between segments (`PASSED`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Backward(NamedTuple):
     channels: int
     tile: int
     alone: int
-    shared: int
+    more: int
     states: int = 4
     warps: int = 4
     min_blocks: int = 2
@@ -115,13 +115,13 @@ PAIRS = [
 ]
 SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
 # of 16-bit inputs with 16 states
-SUMMARY_TRIPLES = SummaryTriples(190, 76)
+SUMMARY_TRIPLES = SummaryTriples(130, 58)
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 660, 475, min_blocks=3), Backward(2, 8, 520, 290, min_blocks=3)],
-    "selective": [Backward(2, 8, 620, 405, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 620, 390, min_blocks=3), Backward(2, 8, 465, 205, min_blocks=3)],
+    "selective": [Backward(2, 8, 620, 298, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
-BACKWARD_64 = {name: [Backward(2, 16, 800, 600)] for name in BACKWARD}
+BACKWARD_64 = {name: [Backward(2, 16, 800, 400)] for name in BACKWARD}
 
 
 def forward_variants(
@@ -143,18 +143,26 @@ def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes 
 
 def cycles(
     variant: Lanes | Quads | Pairs | SummaryTriples | Backward, channels: int, state_size: int, tokens: int,
-    multiprocessors: int,
+    multiprocessors: int, short: int = 0,
 ) -> float:  # fmt: skip
-    """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments)."""
+    """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments).
+
+    `short` more have so few tokens that none waits for them, but share schedulers with warps that start beside them.
+    """
     if isinstance(variant, Pairs):
         each = math.ceil(channels / (16 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
         return each * (PAIRS_WAVE + tokens * variant.alone)
-    warps = channels * max(1, state_size // variant.states) / (32 * variant.channels)
+    lanes = max(1, state_size // variant.states)  # of as many channels as a lane has
+    one_each = 32 * variant.channels / lanes * SCHEDULERS * multiprocessors  # channels that give every scheduler a warp
     at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
-    each = math.ceil(warps / (SCHEDULERS * multiprocessors))
-    waves = math.ceil(each / at_once)
+    waves = math.ceil(math.ceil(channels / one_each) / at_once)
     # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
-    return waves * (WAVE + tokens * max(variant.alone, min(each, at_once) * variant.shared))
+    each = min(math.ceil((channels + short) / one_each), at_once)
+    if isinstance(variant, Backward):
+        token = variant.alone + (each - 1) * variant.more
+    else:
+        token = max(variant.alone, each * variant.shared)
+    return waves * (WAVE + tokens * token)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,14 +192,15 @@ def choose(
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
         tokens, channels = min(L, segment_chunks * CHUNK), sequences * D
-        long = max(1, -(-(L - tokens // 8) // tokens))  # segments; blocks of a last one of few tokens end soon
+        long = max(1, -(-(L - tokens // 8) // tokens))  # segments: the last may have few tokens
         between = 0.0
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors
             between = LAUNCHES + passed
             between += cycles(summary, channels * (segments - 1), N, tokens, multiprocessors)
         for variant in candidates:
-            cost = between + cycles(variant, channels * long, N, tokens, multiprocessors)
+            short = channels * (segments - long)
+            cost = between + cycles(variant, channels * long, N, tokens, multiprocessors, short)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
     return best[1:]
