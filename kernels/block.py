@@ -106,7 +106,7 @@ class Weights(NamedTuple):
         return uz_BLE, torch.mm(xhat_BC, self.in_proj[D:].t()).unsqueeze(1)
 
     def project(self, u_BLD: Tensor, middle: bool, logits: bool = True) -> list[Tensor | None]:
-        """What the recurrence reads: v, keys and queries; the step and, if wanted, its logits. All as (2, B, H, ...)."""
+        """What the recurrence reads, all as (2, B, H, ...): v, keys, queries, the step and, if wanted, its logits."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
         v_2BHD, projected_2TP, logits_2TD = kernels.project(

@@ -79,8 +79,8 @@ def finish_backward(
     macros = _macros(xhat_TC.dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
     parts = dfilters.shape[0], dx_proj.shape[1], dstep_proj.shape[1]
     launch("block", "finish_backward", macros, unpacking + -(-T // 8), 256, [
-        norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts, dchannels, *gradients, D, projections, rank, padded,
-        dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T, unpacking,
+        norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts, dchannels, *gradients, D, projections,
+        rank, padded, dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T, unpacking,
     ])  # fmt: skip
     return gradients, dx_TC, rounded_TC
 
