@@ -181,7 +181,7 @@ def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
 def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
     """The same for summary_triples.cu."""
     N, tile, warps, warp_channels = 16, 24, variant.warps, 8 * variant.channels
-    block_bytes = warps * warp_channels * (2 * 2 * (tile + 2) + 4 * 33)
+    block_bytes = warps * warp_channels * (2 * 2 * tile + 4 * 33)
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
         MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
