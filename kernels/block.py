@@ -106,7 +106,7 @@ class Weights(NamedTuple):
         return uz_BLE, torch.mm(xhat_BC, self.in_proj[D:].t()).unsqueeze(1)
 
     def project(self, u_BLD: Tensor, middle: bool, logits: bool = True) -> list[Tensor | None]:
-        """What the recurrence reads: v, keys and queries; the step and, if wanted, its logits. All as (2, B, H, ...)."""
+        """What the recurrence reads, all as (2, B, H, ...): v, keys, queries, the step and, if wanted, its logits."""
         B, L, _ = u_BLD.shape
         rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
         v_2BHD, projected_2TP, logits_2TD = kernels.project(
@@ -226,11 +226,10 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, weights.in_proj[E:])
         dx_BLC = F.pad(dx_BMC, (0, 0, (L - 1) // 2, L // 2))
-    dx_TC, rounded_TC = kernels.rms_norm_backward(dxhat_TC, xhat_TC, scale_T, dx_BLC.view(-1, C))
-
-    dnorm, din_proj, *pairs = kernels.unpack(
-        norm_C, in_proj, directions, dtype, dfolded, dfilters, dx_proj, dstep_proj, dchannels
-    )
+    (dnorm, din_proj, *pairs), dx_TC, rounded_TC = kernels.finish_backward(
+        norm_C, in_proj, directions, dfolded, dfilters, dx_proj, dstep_proj, dchannels, dxhat_TC, xhat_TC, scale_T,
+        dx_BLC.view(-1, C),
+    )  # fmt: skip
     if recurrence == "selective":  # d(-exp(A_log)) / dA_log is -exp(A_log)
         pairs += (drates * weights.rates).to(directions[6].dtype).unbind()
     gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *pairs[::2], *pairs[1::2]

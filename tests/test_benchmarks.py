@@ -20,7 +20,7 @@ import throughput
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
         ("convolve_backward", "convolution"),
-        ("rms_norm_backward", "norm, gate"),
+        ("finish_backward", "norm, gate"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "other"),
     ],

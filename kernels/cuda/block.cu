@@ -75,9 +75,72 @@ pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj,
     }
 }
 
+// xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
+// a token and keeps it in registers; the copy of x, unless null, is what the block's last product is added to.
+constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ scale, float *__restrict__ copy,
+         i64 tokens, double eps) {
+    i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
+    if (token >= tokens) return;
+    int lane = threadIdx.x % 32;
+    x += token * WIDTH, xhat += token * WIDTH;
+    Floats<V> row[ITEMS] = {};
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (int c = (i * 32 + lane) * V; c < WIDTH) row[i] = load<V>(x + c);
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+        for (int j = 0; j < V; j++) squares = fmaf(row[i].at[j], row[i].at[j], squares);
+    float r = rsqrtf(sum_over_warp(squares) / WIDTH + float(eps));
+    if (lane == 0) scale[token] = r;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
+#pragma unroll
+        for (int j = 0; j < V; j++) row[i].at[j] *= r;
+        if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<T>(row[i]));
+    }
+}
+
+// dx = dresidual + scale (dxhat - xhat mean(dxhat xhat)); and, unless null, dx rounded to T. A warp takes a token.
+DEVICE void rms_norm_backward(i64 token, const T *__restrict__ dxhat, const T *__restrict__ xhat,
+                              const float *__restrict__ scale, const float *__restrict__ dresidual,
+                              float *__restrict__ dx, T *__restrict__ rounded) {
+    int lane = threadIdx.x % 32;
+    dxhat += token * WIDTH, xhat += token * WIDTH, dresidual += token * WIDTH, dx += token * WIDTH;
+    Pack<T, V> gradient[ITEMS] = {}, value[ITEMS] = {};
+    Floats<V> residual[ITEMS];
+    float products = 0, r = scale[token];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (int c = (i * 32 + lane) * V; c < WIDTH)
+            gradient[i] = load<V>(dxhat + c), value[i] = load<V>(xhat + c), residual[i] = load<V>(dresidual + c);
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        Floats<V> g = to_floats(gradient[i]), v = to_floats(value[i]);
+#pragma unroll
+        for (int j = 0; j < V; j++) products = fmaf(g.at[j], v.at[j], products);
+    }
+    float mean = sum_over_warp(products) / WIDTH;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        Floats<V> g = to_floats(gradient[i]), v = to_floats(value[i]);
+#pragma unroll
+        for (int j = 0; j < V; j++) residual[i].at[j] = fmaf(r, fmaf(-v.at[j], mean, g.at[j]), residual[i].at[j]);
+        if (int c = (i * 32 + lane) * V; c < WIDTH) store(dx + c, residual[i]);
+        if (int c = (i * 32 + lane) * V; rounded && c < WIDTH)
+            store(rounded + token * WIDTH + c, from_floats<T>(residual[i]));
+    }
+}
+
 // The reverse of `pack` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
 // COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a thread
-// has the same V columns of every ROWS-th row.
+// has the same V columns of every ROWS-th row. These blocks wait most of their time. So one launch has the gradient of the
+// block's input too: the blocks behind them take a token with each warp.
 constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 
 // sum over parts that are `stride` apart, always in the same order
@@ -89,12 +152,21 @@ DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj, const float *__restrict__ dfolded,
-       const float *dfilters, const float *dx, const float *dsteps, i64 filter_parts, i64 x_parts, i64 step_parts,
-       const float *dchannels, PARAMETER *__restrict__ dnorm, PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv),
-       PAIR(PARAMETER, dconv_bias), PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias),
-       PAIR(PARAMETER, dskip), i64 width, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
-    unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+finish_backward(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj,
+                const float *__restrict__ dfolded, const float *dfilters, const float *dx_projs, const float *dsteps,
+                i64 filter_parts, i64 x_parts, i64 step_parts, const float *dchannels, PARAMETER *__restrict__ dnorm,
+                PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv), PAIR(PARAMETER, dconv_bias),
+                PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias), PAIR(PARAMETER, dskip),
+                i64 channels, i64 projections_, i64 rank_, i64 padded_rank_, const T *__restrict__ dxhat,
+                const T *__restrict__ xhat, const float *__restrict__ scale, const float *__restrict__ dresidual,
+                float *__restrict__ dx, T *__restrict__ rounded, i64 tokens, i64 unpacking) {
+    if (blockIdx.x >= unpacking) {
+        i64 token = (blockIdx.x - unpacking) * 8 + threadIdx.x / 32;
+        if (token < tokens) rms_norm_backward(token, dxhat, xhat, scale, dresidual, dx, rounded);
+        return;
+    }
+    constexpr unsigned C = WIDTH;
+    unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
     if (blockIdx.x < norm_blocks) {
         constexpr int TOGETHER = 4;  // rows on their way at once
@@ -135,7 +207,7 @@ unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj
     if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
         unsigned rows = projections - padded_rank + rank, size = projections * D;
         unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;
-        float sum = sum_of_parts(dx + g * x_parts * size + from * D + i % D, x_parts, size);
+        float sum = sum_of_parts(dx_projs + g * x_parts * size + from * D + i % D, x_parts, size);
         put((g ? dx_proj_1 : dx_proj_0) + i % (rows * D), sum);
     } else if (is_among(i, 2 * D * rank)) {
         unsigned g = i / (D * rank), d = i / rank % D, r = i % rank, size = D * padded_rank;
@@ -149,70 +221,6 @@ unpack(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj
         unsigned g = i / D, d = i % D;
         put((g ? dskip_1 : dskip_0) + d, dchannels[2 * g * D + d]);
         put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(2 * g + 1) * D + d]);
-    }
-}
-
-// xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
-// a token and keeps it in registers; the copy of x, unless null, is what the block's last product is added to.
-constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ scale, float *__restrict__ copy,
-         i64 tokens, double eps) {
-    i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
-    if (token >= tokens) return;
-    int lane = threadIdx.x % 32;
-    x += token * WIDTH, xhat += token * WIDTH;
-    Floats<V> row[ITEMS] = {};
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        if (int c = (i * 32 + lane) * V; c < WIDTH) row[i] = load<V>(x + c);
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-        for (int j = 0; j < V; j++) squares = fmaf(row[i].at[j], row[i].at[j], squares);
-    float r = rsqrtf(sum_over_warp(squares) / WIDTH + float(eps));
-    if (lane == 0) scale[token] = r;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
-#pragma unroll
-        for (int j = 0; j < V; j++) row[i].at[j] *= r;
-        if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<T>(row[i]));
-    }
-}
-
-// dx = dresidual + scale (dxhat - xhat mean(dxhat xhat)); and, unless null, dx rounded to T
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-rms_norm_backward(const T *__restrict__ dxhat, const T *__restrict__ xhat, const float *__restrict__ scale,
-                  const float *__restrict__ dresidual, float *__restrict__ dx, T *__restrict__ rounded, i64 tokens) {
-    i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
-    if (token >= tokens) return;
-    int lane = threadIdx.x % 32;
-    dxhat += token * WIDTH, xhat += token * WIDTH, dresidual += token * WIDTH, dx += token * WIDTH;
-    Pack<T, V> gradient[ITEMS] = {}, value[ITEMS] = {};
-    Floats<V> residual[ITEMS];
-    float products = 0, r = scale[token];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        if (int c = (i * 32 + lane) * V; c < WIDTH)
-            gradient[i] = load<V>(dxhat + c), value[i] = load<V>(xhat + c), residual[i] = load<V>(dresidual + c);
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        Floats<V> g = to_floats(gradient[i]), v = to_floats(value[i]);
-#pragma unroll
-        for (int j = 0; j < V; j++) products = fmaf(g.at[j], v.at[j], products);
-    }
-    float mean = sum_over_warp(products) / WIDTH;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        Floats<V> g = to_floats(gradient[i]), v = to_floats(value[i]);
-#pragma unroll
-        for (int j = 0; j < V; j++) residual[i].at[j] = fmaf(r, fmaf(-v.at[j], mean, g.at[j]), residual[i].at[j]);
-        if (int c = (i * 32 + lane) * V; c < WIDTH) store(dx + c, residual[i]);
-        if (int c = (i * 32 + lane) * V; rounded && c < WIDTH)
-            store(rounded + token * WIDTH + c, from_floats<T>(residual[i]));
     }
 }
 

@@ -50,14 +50,16 @@ def pack(
     return packed
 
 
-def unpack(
-    norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dtype: torch.dtype, dfolded: Tensor, dfilters: Tensor,
-    dx_proj: Tensor, dstep_proj: Tensor, dchannels: Tensor,
-) -> list[Tensor]:  # fmt: skip
+def finish_backward(
+    norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
+    dstep_proj: Tensor, dchannels: Tensor, dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor,
+) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
     """Gradients of norm_C, in_proj and of the first six weights of each direction, from those of what `pack` returns.
 
+    And that of x, of which xhat is one use and the residual stream the other; and the same in the dtype of xhat, or
+    nothing if that is fp32 too.
+
     Args:
-        dtype: The one that `pack` was given.
         dfolded: Of the projection that contains the norm's weight.
         dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
@@ -69,15 +71,18 @@ def unpack(
     rank = pairs[6].shape[1]
     gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
     items = 2 * D * (projections + padded + taps + 2)
-    norm_C, in_proj = norm_C.contiguous(), in_proj.contiguous()
-    vector = 4 if C % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj)) else 1
-    macros = _macros(dtype, vector, taps=taps, parameter=norm_C.dtype)
+    norm_C, in_proj, T = norm_C.contiguous(), in_proj.contiguous(), len(xhat_TC)
+    dx_TC, rounds = torch.empty_like(dresidual_TC), xhat_TC.dtype != dresidual_TC.dtype
+    rounded_TC = torch.empty_like(xhat_TC) if rounds else xhat_TC.new_empty(0)
+    aligned = all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj, dresidual_TC))
+    vector, unpacking = 4 if C % 4 == 0 and aligned else 1, -(-C // 8) + -(-items // 256)
+    macros = _macros(xhat_TC.dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
     parts = dfilters.shape[0], dx_proj.shape[1], dstep_proj.shape[1]
-    arguments = [norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts]
-    launch("block", "unpack", macros, -(-C // 8) + -(-items // 256), 256, [
-        *arguments, dchannels, *gradients, C, D, projections, rank, padded,
+    launch("block", "finish_backward", macros, unpacking + -(-T // 8), 256, [
+        norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts, dchannels, *gradients, D, projections,
+        rank, padded, dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T, unpacking,
     ])  # fmt: skip
-    return gradients
+    return gradients, dx_TC, rounded_TC
 
 
 def _pairs(directions: list[Tensor]) -> list[Tensor]:
@@ -97,22 +102,6 @@ def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype, copy: bool) -> tuple[
 
 def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
-
-
-def rms_norm_backward(
-    dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x, of which xhat is one use and the residual stream the other.
-
-    And the same in the dtype of xhat, or nothing if that is fp32 too.
-    """
-    T, C = xhat_TC.shape
-    dx_TC = torch.empty_like(dresidual_TC)
-    rounds = xhat_TC.dtype != dx_TC.dtype
-    rounded_TC = torch.empty_like(xhat_TC) if rounds else xhat_TC.new_empty(0)
-    arguments = [dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T]
-    _launch("rms_norm_backward", _macros(xhat_TC.dtype, _vector(4, dresidual_TC), width=C), T, arguments)
-    return dx_TC, rounded_TC
 
 
 def project(

@@ -24,8 +24,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
-    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R) may
-    stand in place of the logits, with the weights that project it to them.
+    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R)
+    may stand in place of the logits, with the weights that project it to them.
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
@@ -55,7 +55,7 @@ def forward(
 
 
 def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
-    """Whether `forward` takes the step in place of the logits of such an x: where pairs.cu scans sequences as a whole."""
+    """Whether `forward` takes the step in place of the logits: where pairs.cu scans sequences such as x as a whole."""
     variant, segment_chunks = _choose("forward", recurrence, x_GBLD, N, vectors=x_GBLD.shape[-1] % 8 == 0)
     return isinstance(variant, Pairs) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
 
