@@ -133,6 +133,16 @@ def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_wi
     assert (variant.channels, segment_chunks) in fastest
 
 
+@pytest.mark.parametrize(("B", "L", "N", "itemsize", "fastest"), [
+    (2, 6085, 16, 4, (4, 9)), (1, 6085, 32, 2, (4, 9)), (8, 4097, 32, 2, (2, 65)),
+])  # fmt: skip
+def test_the_cost_model_counts_blocks_of_wide_inputs_and_long_keys_that_share_a_multiprocessor(
+    B, L, N, itemsize, fastest
+):
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, 768, L, N, itemsize, H200)
+    assert (variant.channels, segment_chunks) == fastest
+
+
 def test_the_cost_model_gives_a_lane_more_where_there_is_more():
     def lane(B, D, L, itemsize=2):
         variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, itemsize, H200)

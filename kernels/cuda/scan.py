@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ..kept import CHUNK, boundaries
 from .compiler import launch
-from .variants import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, choose, summary_variant
+from .variants import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, align, choose, summary_variant
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
-BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this is for
-SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each block takes 1 KiB more than it asks for
 
 
 def forward(
@@ -144,7 +142,7 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     # wider inputs and longer keys take more registers, which fewer blocks leave
     min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
     row = tile * groups * channels
-    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * _align(row * x.element_size())
+    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * align(row * x.element_size())
     block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * warp_bytes
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
@@ -181,7 +179,7 @@ def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
 def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
     """The same for summary_triples.cu."""
     N, tile, warps, warp_channels = 16, 24, variant.warps, 8 * variant.channels
-    block_bytes = warps * warp_channels * (2 * 2 * (tile + 2) + 4 * 33)
+    block_bytes = warps * warp_channels * (2 * 2 * tile + 4 * 33)
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
         MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
@@ -192,25 +190,12 @@ def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logit
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
     """The same for backward.cu."""
-    groups, quads = 128 // N, N // 4
-    channels = _vector(min(variant.channels, max(1, quads)), dy, x, logits)
-    row, tile, warps = groups * channels, variant.tile, variant.warps
+    channels = _vector(variant.lane_channels(N), dy, x, logits)
+    row = 128 // N * channels
     vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
-    warp_bytes = (
-        variant.stages * 3 * _align(tile * row * x.element_size())
-        + 2 * _align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; gate and slope
-        + 2 * tile * (quads * (4 * groups + 8) + 4)  # sums over channels
-        + 4 * tile * (quads * (row + 8) + 8)  # sums over states
-        + 4 * 4 * tile * N + _align(8 * tile)  # dk and dq of two tiles; norm
-    )  # fmt: skip
-    min_blocks = variant.min_blocks if x.element_size() == 2 and N >= 16 else 2
-    keys_bytes = 4 * CHUNK * (2 * N + 1)
-    while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
-        warps //= 2
-    block_bytes = keys_bytes + warps * warp_bytes
-    min_blocks = min(min_blocks * variant.warps // warps, SHARED_BYTES // (block_bytes + 1024))
+    warps, block_bytes, min_blocks = variant.block(N, x.element_size(), channels)
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile, WARPS=warps,
         STAGES=variant.stages, MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * row)), block_bytes
@@ -218,10 +203,6 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
 
 def _common(recurrence: str, x: Tensor, N: int) -> dict:
     return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK)
-
-
-def _align(n: int) -> int:
-    return -(-n // 16) * 16
 
 
 def _vector_of(limit: int, *sizes: int) -> int:

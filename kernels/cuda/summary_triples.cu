@@ -17,19 +17,20 @@
 
 constexpr int THREADS = 32 * WARPS, SIXTEENS = C / 2, OCTETS = N / 8, TRIPLES = TILE / 3;
 constexpr int BLOCK_CHANNELS = WARPS * WARP_CHANNELS;
-// triples whose products are interleaved: compilers for newer GPUs spill what they read ahead for all
-#if __CUDA_ARCH__ >= 1000
-constexpr int AT_ONCE = 2;
+// triples whose factors of states are read ahead: compilers for newer GPUs spill those of 4
+#if __CUDA_ARCH__ < 1000
+constexpr int AHEAD = 4;
 #else
-constexpr int AT_ONCE = 4;
+constexpr int AHEAD = 2;
 #endif
 static_assert(TILE == 24 && sizeof(T) == 2 && N == 16 && NL == OCTETS * 2 && C % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Two rows more than there are tokens
-// are what keeps copies of two tokens from meeting in a bank.
+// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where neither
+// copies of two tokens nor loads of tokens 3 apart meet in a bank.
 struct Tile {
-    alignas(16) T at[2][WARP_CHANNELS / 8][TILE + 2][8];
+    alignas(16) T at[2][WARP_CHANNELS / 8][TILE][8];
 };
+DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
 // Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for two
 // octets each; and 1 / (1 + k.k)
@@ -149,13 +150,14 @@ struct Copies {
         asm("" : "+l"(this->logits.data));  // or the compiler would add them up again for every tile
         asm("" : "+l"(this->dys.data));
     }
-    // from token t0 on, of which `tokens` exist; zeros for the others
-    __device__ __forceinline__ void start(Tile &tile, int t0, int tokens) const {
-        int left = exists ? tokens - token : 0;
+    // from token t0 on; zeros from `end` on
+    __device__ __forceinline__ void start(Tile &tile, int t0, int end) const {
+        int left = exists ? end - t0 - token : 0;
 #pragma unroll
         for (int t = 0; t < TILE; t += TOKENS) {
-            copy_async<VECTOR>(tile.at[0][octet][token + t] + c, logits.at(t0 + token + t), t < left);
-            copy_async<VECTOR>(tile.at[1][octet][token + t] + c, dys.at(t0 + token + t + 1), t + 1 < left);
+            int row = tile_row(octet, token + t);
+            copy_async<VECTOR>(tile.at[0][octet][row] + c, logits.at(t0 + token + t), t < left);
+            copy_async<VECTOR>(tile.at[1][octet][row] + c, dys.at(t0 + token + t + 1), t + 1 < left);
         }
         commit_copies();
     }
@@ -168,7 +170,7 @@ struct Place {
     __device__ __forceinline__ Place(unsigned block, unsigned B, i64 D, unsigned boundaries) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
         unsigned blocks = (unsigned(D) + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
-        d = block % blocks * BLOCK_CHANNELS + warp * WARP_CHANNELS + c;
+        d = i64(block % blocks * BLOCK_CHANNELS) + warp * WARP_CHANNELS + c;
         boundary = block / blocks % boundaries;
         b = block / blocks / boundaries % B;
         g = block / blocks / boundaries / B;
@@ -193,7 +195,7 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
     Copies copies(logits, dys, lane, at.d - c, D);
     Warp &warp = reinterpret_cast<Warp *>(shared)[at.warp];
     const States *states = all_states + ((at.g * B + at.b) * boundaries + at.boundary) * tiles_of(tokens);
-    copies.start(warp.tile, begin, end - begin);
+    copies.start(warp.tile, begin, end);
 
     // `F[s][o][2 i + j]` is state 8 o + 2 p + j of channel 16 s + c + 8 i
     float F[SIXTEENS][OCTETS][4], decay[SIXTEENS][OCTETS][4], bias[SIXTEENS][2] = {};
@@ -214,24 +216,31 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
                 }
         }
 
-    // of the first tokens of all triples, of 16 channels, the row that this lane names: that of lanes 2 i is of triple i, that
-    // of lanes 2 i + 1 of triple i + 4
-    const T *row = warp.tile.at[lane / 16][lane / 8 % 2][lane % 8 / 2 * 3 + lane % 2 * 12];
+    // the rows that this lane names: those of lanes 2 i are of triple i, those of lanes 2 i + 1 of triple i + 4
+    int row[2][3], octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+#pragma unroll
+        for (int j = 0; j < 3; j++) row[s][j] = (octet + 2 * s) * TILE + tile_row(octet + 2 * s, token + j);
     Floats<4> norm = load<4>(states->norm[p]);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE, states++) {
         wait_for_copies<0>();
         __syncwarp();
         // token j of triples p and p + 4: logits of channels c and c + 8, then dy
+        const T(*rows)[8] = warp.tile.at[lane / 16][0];
         unsigned words[SIXTEENS][3][4];
 #pragma unroll
         for (int s = 0; s < SIXTEENS; s++)
 #pragma unroll
-            for (int j = 0; j < 3; j++) load_transposed(words[s][j], row + (2 * s * (TILE + 2) + j) * 8);
+            for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
         __syncwarp();
-        copies.start(warp.tile, t0 + TILE, end - t0 - TILE);
+        copies.start(warp.tile, t0 + TILE, end);
 #pragma unroll
         for (int four = 0; four < 2; four++) {
+            Pack<unsigned, 4> of_states[AHEAD];  // on their way while factors of channels are computed
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
 #pragma unroll
             for (int s = 0; s < SIXTEENS; s++) {
                 float gate[2][3];
@@ -254,9 +263,9 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
             }
             norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);  // of the next four triples
             __syncwarp();
-#pragma unroll AT_ONCE
+#pragma unroll AHEAD
             for (int j = 0; j < 4; j++) {
-                Pack<unsigned, 4> state = load<4>(states->factor[4 * four + j][lane]), channel[SIXTEENS];
+                Pack<unsigned, 4> channel[SIXTEENS];
 #pragma unroll
                 for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
 #pragma unroll
@@ -264,14 +273,15 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
 #pragma unroll
                     for (int s = 0; s < SIXTEENS; s++) {
                         float A[4], added[4], (&f)[4] = F[s][o];
-                        multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], state.at[o], 1);
-                        multiply(T{}, added, channel[s].at[2], channel[s].at[3], state.at[OCTETS + o], 0);
+                        multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states[j % AHEAD].at[o], 1);
+                        multiply(T{}, added, channel[s].at[2], channel[s].at[3], of_states[j % AHEAD].at[OCTETS + o], 0);
 #pragma unroll
                         for (int x = 0; x < 4; x++) {
                             f[x] = fmaf(A[x], f[x], added[x]);
                             decay[s][o][x] *= A[x];
                         }
                     }
+                if (j + AHEAD < 4) of_states[j % AHEAD] = load<4>(states->factor[4 * four + j + AHEAD][lane]);
             }
             __syncwarp();
         }

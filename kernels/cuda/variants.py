@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from ..kept import CHUNK
 
+BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this is for
+SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each block takes 1 KiB more than it asks for
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
 WAVE = 3000  # cycles before a wave's first token
@@ -100,6 +102,31 @@ class Backward(NamedTuple):
     min_blocks: int = 2
     stages: int = 2
 
+    def lane_channels(self, N: int) -> int:
+        return min(self.channels, max(1, N // 4))
+
+    def block(self, N: int, itemsize: int, channels: int) -> tuple[int, int, int]:
+        """A block's warps and bytes of shared memory, and how many blocks share a multiprocessor."""
+        groups, quads, tile, warps = 128 // N, N // 4, self.tile, self.warps
+        row = groups * channels
+        warp_bytes = (
+            self.stages * 3 * align(tile * row * itemsize)
+            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; gate and slope
+            + 2 * tile * (quads * (4 * groups + 8) + 4)  # sums over channels
+            + 4 * tile * (quads * (row + 8) + 8)  # sums over states
+            + 4 * 4 * tile * N + align(8 * tile)  # dk and dq of two tiles; norm
+        )  # fmt: skip
+        keys_bytes = 4 * CHUNK * (2 * N + 1)
+        while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
+            warps //= 2
+        block_bytes = keys_bytes + warps * warp_bytes
+        blocks = (self.min_blocks if itemsize == 2 and N >= 16 else 2) * self.warps // warps
+        return warps, block_bytes, min(blocks, SHARED_BYTES // (block_bytes + 1024))
+
+
+def align(n: int) -> int:
+    return -(-n // 16) * 16
+
 
 FORWARD = {
     "longhorn": [Lanes(16, 4, 4, 12, 540, 455), Lanes(16, 2, 8, 12, 305, 255),
@@ -117,7 +144,7 @@ SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16
 # of 16-bit inputs with 16 states
 SUMMARY_TRIPLES = SummaryTriples(130, 58)
 BACKWARD = {
-    "longhorn": [Backward(4, 8, 620, 390, min_blocks=3), Backward(2, 8, 465, 205, min_blocks=3)],
+    "longhorn": [Backward(4, 8, 670, 365, min_blocks=3), Backward(2, 8, 465, 205, min_blocks=3)],
     "selective": [Backward(2, 8, 620, 298, min_blocks=3)],
 }
 # with 64 states a tile of 8 tokens would leave lanes without work
@@ -142,7 +169,7 @@ def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes 
 
 
 def cycles(
-    variant: Lanes | Quads | Pairs | SummaryTriples | Backward, channels: int, state_size: int, tokens: int,
+    variant: Lanes | Quads | Pairs | SummaryTriples | Backward, channels: int, N: int, itemsize: int, tokens: int,
     multiprocessors: int, short: int = 0,
 ) -> float:  # fmt: skip
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments).
@@ -152,12 +179,16 @@ def cycles(
     if isinstance(variant, Pairs):
         each = math.ceil(channels / (16 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
         return each * (PAIRS_WAVE + tokens * variant.alone)
-    lanes = max(1, state_size // variant.states)  # of as many channels as a lane has
-    one_each = 32 * variant.channels / lanes * SCHEDULERS * multiprocessors  # channels that give every scheduler a warp
-    at_once = max(1, variant.min_blocks * variant.warps // SCHEDULERS)  # warps of a scheduler
-    waves = math.ceil(math.ceil(channels / one_each) / at_once)
+    of_lane, warps, blocks = variant.channels, variant.warps, variant.min_blocks
+    if isinstance(variant, Backward):
+        of_lane = variant.lane_channels(N)
+        warps, _, blocks = variant.block(N, itemsize, of_lane)
+    lanes = max(1, N // variant.states)  # of as many channels as a lane has
+    one_each = 32 * of_lane / lanes * SCHEDULERS * multiprocessors  # channels that give every scheduler a warp
+    at_once = blocks * warps / SCHEDULERS  # warps of a scheduler
+    waves = math.ceil(channels / (one_each * at_once))
     # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
-    each = min(math.ceil((channels + short) / one_each), at_once)
+    each = min(math.ceil((channels + short) / one_each), math.ceil(at_once))
     if isinstance(variant, Backward):
         token = variant.alone + (each - 1) * variant.more
     else:
@@ -197,10 +228,10 @@ def choose(
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors
             between = LAUNCHES + passed
-            between += cycles(summary, channels * (segments - 1), N, tokens, multiprocessors)
+            between += cycles(summary, channels * (segments - 1), N, itemsize, tokens, multiprocessors)
         for variant in candidates:
             short = channels * (segments - long)
-            cost = between + cycles(variant, channels * long, N, tokens, multiprocessors, short)
+            cost = between + cycles(variant, channels * long, N, itemsize, tokens, multiprocessors, short)
             if best is None or cost < best[0]:
                 best = cost, variant, segment_chunks
     return best[1:]
