@@ -59,6 +59,7 @@ MEANING = {
     r'asm\("movmatrix.sync.*?"r"\(m\)\);': "transposed = transpose_rows(m);",
     r"DEVICE unsigned shared_address.*": "",
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
+    r'asm volatile\("ld.global.cs.v4.f32 .*?"l"\(p\)\);': "v = load<4>(p);",
     r'asm volatile\("ld.global.nc.v4.u32 .*?"l"\(p\)\);': "v = load<8>(p);",
     r'asm\("" : [^;]*;': "",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",

@@ -478,30 +478,24 @@ scan_backward(TOKENS(const T, dy), TOKENS(const T, x), TOKENS(const T, logit), T
     }
 }
 
-// Sums of parts in a fixed order, all in one launch of blocks of 256 threads: dk and dq of every token over the blocks of
-// channels, where a thread adds 4 states; then the columns of the `rows`, where 8 threads share a sum
+// of what nobody reads again, which caches need not keep
+DEVICE Floats<4> load_once(const float *p) {
+    Floats<4> v;
+    asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.at[0]), "=f"(v.at[1]), "=f"(v.at[2]), "=f"(v.at[3])
+                 : "l"(p));
+    return v;
+}
+
+// Sums of parts in a fixed order, all in one launch of blocks of 256 threads: the columns of the `rows`, where 8 threads
+// share a sum; then dk and dq of every token over the blocks of channels, where a thread adds 4 states
 extern "C" __global__ void sum_parts(const float *dkeys, T *dk, T *dq, i64 key_parts, i64 tokens, const float *rows,
                                      float *dchannels, float *drates, i64 parts, i64 channels, i64 columns) {
     __shared__ float slices[8][32];
-    i64 key_items = tokens * 2 * QUADS, key_blocks = (key_items + 255) / 256;
-    if (blockIdx.x < key_blocks) {
-        i64 i = blockIdx.x * i64(256) + threadIdx.x;
-        if (i >= key_items) return;
-        constexpr int TOGETHER = 6;  // parts on their way at once
-        Floats<4> sum = {};
-        for (i64 first = 0; first < key_parts; first += TOGETHER) {
-            Floats<4> parts[TOGETHER] = {};
-#pragma unroll
-            for (int j = 0; j < TOGETHER; j++)
-                if (first + j < key_parts) parts[j] = load<4>(dkeys + ((first + j) * key_items + i) * 4);
-#pragma unroll
-            for (int j = 0; j < TOGETHER; j++) sum = sum + parts[j];
-        }
-        i64 token = i / (2 * QUADS), n = i % QUADS * 4;
-        store((i / QUADS % 2 ? dq : dk) + token * N + n, from_floats<T>(sum));
-    } else {
+    i64 key_items = tokens * 2 * QUADS, row_blocks = (columns + 31) / 32;
+    if (blockIdx.x < row_blocks) {
         int slice = threadIdx.x / 32, lane = threadIdx.x % 32;
-        i64 column = (blockIdx.x - key_blocks) * 32 + lane;
+        i64 column = blockIdx.x * 32 + lane;
         float sum = 0;
         if (column < columns)
 #pragma unroll 8
@@ -512,5 +506,20 @@ extern "C" __global__ void sum_parts(const float *dkeys, T *dk, T *dq, i64 key_p
 #pragma unroll
         for (int s = 1; s < 8; s++) sum += slices[s][lane];
         *(column < channels ? dchannels + column : drates + (column - channels)) = sum;
+    } else {
+        i64 i = (blockIdx.x - row_blocks) * 256 + threadIdx.x;
+        if (i >= key_items) return;
+        constexpr int TOGETHER = 6;  // parts on their way at once
+        Floats<4> sum = {};
+        for (i64 first = 0; first < key_parts; first += TOGETHER) {
+            Floats<4> parts[TOGETHER] = {};
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++)
+                if (first + j < key_parts) parts[j] = load_once(dkeys + ((first + j) * key_items + i) * 4);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) sum = sum + parts[j];
+        }
+        i64 token = i / (2 * QUADS), n = i % QUADS * 4;
+        store((i / QUADS % 2 ? dq : dk) + token * N + n, from_floats<T>(sum));
     }
 }
