@@ -165,18 +165,16 @@ def convolve_backward(
     if size == 4:
         dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     macros = _convolution(u_BLD, conv_2DK, P)
-    lane = min(2, macros["VECTOR"])
-    row, tile, products = 32 * lane, 32 // size, -(-P // 16) if size == 2 else 0
-    blocks = -(-D // row)
-    # No more parts than keep the GPU busy: each is written, and added by another kernel. Their warps all get as many
-    # stretches of tokens, and these are as long as that allows.
-    most = -(-3 * _multiprocessors(u_BLD.device) // blocks)
-    rounds = -(-B * -(-L // 256) // (WARPS * most))
-    stretch = max(8, -(-L // (4 * max(1, WARPS * most * rounds // B))) * 4)
-    parts = min(-(-B * -(-L // stretch) // WARPS), most)
+    span, products = 8 * WARPS * min(2, macros["VECTOR"]), -(-P // 16) if size == 2 else 0
+    blocks, resident = -(-D // span), 3 if products <= 4 else 2
+    # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many stretches of
+    # tokens, four at a time, and these are as long as that allows.
+    most = max(1, resident * _multiprocessors(u_BLD.device) // blocks)
+    rounds = -(-B * -(-L // 256) // (4 * most))
+    stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
+    parts = min(-(-B * -(-L // stretch) // 4), most)
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
-    tiles = WARPS * 2 * 3 * tile * (row * size + 16)
-    shared = max(tiles + 2 * products * 16 * row * size, WARPS * 2 * (taps + 1) * row * 4)
+    shared = 2 * 32 * (3 * (span * size + 16) + 2 * (16 * products + 8) * size)
     launch("convolve", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
         u_BLD, u_BLD.stride(1), dv_2BHD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
         dfilters, B, L, dv_2BHD.shape[2], D, stretch, parts,

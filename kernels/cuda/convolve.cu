@@ -3,7 +3,7 @@
 //   INPUT        element type of the tensors: bf16, fp16 or float
 //   VECTOR       neighbouring channels that a copy moves at once, up to 16 bytes
 //   TAPS         tokens that a convolution sees
-//   PROJECTIONS  rows of x_proj, R + 2N
+//   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
 //
 // B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
 
@@ -89,240 +89,218 @@ DEVICE float scaled_slope(float y) {
 //   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
 // where dv is what the scan gives and dprojected @ x_proj what the projections add (16-bit inputs; others come with it).
 // Both are of the H tokens that a direction reads first, and zero of the others.
-// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A warp takes a ROW of channels, LANE of
-// them a lane, and one stretch of tokens after another, from STEP tokens before it on, by tiles in shared memory of which
-// the next is on its way. The sums of a block's warps are added before it writes its part of dfilters,
-// (parts, 2, TAPS + 1, D) with the biases last.
-constexpr int LANE = VECTOR < 2 ? 1 : 2, ROW = 32 * LANE, TILE = sizeof(T) == 2 ? 16 : 8;
-constexpr int PITCH = ROW + 16 / sizeof(T);  // so that lanes at the same channel of different tokens hit different banks
+// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A block takes SPAN channels and four
+// stretches of tokens after another, each from STEP tokens before it on, by tiles in shared memory of which the next is
+// on its way: two tokens of each stretch, then the two behind them. Lane l has LANE channels, number l / 4 of the warp's,
+// and stretch l % 4, as the tensor cores give them the product: as (16 channels, 16 projections) times (16 projections, 8
+// tokens). The sums of the stretches are added before the block writes its part of dfilters, (parts, 2, TAPS + 1, D) with
+// the biases last.
+constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4, TILE = 2 * STEP, ROWS = STRETCHES * TILE;
+constexpr int PRODUCTS = sizeof(T) == 2 ? (PROJECTIONS + 15) / 16 : 0;
+// of a row, so that what is read at once hits different banks
+constexpr int PITCH = SPAN + 16 / sizeof(T), PROJECTED_PITCH = PRODUCTS * 16 + 8;
 struct Tile {
-    T u[TILE][PITCH], dv[2][TILE][PITCH];
+    T u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
 };
 
-// dprojected @ x_proj by the tensor cores, as (16 channels, 16 projections) times (16 projections, 8 tokens): lane l has,
-// of tokens l / 4 and l / 4 + 8 and of each group of 32 projections, 8 neighbours, read at once (4 where the last group is
-// of 16). To the cores these are columns of two products, in another order, which is all the same as long as x_proj is
-// dealt alike. Nor do they mind the order of channels, so that a lane's sums in two products side by side are of
-// neighbours: 4 (l / 4) .. + 3 of 32 channels, of tokens 2 (l % 4), + 1.
-constexpr int PRODUCTS = (PROJECTIONS + 15) / 16, GROUPS = (PRODUCTS + 1) / 2, SIXTEENS = ROW / 16;
-struct Fragments {  // x_proj as it is dealt to lanes
-    Pack<unsigned, 4> at[PRODUCTS][SIXTEENS][32];
-};
-DEVICE bool whole(int group) { return 2 * group + 1 < PRODUCTS; }
-template <class T>
+// dprojected @ x_proj of both directions, of the lane's channels and two tokens
+template <class T, int PRODUCTS>
 struct Product {
-    Pack<T, 8> projections[GROUPS][2];
-    __device__ __forceinline__ Product(const T *dprojected, int t, int L, int lane) {
-        const T *from = dprojected + i64(t + lane / 4) * PROJECTIONS;
+    unsigned x_proj[2][PRODUCTS][4];
+    DEVICE void read(Product &to, const T *from, i64 d, i64 D) {
+        int p = threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int p = group * 32 + lane % 4 * (whole(group) ? 8 : 4);
-                bool valid = unsigned(t + half * 8 + lane / 4) < unsigned(L) && p < PROJECTIONS;
-                Pack<T, 8> &to = projections[group][half];
-                if (whole(group)) {
-                    to = valid ? load<8>(from + half * 8 * PROJECTIONS + p) : Pack<T, 8>{};
-                } else {
-                    Pack<T, 4> four = valid ? load<4>(from + half * 8 * PROJECTIONS + p) : Pack<T, 4>{};
-                    to.word[0] = four.word[0], to.word[1] = four.word[1];
-                }
+        for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
+            int g = i / (4 * PRODUCTS), k = i / 4 % PRODUCTS, row = k * 16 + i % 4 / 2 * 8 + p, c = i % 2;
+            T low = {}, high = {};
+            if (c < LANE && d < D && row < PROJECTIONS) {
+                const T *x = from + (g * PROJECTIONS + row) * D + d + c;
+                low = x[0], high = x[D];
             }
-    }
-    DEVICE void deal(Fragments &to, const T *x_proj, int channels, int D) {
-#pragma unroll
-        for (int n = 0; n < (PRODUCTS * SIXTEENS + WARPS - 1) / WARPS; n++) {
-            int i = n * 32 * WARPS + threadIdx.x, lane = i % 32, sixteen = i / 32 % SIXTEENS, k = i / (32 * SIXTEENS);
-            if (k >= PRODUCTS) break;
-#pragma unroll
-            for (int word = 0; word < 4; word++) {
-                int c = sixteen / 2 * 32 + lane / 4 * 4 + sixteen % 2 * 2 + word % 2;
-                int p = k / 2 * 32 + (whole(k / 2) ? lane % 4 * 8 + k % 2 * 4 : lane % 4 * 4) + word / 2 * 2;
-                T low = {}, high = {};  // PROJECTIONS is even
-                if (c < channels && p < PROJECTIONS) low = x_proj[i64(p) * D + c], high = x_proj[i64(p + 1) * D + c];
-                to.at[k][sixteen][lane].at[word] = low.bits | unsigned(high.bits) << 16;
-            }
+            to.x_proj[g][k][i % 4] = low.bits | unsigned(high.bits) << 16;
         }
     }
-    __device__ __forceinline__ void add_to(T (*dv)[PITCH], const Fragments &x_proj, int lane) const {
-        constexpr int SIDE = 2;  // products side by side, as one waits for the one before it
+    // of the tokens in 8 rows from `row` on
+    __device__ __forceinline__ void add_to(Floats<2> (&sums)[2][2], const Tile &tile, int row) const {
+        int lane = threadIdx.x % 32;
+        const T *from = &tile.dprojected[lane / 16][row + lane % 8][lane / 8 % 2 * 8];
 #pragma unroll
-        for (int first = 0; first < SIXTEENS; first += SIDE) {
-            T *even = &dv[lane % 4 * 2][first * 16 + lane / 4 * 4], *odd = even + PITCH;
-            Floats<2> sums[SIDE][2][2];
+        for (int k = 0; k < PRODUCTS; k++) {
+            unsigned tokens[4];
+            load_matrices(tokens, from + k * 16);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                Floats<4> a = to_floats(load<4>(even + half * 8 * PITCH));
-                Floats<4> b = to_floats(load<4>(odd + half * 8 * PITCH));
-#pragma unroll
-                for (int c = 0; c < 4; c++) sums[c / 2][half][c % 2] = {a.at[c], b.at[c]};
-            }
-#pragma unroll
-            for (int k = 0; k < PRODUCTS; k++)
-#pragma unroll
-                for (int i = 0; i < SIDE; i++) {
-                    Pack<unsigned, 4> x = x_proj.at[k][first + i][lane];
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const unsigned *p = projections[k / 2][half].word + k % 2 * 2;
-                        multiply_add(T{}, sums[i][half], x.at[0], x.at[1], x.at[2], x.at[3], p[0], p[1]);
-                    }
-                }
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                Floats<4> a, b;
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    Floats<2> sum = sums[c / 2][half][c % 2];
-                    a.at[c] = sum.at[0], b.at[c] = sum.at[1];
-                }
-                store(even + half * 8 * PITCH, from_floats<T>(a));
-                store(odd + half * 8 * PITCH, from_floats<T>(b));
+            for (int g = 0; g < 2; g++) {
+                const unsigned *x = x_proj[g][k];
+                multiply_add(T{}, sums[g], x[0], x[1], x[2], x[3], tokens[g * 2], tokens[g * 2 + 1]);
             }
         }
     }
 };
-template <>
-struct Product<float> {  // none: dv comes with it
-    __device__ Product(const float *, int, int, int) {}
-    DEVICE void deal(Fragments &, const float *, int, int) {}
-    __device__ void add_to(float (*)[PITCH], const Fragments &, int) const {}
+template <class T>
+struct Product<T, 0> {  // none: dv comes with it
+    DEVICE void read(Product &, const T *, i64, i64) {}
+    __device__ void add_to(Floats<2> (&)[2][2], const Tile &, int) const {}
 };
 
-// three blocks a multiprocessor where registers and shared memory suffice
-constexpr bool FEW = sizeof(T) == 2 && GROUPS <= 2;
-extern "C" __global__ void __launch_bounds__(32 * WARPS, FEW && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200 ? 3 : 2)
+// V neighbours of each 8 V, from `from` on, in every 16th row where the thread copies: of tokens t, t + 4, ...
+template <int V, int COLUMNS, int PITCH>
+DEVICE void copy_rows(T (*to)[PITCH], const T *from, i64 stride, int columns, int t, int tokens, int first_row) {
+    int row = threadIdx.x / 8, column = threadIdx.x % 8 * V;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j += 8 * V) {
+        if (COLUMNS % (8 * V) && j + column >= COLUMNS) break;
+        int copied = j + column < columns ? tokens : 0;
+#pragma unroll
+        for (int i = first_row; i < ROWS; i += 16)
+            copy_async<V>(&to[row + i][j + column], from + i / 4 * stride + j, unsigned(t + i / 4) < unsigned(copied));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 4 ? 3 : 2)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
                   const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
                   T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D,
                   i64 stretch, i64 parts) {
     extern __shared__ __align__(16) char shared[];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Tile *tiles = reinterpret_cast<Tile *>(shared) + warp * 2;
-    Fragments *shared_x_proj = reinterpret_cast<Fragments *>(shared + WARPS * 2 * sizeof(Tile));
-    i64 blocks = (D + ROW - 1) / ROW, part = blockIdx.x / blocks;
-    i64 first_d = blockIdx.x % blocks * ROW, d = first_d + lane * LANE;
-    bool valid = d < D;
-#pragma unroll
-    for (int g = 0; g < 2; g++)
-        Product<T>::deal(shared_x_proj[g], x_proj + g * PROJECTIONS * D + first_d, min(D - first_d, i64(ROW)), D);
-    __syncthreads();
-    i64 loaded_d = min(d, D - LANE);
-    int stretches = (L + stretch - 1) / stretch, items = B * stretches, length = L, read = H, unread = L - H;
+    Tile *tiles = reinterpret_cast<Tile *>(shared);
+    int lane = threadIdx.x % 32, quad = lane % 4, channel = (threadIdx.x / 4) * LANE;  // of the block's
+    int blocks = (D + SPAN - 1) / SPAN, first_d = blockIdx.x % blocks * SPAN, part = blockIdx.x / blocks;
+    int d = first_d + channel, loaded_d = min(d, int(D) - LANE);
+    using Projections = Product<T, PRODUCTS>;
+    Projections product;
+    Projections::read(product, x_proj, d, D);
     Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     forward.scale(-LOG2E), backward.scale(-LOG2E);
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches, columns = D - first_d;
 #pragma unroll 1
-    for (int item = part * WARPS + warp; item < items; item += int(parts) * WARPS) {
-        i64 b = item / stretches;
-        int begin = item % stretches * int(stretch), end = min(int(L), begin + int(stretch)), t = begin - STEP;
-        int stored = valid ? end : 0;
-        constexpr int LANES = ROW / VECTOR;  // that copy a token
-        int c = lane % LANES * VECTOR;
-        const T *us = u + b * L * u_stride + first_d, *dv_0 = dv + b * H * D + first_d, *dv_1 = dv_0 + B * H * D;
-        const T *dprojected_0 = dprojected + b * H * PROJECTIONS, *dprojected_1 = dprojected_0 + B * H * PROJECTIONS;
-        T *dus = du + (b * L + t) * du_stride + d;
-        auto copy = [&](T (*to)[PITCH], const T *from, i64 stride, int t, int tokens) {
-            int bytes = stride * sizeof(T), copied = first_d + c < D ? tokens : 0;
-#pragma unroll
-            for (int row = lane / LANES; row < TILE; row += 32 / LANES)
-                copy_async<VECTOR>(&to[row][c], (const T *)((const char *)(from + c) + i64(t + row) * bytes),
-                                   unsigned(t + row) < unsigned(copied));
-        };
-        auto fetch = [&](Tile &tile, int t) {
-            copy(tile.u, us, u_stride, t + BACK, length);
-            copy(tile.dv[0], dv_0, D, t + BACK, read);
-            copy(tile.dv[1], dv_1, D, t - unread, read);
+    for (int first = part * STRETCHES; first < items; first += int(parts) * STRETCHES) {
+        int row = threadIdx.x / 8, copied = first + row % 8 / 2;  // stretch that the thread copies
+        i64 copied_b = copied / stretches;
+        int t = copied % stretches * int(stretch) - TILE + row / 8 * 2 + row % 2;
+        int length = copied < items ? L : 0, read = copied < items ? H : 0, t_0 = t + BACK, t_1 = t - int(L - H);
+        int c = first_d + threadIdx.x % 8 * VECTOR, p = threadIdx.x % 8 * 8;
+        const T *us = u + (copied_b * L + t_0) * u_stride + c;
+        i64 row_0 = copied_b * H + t_0, row_1 = (B + copied_b) * H + t_1;
+        const T *dv_0 = dv + row_0 * D + c, *dv_1 = dv + row_1 * D + c;
+        const T *projected_0 = dprojected + row_0 * PROJECTIONS + p, *projected_1 = dprojected + row_1 * PROJECTIONS + p;
+        auto fetch = [&](Tile &tile, int first_row) {
+            copy_rows<VECTOR, SPAN>(tile.u, us, u_stride, columns, t_0, length, first_row);
+            copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
+            copy_rows<VECTOR, SPAN>(tile.dv[1], dv_1, D, columns, t_1, read, first_row);
+            copy_rows<8, PRODUCTS * 16>(tile.dprojected[0], projected_0, PROJECTIONS, PROJECTIONS, t_0, read, first_row);
+            copy_rows<8, PRODUCTS * 16>(tile.dprojected[1], projected_1, PROJECTIONS, PROJECTIONS, t_1, read, first_row);
             commit_copies();
+            us += TILE * u_stride, dv_0 += TILE * D, dv_1 += TILE * D, t_0 += TILE, t_1 += TILE;
+            projected_0 += TILE * PROJECTIONS, projected_1 += TILE * PROJECTIONS;
         };
-        __syncwarp();
-        fetch(tiles[0], t);
-        InFlight<LANE, BACK> first;
-        first.fetch(us + t * u_stride + loaded_d - first_d, u_stride, t, L);
-        // of the tokens behind t: u; what s_0 and s_1 were
+        __syncthreads();
+        fetch(tiles[0], ROWS / 2);
+        // what the lane works on
+        int item = first + quad, begin = item % stretches * int(stretch);
+        int left = d < D && item < items ? min(int(stretch), int(L) - begin) : 0;  // tokens to store
+        i64 b = item / stretches;
+        T *dus = du + (b * L + begin) * du_stride + d;
+        InFlight<LANE, BACK> behind;
+        behind.fetch(u + (b * L + begin - STEP) * u_stride + loaded_d, u_stride, begin - STEP, item < items ? L : 0);
+        // of the tokens behind: u; what s_0 and s_1 were
         Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
 #pragma unroll
-        for (int i = 0; i < BACK; i++) window[i] = to_floats(first.token[i]);
-        // what products need of dprojected is read when those before have been added
-        Product<T> product_0(dprojected_0, t + BACK, H, lane), product_1(dprojected_1, t - unread, H, lane);
-#pragma unroll 1
-        for (int present = 0; t < end; present ^= 1) {
-            Tile &tile = tiles[present];
-            wait_for_copies<0>();
-            __syncwarp();
-            fetch(tiles[present ^ 1], t + TILE);
-            product_1.add_to(tile.dv[1], shared_x_proj[1], lane);
-            product_0.add_to(tile.dv[0], shared_x_proj[0], lane);
-            product_1 = Product<T>(dprojected_1, t + TILE - unread, H, lane);
-            product_0 = Product<T>(dprojected_0, t + TILE + BACK, H, lane);
-            __syncwarp();
-#pragma unroll 1
-            for (int row = 0; row < TILE && t < end; row += STEP, t += STEP) {
-                float own = t >= begin;
-                Pack<T, LANE> found[STEP];
+        for (int i = 0; i < BACK; i++) window[i] = to_floats(behind.token[i]);
+        auto step = [&](const Tile &tile, int first_row, bool own) {
 #pragma unroll
-                for (int i = 0; i < STEP; i++) {
-                    window[BACK + i] = to_floats(load<LANE>(&tile.u[row + i][lane * LANE]));
-                    s_0[BACK + i] = to_floats(load<LANE>(&tile.dv[0][row + i][lane * LANE]));
-                    s_1[BACK + i] = to_floats(load<LANE>(&tile.dv[1][row + i][lane * LANE]));
+            for (int pair = 0; pair < STEP / 2; pair++) {
+                int row = first_row + pair * 8;
+                Floats<2> sums[2][2] = {};
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    int at = row + quad * 2 + i;
+                    Floats<LANE> dv_0 = to_floats(load<LANE>(&tile.dv[0][at][channel]));
+                    Floats<LANE> dv_1 = to_floats(load<LANE>(&tile.dv[1][at][channel]));
+                    window[BACK + pair * 2 + i] = to_floats(load<LANE>(&tile.u[at][channel]));
+#pragma unroll
+                    for (int c = 0; c < LANE; c++) sums[0][c].at[i] = dv_0.at[c], sums[1][c].at[i] = dv_1.at[c];
                 }
+                product.add_to(sums, tile, row);
 #pragma unroll
-                for (int i = 0; i < STEP; i++) {
-                    Floats<LANE> sum;
+                for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int c = 0; c < LANE; c++) {
-                        float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
-#pragma unroll
-                        for (int tap = 0; tap < TAPS; tap++) {
-                            sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
-                            sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
-                        }
-                        s_0[BACK + i].at[c] *= scaled_slope(sum_0);
-                        s_1[BACK + i].at[c] *= scaled_slope(sum_1);
-                        float own_u = own * window[i].at[c];
-                        sum.at[c] = 0;
-#pragma unroll
-                        for (int tap = 0; tap < TAPS; tap++) {
-                            float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
-                            dforward[tap].at[c] = fmaf(own_u, after, dforward[tap].at[c]);
-                            dbackward[tap].at[c] = fmaf(own_u, before, dbackward[tap].at[c]);
-                            sum.at[c] = fmaf(forward.weight[tap][c], after, sum.at[c]);
-                            sum.at[c] = fmaf(backward.weight[tap][c], before, sum.at[c]);
-                        }
-                        dforward[TAPS].at[c] = fmaf(own, s_0[i].at[c], dforward[TAPS].at[c]);
-                        dbackward[TAPS].at[c] = fmaf(own, s_1[BACK + i].at[c], dbackward[TAPS].at[c]);
+                        s_0[BACK + pair * 2 + i].at[c] = sums[0][c].at[i];
+                        s_1[BACK + pair * 2 + i].at[c] = sums[1][c].at[i];
                     }
-                    found[i] = from_floats<T>(sum);
-                }
-#pragma unroll
-                for (int i = 0; i < STEP; i++)
-                    if (t >= begin && t + i < stored) store(dus + i * du_stride, found[i]);
-                dus += STEP * du_stride;
-#pragma unroll
-                for (int i = 0; i < BACK; i++)
-                    window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
             }
+            Pack<T, LANE> found[STEP];
+#pragma unroll
+            for (int i = 0; i < STEP; i++) {
+                Floats<LANE> sum = {};
+#pragma unroll
+                for (int c = 0; c < LANE; c++) {
+                    float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
+#pragma unroll
+                    for (int tap = 0; tap < TAPS; tap++) {
+                        sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
+                        sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
+                    }
+                    s_0[BACK + i].at[c] *= scaled_slope(sum_0);
+                    s_1[BACK + i].at[c] *= scaled_slope(sum_1);
+                    if (!own) continue;
+#pragma unroll
+                    for (int tap = 0; tap < TAPS; tap++) {
+                        float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
+                        dforward[tap].at[c] = fmaf(window[i].at[c], after, dforward[tap].at[c]);
+                        dbackward[tap].at[c] = fmaf(window[i].at[c], before, dbackward[tap].at[c]);
+                        sum.at[c] = fmaf(forward.weight[tap][c], after, sum.at[c]);
+                        sum.at[c] = fmaf(backward.weight[tap][c], before, sum.at[c]);
+                    }
+                    dforward[TAPS].at[c] += s_0[i].at[c];
+                    dbackward[TAPS].at[c] += s_1[BACK + i].at[c];
+                }
+                found[i] = from_floats<T>(sum);
+            }
+            if (own) {
+#pragma unroll
+                for (int i = 0; i < STEP; i++, dus += du_stride)
+                    if (i < left) store(dus, found[i]);
+                left -= STEP;
+            }
+#pragma unroll
+            for (int i = 0; i < BACK; i++)
+                window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
+        };
+        int present = 1;
+        auto advance = [&]() {
+            wait_for_copies<0>();
+            __syncthreads();
+            fetch(tiles[present], 0);
+            present ^= 1;
+        };
+        advance();
+        step(tiles[0], ROWS / 2, false);
+#pragma unroll 1
+        for (int k = 0; k < int(stretch); k += TILE) {
+            advance();
+            step(tiles[present], 0, true);
+            if (k + STEP >= int(stretch)) break;
+            step(tiles[present], ROWS / 2, true);
         }
         wait_for_copies<0>();  // of a tile that nobody needs
     }
-    auto sums = reinterpret_cast<Floats<LANE> (*)[2 * (TAPS + 1)][32]>(shared);
-    __syncthreads();
+    float *to = dfilters + part * 2 * (TAPS + 1) * D + d;
 #pragma unroll
     for (int tap = 0; tap <= TAPS; tap++) {
 #pragma unroll
-        for (int c = 0; c < LANE; c++) dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
-        sums[warp][tap][lane] = dforward[tap];
-        sums[warp][TAPS + 1 + tap][lane] = dbackward[tap];
-    }
-    __syncthreads();
-    if (!valid) return;
-    for (int row = warp; row < 2 * (TAPS + 1); row += WARPS) {
-        Floats<LANE> sum = sums[0][row][lane];
+        for (int c = 0; c < LANE; c++) {
+            dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
 #pragma unroll
-        for (int w = 1; w < WARPS; w++)
-#pragma unroll
-            for (int c = 0; c < LANE; c++) sum.at[c] += sums[w][row][lane].at[c];
-        store(dfilters + (part * 2 * (TAPS + 1) + row) * D + d, sum);
+            for (int distance = 1; distance < STRETCHES; distance *= 2) {
+                dforward[tap].at[c] += __shfl_xor_sync(WARP, dforward[tap].at[c], distance);
+                dbackward[tap].at[c] += __shfl_xor_sync(WARP, dbackward[tap].at[c], distance);
+            }
+        }
+        if (quad == 0 && d < D) {
+            store(to + tap * D, dforward[tap]);
+            store(to + (TAPS + 1 + tap) * D, dbackward[tap]);
+        }
     }
 }
-
