@@ -97,6 +97,7 @@ DEVICE float scaled_slope(float y) {
 // the biases last.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4, TILE = 2 * STEP, ROWS = STRETCHES * TILE;
 constexpr int PRODUCTS = sizeof(T) == 2 ? (PROJECTIONS + 15) / 16 : 0;
+static_assert(PROJECTIONS % 8 == 0);
 // of a row, so that what is read at once hits different banks
 constexpr int PITCH = SPAN + 16 / sizeof(T), PROJECTED_PITCH = PRODUCTS * 16 + 8;
 struct Tile {
@@ -106,18 +107,18 @@ struct Tile {
 // dprojected @ x_proj of both directions, of the lane's channels and two tokens
 template <class T, int PRODUCTS>
 struct Product {
-    unsigned x_proj[2][PRODUCTS][4];
-    DEVICE void read(Product &to, const T *from, i64 d, i64 D) {
-        int p = threadIdx.x % 4 * 2;
+    unsigned x_proj[2][PRODUCTS][4];  // as `multiply_add` takes it: channels are rows l / 4 and l / 4 + 8
+    __device__ __forceinline__ Product(const T *from, i64 d, i64 D) {
 #pragma unroll
         for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
-            int g = i / (4 * PRODUCTS), k = i / 4 % PRODUCTS, row = k * 16 + i % 4 / 2 * 8 + p, c = i % 2;
+            int g = i / (PRODUCTS * 4), k = i / 4 % PRODUCTS, word = i % 4, c = word % 2;
+            int row = k * 16 + word / 2 * 8 + threadIdx.x % 4 * 2;
             T low = {}, high = {};
             if (c < LANE && d < D && row < PROJECTIONS) {
                 const T *x = from + (g * PROJECTIONS + row) * D + d + c;
                 low = x[0], high = x[D];
             }
-            to.x_proj[g][k][i % 4] = low.bits | unsigned(high.bits) << 16;
+            x_proj[g][k][word] = low.bits | unsigned(high.bits) << 16;
         }
     }
     // of the tokens in 8 rows from `row` on
@@ -138,7 +139,7 @@ struct Product {
 };
 template <class T>
 struct Product<T, 0> {  // none: dv comes with it
-    DEVICE void read(Product &, const T *, i64, i64) {}
+    __device__ Product(const T *, i64, i64) {}
     __device__ void add_to(Floats<2> (&)[2][2], const Tile &, int) const {}
 };
 
@@ -163,12 +164,10 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
                   i64 stretch, i64 parts) {
     extern __shared__ __align__(16) char shared[];
     Tile *tiles = reinterpret_cast<Tile *>(shared);
-    int lane = threadIdx.x % 32, quad = lane % 4, channel = (threadIdx.x / 4) * LANE;  // of the block's
+    int lane = threadIdx.x % 32, quad = lane % 4, channel = threadIdx.x / 4 * LANE;
     int blocks = (D + SPAN - 1) / SPAN, first_d = blockIdx.x % blocks * SPAN, part = blockIdx.x / blocks;
     int d = first_d + channel, loaded_d = min(d, int(D) - LANE);
-    using Projections = Product<T, PRODUCTS>;
-    Projections product;
-    Projections::read(product, x_proj, d, D);
+    Product<T, PRODUCTS> product(x_proj, d, D);
     Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     forward.scale(-LOG2E), backward.scale(-LOG2E);
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
@@ -276,7 +275,7 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
             present ^= 1;
         };
         advance();
-        step(tiles[0], ROWS / 2, false);
+        step(tiles[present], ROWS / 2, false);
 #pragma unroll 1
         for (int k = 0; k < int(stretch); k += TILE) {
             advance();
