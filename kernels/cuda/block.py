@@ -167,8 +167,8 @@ def convolve_backward(
     macros = _convolution(u_BLD, conv_2DK, P)
     span, products = 8 * WARPS * min(2, macros["VECTOR"]), -(-P // 16) if size == 2 else 0
     blocks, resident = -(-D // span), 3 if products <= 4 else 2
-    # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many stretches of
-    # tokens, four at a time, and these are as long as that allows.
+    # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
+    # stretches of tokens, four at a time, and these are as long as that allows.
     most = max(1, resident * _multiprocessors(u_BLD.device) // blocks)
     rounds = -(-B * -(-L // 256) // (4 * most))
     stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
