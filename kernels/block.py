@@ -190,11 +190,12 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
     du_BLD, dz_BMD = (duz_BLE, torch.empty_like(z_BMD)) if middle else duz_BLE.chunk(2, dim=-1)
 
     dout_TC = (dx_BMC.to(dtype) if rounded_BMC is None else rounded_BMC).reshape(-1, C)
-    dgated_BMD = torch.mm(dout_TC, weights.out_proj).view_as(mean_BMD)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
-    gated_BMD = kernels.gate_backward(dgated_BMD, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, middle), dz_BMD)
+    gated_BMD = kernels.gated_product_backward(
+        dout_TC, weights.out_proj, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, middle), dz_BMD
+    )
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
-    del dgated_BMD, gated_BMD, dout_TC
+    del gated_BMD, dout_TC
 
     v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = weights.project(u_BLD, middle)
     _, _, H, D = v_2BHD.shape

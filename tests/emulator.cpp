@@ -259,8 +259,25 @@ static void multiply_group(T, float (&sums)[96], const unsigned (&a)[4], unsigne
 }
 static void begin_products() {}
 static void commit_products() {}
-template <int PENDING> static void wait_for_products() {}
-static void hold(float (&)[96]) {}
+template <int PENDING> static void wait_for_products() { __syncwarp(); }
+template <int N> static void hold(float (&)[N]) {}
+template <class T>
+static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
+    auto value = [](unsigned address) {
+        unsigned short bits;
+        memcpy(&bits, shared_memory + (address ^ (address >> 7 & 7) << 4), 2);
+        return unpack(T{}, unsigned(bits)).at[0];
+    };
+    for (int i = 0; i < 64; i++) {
+        int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i % 4 / 2 * 8;
+        int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        float sum = add ? sums[i] : 0;
+        for (int k = 0; k < 16; k++)
+            sum += value(a + row * 128 + k * 2) * value(b + column / 64 * apart + k * 128 + column % 64 * 2);
+        sums[i] = sum;
+    }
+}
+static void show_to_products() {}
 
 /* KERNELS */
 

@@ -174,6 +174,10 @@ class PlainKernels:
         dz.copy_(found)
         return one(mean, z)
 
+    @classmethod
+    def gated_product_backward(cls, dout, out_proj, mean, z, scale, dy, dz):
+        return cls.gate_backward((dout @ out_proj).view_as(mean), mean, z, scale, dy, dz)
+
     @staticmethod
     def scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
         if recurrence == "longhorn":
@@ -315,6 +319,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
         for macros in of_output for keep in (0, 1) if arch == "sm_90"
     ]  # fmt: skip
     named += ("output", of_output), ("output_hopper", of_hopper)
+    named += (("output_hopper_backward", of_output if arch == "sm_90" else []),)
     assert_no_spills(
         [
             (name, arch + "a" * (name in compiler.ONLY_HOPPER), dict(macros, INPUT=dtype))
@@ -378,6 +383,65 @@ def check_gated_product(device, dtype, shape, monkeypatch):
         assert len(norm) == (0 if tiles is None else 2)
         for value, alone in zip(norm, kernels.rms_norm(out, 1e-5, dtype, False)):
             assert torch.equal(value, alone)
+
+
+# B, L, C and multiprocessors: groups of 33 to 50 tokens and fewer, also in the last of several rounds; and of 2 or none
+GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", GATED_BACKWARD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_product_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "norms_output", lambda *args: True)  # also for few tokens
+    monkeypatch.setattr(kernels, "gate_backward", None)
+    check_gated_product_backward("cpu", dtype, shape, monkeypatch)
+
+
+def check_gated_product_backward(device, dtype, shape, monkeypatch):
+    B, L, C, multiprocessors = shape
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    D, random = 2 * C, torch.Generator().manual_seed(0)
+    dout, out_proj, mean, uz, scale = [
+        torch.randn(*size, generator=random).to(device, dtype=t)
+        for size, t in (
+            ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
+        )
+    ]  # fmt: skip
+    z = uz[..., D:]
+    for scale_B in scale, None:
+        duz, again = (torch.empty_like(uz) for _ in range(2))
+        gated, gated_again = (
+            kernels.gated_product_backward(dout, out_proj, mean, z, scale_B, *t.chunk(2, dim=-1)) for t in (duz, again)
+        )
+        assert torch.equal(duz, again)
+        assert torch.equal(gated, gated_again)
+        exactly = [t if t is None else t.double() for t in (dout, out_proj, mean, z, scale_B)]
+        truth = torch.empty(2, B, L, D, device=device, dtype=torch.float64)
+        close(gated, PlainKernels.gated_product_backward(*exactly, *truth), dtype, "gated")
+        for value, expected in zip(duz.chunk(2, dim=-1), truth):
+            close(value, expected, dtype, "duz")
+
+
+def test_gated_product_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    launched = []
+    monkeypatch.setattr(kernels, "launch", lambda name, entry, *args: launched.append(entry))
+    C, D = 192, 384
+
+    def entry(L=64, dtype=torch.bfloat16, start=0, D=D, z=None):
+        uz, duz = (torch.empty(2 * L * D + start, dtype=dtype)[start:].view(1, L, 2 * D) for _ in range(2))
+        z = uz[..., D:] if z is None else z
+        dout, out_proj, mean = (torch.zeros(*size, dtype=dtype) for size in ((L, C), (C, D), (1, L, D)))
+        kernels.gated_product_backward(dout, out_proj, mean, z, None, *duz.chunk(2, dim=-1))
+        return launched.pop()
+
+    assert entry() == entry(dtype=torch.float16) == "gated_product_backward"
+    others = dict(L=63), dict(dtype=torch.float32), dict(start=4), dict(D=320)
+    for case in *others, dict(z=torch.zeros(1, 64, D, dtype=torch.bfloat16)):
+        assert entry(**case) == "gate_backward"
 
 
 def in_tiles(out_proj):
@@ -528,6 +592,13 @@ def test_gated_product_equals_the_plain_one(dtype, shape, monkeypatch, poison):
 
 
 @gpu_test
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED_BACKWARD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_product_backward_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    check_gated_product_backward("cuda", dtype, shape, monkeypatch)
+
+
+@gpu_test
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_handing_over_changes_no_bit(shape, middle):
@@ -570,8 +641,11 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
 ):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    launched = set()
     for module in (kernels, scan):
-        monkeypatch.setattr(module, "launch", emulator.launch)
+        monkeypatch.setattr(
+            module, "launch", lambda name, entry, *args: launched.add(entry) or emulator.launch(name, entry, *args)
+        )
         monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
         monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
     choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
@@ -608,6 +682,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_plain_one(
         results()
     y, next_normed, alone, (dx, *gradients, rounded) = results()
     assert bool(scans) == long
+    assert ("gated_product_backward" in launched) == (hopper and not middle)
     assert len(next_normed) == (2 if hopper and not middle else 0)
     for handed, value in zip(next_normed, alone):
         assert torch.equal(handed, value)

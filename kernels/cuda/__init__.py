@@ -3,7 +3,8 @@
 The scan: `common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `summary.cu` the kernels, one family for
 both; `quads.cu` and `pairs.cu` are forward on tensor cores, for few and long sequences, `summary_triples.cu` is the
 summary; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`,
-`convolve.cu`, `project.cu`, `step.cu`, `output.cu` and, on Hopper, `output_hopper.cu`, which `block` launches.
+`convolve.cu`, `project.cu`, `step.cu`, `output.cu` and, on Hopper, `output_hopper.cu` and `output_hopper_backward.cu`,
+which `block` launches.
 `types.cuh` is what all share; `compiler` compiles and caches them.
 """
 

@@ -1,6 +1,6 @@
 """Launches the kernels of all of a block but the scan.
 
-They are in block.cu, convolve.cu, output.cu, output_hopper.cu, project.cu and step.cu.
+They are in block.cu, convolve.cu, output.cu, output_hopper.cu, output_hopper_backward.cu, project.cu and step.cu.
 """
 
 from __future__ import annotations
@@ -243,7 +243,10 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
 
 
 def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does."""
+    """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does.
+
+    And whether `gated_product_backward` has one kernel for them.
+    """
     fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
     return fits and _is_hopper(device) and 64 * _multiprocessors(device) <= T
 
@@ -276,9 +279,7 @@ def gated_product(
         assert x_TC.data_ptr() % 16 == 0
         norm = [] if eps is None else _empty_norm(x_TC, y_2BLD.dtype)
         macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
-        # as many tokens for each of two groups of a block: at most 64 at a time, as often as it takes
-        rounds = -(-T // (2 * 64 * multiprocessors))
-        tokens = -(-T // (2 * rounds * multiprocessors))
+        rounds, tokens = _shares(T, multiprocessors)
         shared = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + 2 * (STAGES + 2 * SLOTS) * 8
         launch("output_hopper", "gated_product_by_wgmma", macros, multiprocessors, 384, [
             y_2BLD, z_BLD, scale_B, tiles, x_TC, out_TC, means, *(norm or (None, None)), eps or 0.0, T, L, tokens,
@@ -315,6 +316,38 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == x.dtype:
         return torch.addmm(x, a, b, out=x)
     return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
+
+
+def gated_product_backward(
+    dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
+    dz_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """`gate_backward` of the product's gradient dout out_proj.
+
+    On Hopper both are one kernel, if the tokens fill the GPU and z, dy and dz are halves of uz and its gradient.
+    """
+    (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
+    dout_TC = dout_TC.contiguous()
+    halves = all(_token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
+    aligned = _vector(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
+    if not (norms_output(T, C, D, dout_TC.dtype, dout_TC.device) and halves and aligned):
+        dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
+        return gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
+    gated_BLD = torch.empty_like(mean_BLD)
+    slices = D // 128  # of channels; a block has one of them and all that a multiprocessor has of shared memory
+    blocks = max(1, _multiprocessors(dout_TC.device) // slices)  # of each
+    rounds, tokens = _shares(T, blocks)
+    macros = dict(INPUT=INPUT[dout_TC.dtype], WIDTH=C)
+    launch("output_hopper_backward", "gated_product_backward", macros, blocks * slices, 384, [
+        dout_TC, out_proj_CD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD, gated_BLD, T, L, tokens, rounds,
+    ], 227 * 1024)  # fmt: skip
+    return gated_BLD
+
+
+def _shares(T: int, blocks: int) -> tuple[int, int]:
+    """How often each of two groups of every block on Hopper takes tokens, at most 64 at a time, and how many."""
+    rounds = -(-T // (2 * 64 * blocks))
+    return rounds, -(-T // (2 * rounds * blocks))
 
 
 def gate_backward(

@@ -14,7 +14,7 @@ import torch
 SOURCES = Path(__file__).parent
 OLDEST = (8, 0)
 HOPPER = (9, 0)
-ONLY_HOPPER = {"output_hopper"}  # by instructions that no other generation has
+ONLY_HOPPER = {"output_hopper", "output_hopper_backward"}  # by instructions that no other generation has
 SCAN = ["types.cuh", "common.cuh"]
 HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
@@ -28,7 +28,8 @@ HEADERS = {
     "step": ["types.cuh"],
     "project": ["types.cuh", "silu.cuh", "filter.cuh"],
     "output": ["types.cuh", "silu.cuh", "output.cuh"],
-    "output_hopper": ["types.cuh", "silu.cuh", "output.cuh", "hopper.cuh"],
+    "output_hopper": ["types.cuh", "silu.cuh", "output.cuh", "hopper.cuh", "ring.cuh"],
+    "output_hopper_backward": ["types.cuh", "silu.cuh", "hopper.cuh", "ring.cuh"],
 }
 
 

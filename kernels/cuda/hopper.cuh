@@ -55,15 +55,17 @@ DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 
 // Between `begin_products` and `wait_for_products` a and sums belong to the tensor cores.
 #define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
-#define R96(x) R16(x, 0), R16(x, 16), R16(x, 32), R16(x, 48), R16(x, 64), R16(x, 80)
+#define R64(x) R16(x, 0), R16(x, 16), R16(x, 32), R16(x, 48)
+#define R96(x) R64(x), R16(x, 64), R16(x, 80)
+#define FIRST_64                                                                                       \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                 \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                 \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA(type)                                                                                    \
     asm volatile(                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"                                                  \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {"                              \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" FIRST_64 ", "                \
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"               \
         "}, {%96, %97, %98, %99}, %100, p, 1, 1, 0;\n}"                                                \
@@ -86,3 +88,22 @@ template <int PENDING>
 DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 // the compiler moves nothing of sums over this
 DEVICE void hold(float (&sums)[96]) { asm volatile("" : R96(sums)::"memory"); }
+DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
+
+// The same with a in shared memory too, and 128 columns of b. Both are in rows of 128 bytes, where 16 bytes are at their
+// number ^ row % 8: of a with 16 columns of a row of it, of b with 64 columns of a row of it, its other 64 in rows `apart`
+// bytes further on.
+#define WGMMA_SHARED(type)                                                                             \
+    asm volatile(                                                                                      \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                   \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" FIRST_64                     \
+        "}, %64, %65, p, 1, 1, 0, 1;\n}"                                                               \
+        : R64(sums)                                                                                    \
+        : "l"(matrix_of_128_byte_rows(a, 16)), "l"(matrix_of_128_byte_rows(b, apart)), "r"(int(add)))
+DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
+    return (address & 0x3ffff) >> 4 | (unsigned long long)(apart >> 4) << 16 | 8ull * 128 / 16 << 32 | 1ull << 62;
+}
+DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
+DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
+// products see what this thread sees in shared memory
+DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -21,20 +21,6 @@ constexpr int PART = SLOT / (ROWS * 4), PARTS = C / PART;  // columns of x in a 
 constexpr int STAGE = C * STEP * 2, HALVES = C / 192;
 static_assert(CHUNK % STEP == 0 && C % PART == 0 && PART % 32 == 0);
 
-// places in shared memory that are filled and read in turn, each with a barrier for "full" and one for "empty"
-template <int PLACES>
-struct Ring {
-    unsigned barriers;
-    int turn = 0;  // of two rounds, in one register
-    __device__ __forceinline__ Ring(unsigned barriers) : barriers(barriers) {}
-    __device__ __forceinline__ int phase() const { return turn >= PLACES; }
-    __device__ __forceinline__ int place() const { return turn - phase() * PLACES; }
-    __device__ __forceinline__ unsigned full() const { return barriers + place() * 8; }
-    __device__ __forceinline__ unsigned empty() const { return full() + PLACES * 8; }
-    __device__ __forceinline__ unsigned empty_before() const { return full() + ((place() == 0) * PLACES + PLACES - 1) * 8; }
-    __device__ __forceinline__ void next() { turn = turn + 1 < 2 * PLACES ? turn + 1 : 0; }
-};
-
 // A group of a block takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. `norms` are the
 // factors of rms_norm, xhat its result; both may be null. z is the last half of rows of 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
