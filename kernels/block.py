@@ -90,13 +90,6 @@ class Weights(NamedTuple):
     skip: Tensor  # (2, D)
     rates: Tensor  # (2, D, N), A; empty if the recurrence has none
 
-    @classmethod
-    def of(
-        cls, norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
-        tiles: Tensor | None,
-    ) -> Weights:  # fmt: skip
-        return cls(*kernels.pack(norm_C, in_proj, out_proj, directions, dtype, tiles), _rates(in_proj, directions))
-
     def split(self, uz_BLE: Tensor, xhat_TC: Tensor, middle: bool) -> tuple[Tensor, Tensor]:
         """u and z; if `middle`, uz is u alone."""
         if not middle:
@@ -136,21 +129,21 @@ def _reads(L: int, middle: bool) -> int:
 def _block(
     recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
 ):  # fmt: skip
-    """The block's output, the first two results of `rms_norm` for it, and what backward needs if `keep`.
+    """The block's output, its norm (without a weight) with the factors, and what backward needs if `keep`.
 
-    Of the norm nothing unless `hand_over` and it comes with the output. normed are those results for x, or nothing.
+    Of the norm nothing unless `hand_over` and it comes with the output. normed is the same for x, or nothing.
     """
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     x_TC = x_BLC.contiguous().view(-1, C)
     tiles = None if middle else kernels.empty_tiles(B * L, out_proj, dtype)
     if tiles is not None and x_TC.data_ptr() % 16:
         x_TC = x_TC.clone()
-    weights = Weights.of(norm_C, in_proj, out_proj, directions, dtype, tiles)
     copy = not (middle or kernels.fuses_product(x_TC, D, dtype))  # the product is written over it
-    if normed:
-        (xhat_TC, scale_T), x_TC = normed, x_TC.clone() if copy else x_TC
-    else:
-        xhat_TC, scale_T, x_TC = kernels.rms_norm(x_TC, eps, dtype, copy)
+    packed, norm = kernels.prepare(
+        norm_C, in_proj, out_proj, directions, dtype, tiles, None if normed else x_TC, eps, copy
+    )  # fmt: skip
+    weights = Weights(*packed, _rates(in_proj, directions))
+    xhat_TC, scale_T, x_TC = (*normed, x_TC.clone() if copy else x_TC) if normed else norm
     projection = weights.in_proj[:D] if middle else weights.in_proj
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)

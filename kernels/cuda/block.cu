@@ -19,10 +19,38 @@ DEVICE float sum_over_warp(float x) {
     return x;
 }
 
+// xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes a
+// token and keeps it in registers; the copy of x, unless null, is what the block's last product is added to.
+constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
+
+DEVICE void rms_norm(i64 token, const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ scale,
+                     float *__restrict__ copy, float eps) {
+    int lane = threadIdx.x % 32;
+    x += token * WIDTH, xhat += token * WIDTH;
+    Floats<V> row[ITEMS] = {};
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (int c = (i * 32 + lane) * V; c < WIDTH) row[i] = load<V>(x + c);
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+        for (int j = 0; j < V; j++) squares = fmaf(row[i].at[j], row[i].at[j], squares);
+    float r = rsqrtf(sum_over_warp(squares) / WIDTH + eps);
+    if (lane == 0) scale[token] = r;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
+#pragma unroll
+        for (int j = 0; j < V; j++) row[i].at[j] *= r;
+        if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<T>(row[i]));
+    }
+}
+
 // The weights of a block as the kernels and products take them: those of projections as T, the norm's in the projection
 // behind it, `step` padded to `padded_rank`, and each pair of the directions' weights as one tensor. A thread has V
 // neighbours of a large matrix or one element of a small one. `tiles`, unless null, are those of out_proj as
-// gated_product_by_wgmma wants them.
+// gated_product_by_wgmma wants them. The blocks behind take a token of the norm with each warp, if nobody has computed it.
 template <int C>
 DEVICE Floats<C> values(const PARAMETER *p) { return to_floats(load<C>(p)); }
 DEVICE float value(const PARAMETER *p) { return values<1>(p).at[0]; }
@@ -38,12 +66,19 @@ DEVICE bool is_among(unsigned &i, unsigned n) {
 
 #define PAIR(type, name) type *name##_0, type *name##_1
 extern "C" __global__ void __launch_bounds__(256)
-pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
-     PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
-     PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, T *tiles, float *packed_conv,
-     float *packed_conv_bias, T *packed_x, T *packed_step, float *packed_step_bias, float *packed_skip, i64 width,
-     i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
-    unsigned C = width, D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+prepare(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
+        PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
+        PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, T *tiles,
+        float *packed_conv, float *packed_conv_bias, T *packed_x, T *packed_step, float *packed_step_bias,
+        float *packed_skip, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_, const float *__restrict__ x,
+        T *__restrict__ xhat, float *__restrict__ scale, float *__restrict__ copy, i64 tokens, double eps, i64 packing) {
+    if (blockIdx.x >= packing) {
+        i64 token = (blockIdx.x - packing) * 8 + threadIdx.x / 32;
+        if (token < tokens) rms_norm(token, x, xhat, scale, copy, eps);
+        return;
+    }
+    constexpr unsigned C = WIDTH;
+    unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (is_among(i, 2 * D * C / V)) {
         i *= V;
@@ -72,37 +107,6 @@ pack(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj,
         packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
         packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
         packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
-    }
-}
-
-// xhat = x / sqrt(mean(x^2) + eps): the norm without its weight, which the projection behind it contains. A warp takes
-// a token and keeps it in registers; the copy of x, unless null, is what the block's last product is added to.
-constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-rms_norm(const float *__restrict__ x, T *__restrict__ xhat, float *__restrict__ scale, float *__restrict__ copy,
-         i64 tokens, double eps) {
-    i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
-    if (token >= tokens) return;
-    int lane = threadIdx.x % 32;
-    x += token * WIDTH, xhat += token * WIDTH;
-    Floats<V> row[ITEMS] = {};
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        if (int c = (i * 32 + lane) * V; c < WIDTH) row[i] = load<V>(x + c);
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-        for (int j = 0; j < V; j++) squares = fmaf(row[i].at[j], row[i].at[j], squares);
-    float r = rsqrtf(sum_over_warp(squares) / WIDTH + float(eps));
-    if (lane == 0) scale[token] = r;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
-#pragma unroll
-        for (int j = 0; j < V; j++) row[i].at[j] *= r;
-        if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<T>(row[i]));
     }
 }
 
@@ -137,7 +141,7 @@ DEVICE void rms_norm_backward(i64 token, const T *__restrict__ dxhat, const T *_
     }
 }
 
-// The reverse of `pack` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
+// The reverse of `prepare` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
 // COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a thread
 // has the same V columns of every ROWS-th row. These blocks wait most of their time. So one launch has the gradient of the
 // block's input too: the blocks behind them take a token with each warp.

@@ -18,7 +18,7 @@ STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at 
 
 
 def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Room for what `pack` returns."""
+    """Room for the weights that `prepare` returns."""
     (C, D), half = out_proj.shape, len(directions) // 2
     conv, _, x_proj, step, *_ = directions[:half]
     taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
@@ -30,31 +30,40 @@ def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype
     return [torch.empty(shape, device=out_proj.device, dtype=t) for shape, t in zip(shapes, dtypes)]
 
 
-def pack(
+def prepare(
     norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
-    tiles: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does."""
+    tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does.
+
+    And the norm of x_TC but for its weight, if it is given: x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
+    fp32, and x or a copy, which costs little here.
+    """
     packed = empty_weights(out_proj, directions, dtype)
     _, _, conv, _, x_proj, step, *_ = packed
     (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
-    rank = directions[3].shape[1]
+    T, rank, (xhat_TC, scale_T, copy_TC) = 0, directions[3].shape[1], (None, None, None)
+    if x_TC is not None:
+        T, (xhat_TC, scale_T) = len(x_TC), _empty_norm(x_TC, dtype)
+        copy_TC = torch.empty_like(x_TC) if copy else None
     weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
-    vector = 4 if C % 4 == D % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in weights) else 1
-    items = (3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)
-    macros = _macros(dtype, vector, taps=taps, parameter=norm_C.dtype)
+    aligned = all(t.data_ptr() % 16 == 0 for t in weights) and (x_TC is None or x_TC.data_ptr() % 16 == 0)
+    vector = 4 if C % 4 == D % 4 == 0 and aligned else 1
+    packing = -(-((3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)) // 256)
+    macros = _macros(dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
     packed_in, packed_out, *others = packed
-    launch("block", "pack", macros, -(-items // 256), 256, [
-        *weights, packed_in, packed_out, tiles, *others, C, D, projections, rank, padded,
+    launch("block", "prepare", macros, packing + -(-T // 8), 256, [
+        *weights, packed_in, packed_out, tiles, *others, D, projections, rank, padded, x_TC, xhat_TC, scale_T,
+        copy_TC, T, eps, packing,
     ])  # fmt: skip
-    return packed
+    return packed, [xhat_TC, scale_T, copy_TC if copy else x_TC]
 
 
 def finish_backward(
     norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
     dstep_proj: Tensor, dchannels: Tensor, dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor,
 ) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
-    """Gradients of norm_C, in_proj and of the first six weights of each direction, from those of what `pack` returns.
+    """Gradients of norm_C, in_proj and the first six weights of each direction, from those of what `prepare` returns.
 
     And that of x, of which xhat is one use and the residual stream the other; and the same in the dtype of xhat, or
     nothing if that is fp32 too.
@@ -89,15 +98,6 @@ def _pairs(directions: list[Tensor]) -> list[Tensor]:
     """The weights that every direction has, each next to that of the other direction."""
     half = len(directions) // 2
     return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
-
-
-def rms_norm(x_TC: Tensor, eps: float, dtype: torch.dtype, copy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in fp32, and x or a copy, which costs little here."""
-    T, C = x_TC.shape
-    xhat_TC, scale_T = _empty_norm(x_TC, dtype)
-    copy_TC = torch.empty_like(x_TC) if copy else None
-    _launch("rms_norm", _macros(xhat_TC.dtype, _vector(4, x_TC), width=C), T, [x_TC, xhat_TC, scale_T, copy_TC, T, eps])
-    return xhat_TC, scale_T, copy_TC if copy else x_TC
 
 
 def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -243,7 +243,7 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
 
 
 def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `gated_product` can compute `rms_norm` of its result: its kernel for many tokens on Hopper does.
+    """Whether `gated_product` can compute the norm of its result: its kernel for many tokens on Hopper does.
 
     And whether `gated_product_backward` has one kernel for them.
     """
@@ -263,8 +263,8 @@ def gated_product(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
 
-    And the first two results of `rms_norm` for it, if `eps` is given and there are `tiles`, else an empty list. With
-    `tiles`, written by `pack`, x is to be at a multiple of 16 bytes and z the last half of uz.
+    And its norm with the factors, as `prepare` has them, if `eps` is given and there are `tiles`, else an empty list.
+    With `tiles`, written by `prepare`, x is to be at a multiple of 16 bytes and z the last half of uz.
     """
     (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
     if not fuses_product(x_TC, D, y_2BLD.dtype):
