@@ -90,7 +90,7 @@ GROUPS = {
     "attention": r"flash|fmha|sdpa|attention",
     "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw|^project",
     "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas|step_backward",
-    "norm, gate": r"norm|gate|gammabeta|finish_backward",
+    "norm, gate": r"norm|gate|gammabeta|prepare|finish_backward",
     "optimizer": r"adam|multi_tensor_apply",
     "other": r"",
 }
