@@ -20,6 +20,7 @@ import torch
 import yaml
 from conftest import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from processes import ROOT, SMALL, run, train_command
+from timm.data import resolve_data_config
 
 from train_imagenet import Trainer
 from vil.training import checkpoint, data
@@ -196,6 +197,17 @@ def test_workers_start_with_their_loader(image_folder):
     assert len(list(data.micro_batches(trainer.train_loader, trainer.batches, 0, 1))) == trainer.batches.steps - 1
     assert sum(len(images) for images, _ in trainer.val_loader) == 28
     assert set(multiprocessing.active_children()) - before == workers
+
+
+def test_a_loader_may_have_no_batch(image_folder):
+    """Of an epoch that was left behind its last step; and of a split with fewer images than there are processes."""
+    device = torch.device("cpu")
+    trainer = Trainer(small_config(image_folder), device, 0, 1)
+    assert list(data.micro_batches(trainer.train_loader, trainer.batches, 0, trainer.batches.steps)) == []
+    images, data_config = trainer.val_loader.dataset.dataset, resolve_data_config({}, model=trainer.model)
+    for rank, count in ((27, 1), (28, 0)):
+        loader = data.evaluation_loader(images, data_config, device, 0, 4, rank, world_size=29)
+        assert sum(len(batch) for batch, _ in loader) == count
 
 
 def test_a_worker_that_hangs_ends_the_run(image_folder, monkeypatch):
@@ -407,6 +419,20 @@ def test_a_killed_run_resumes_to_the_same_end(uninterrupted, image_folder, tmp_p
     resumed, truth = (checkpoint.read_checkpoint(f / "run" / "last.pt") for f in (tmp_path, uninterrupted))
     for part in ("state_dict", "state_dict_ema"):
         assert all(torch.equal(resumed[part][name], truth[part][name]) for name in truth[part])
+
+
+def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes(uninterrupted, image_folder, tmp_path):
+    command = train_command(tmp_path, image_folder, checkpoint_interval="1")
+    run(command)
+    folder = tmp_path / "run"
+    (folder / "previous.pt").rename(folder / "last.pt")
+    before_the_end = checkpoint.read_checkpoint(folder / "last.pt")
+    assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
+    assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
+    run([*command, "--resume", "auto"])
+    assert summary(tmp_path) == summary(uninterrupted)
+    resumed, truth = (checkpoint.read_checkpoint(f / "run" / "last.pt") for f in (tmp_path, uninterrupted))
+    assert all(torch.equal(resumed["state_dict"][name], truth["state_dict"][name]) for name in truth["state_dict"])
 
 
 def test_resuming_another_model_is_refused(uninterrupted, image_folder):

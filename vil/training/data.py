@@ -396,7 +396,14 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         loader.batch_sampler.ready = True
     if draw:
         return DeviceLoader(loader, draw, data_config, device)
-    return PrefetchLoader(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+    return Prefetcher(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+
+
+class Prefetcher(PrefetchLoader):
+    """timm's, which raises an error where there is no batch: when an epoch is resumed behind its last step, say."""
+
+    def __iter__(self):
+        return super().__iter__() if len(self.loader) else iter(())
 
 
 def _heed_the_parent_alone(worker: int) -> None:
