@@ -400,7 +400,7 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
 
 
 class Prefetcher(PrefetchLoader):
-    """timm's, which raises an error where there is no batch: when an epoch is resumed behind its last step, say."""
+    """timm's, which before 1.0.31 fails where there is no batch: when an epoch is resumed behind its last step, say."""
 
     def __iter__(self):
         return super().__iter__() if len(self.loader) else iter(())
