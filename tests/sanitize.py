@@ -38,7 +38,12 @@ def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
         tensors = x, logits, k, q, A, skip, bias
         for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
-                _, states = scan.forward(recurrence, *tensors, REVERSE, True, (variant, segment_chunks))
+                plan = variant, segment_chunks
+                _, states = scan.forward(recurrence, *tensors, REVERSE, True, plan)
+                if isinstance(variant, variants.Pairs):
+                    x, logits, *others = tensors
+                    step_proj = torch.randn(2, channels, 8, device="cuda", dtype=dtype)
+                    scan.forward(recurrence, x, logits[..., :8], *others, REVERSE, True, plan, step_proj)
             for variant in variants.BACKWARD[recurrence]:
                 scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
 
