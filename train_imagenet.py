@@ -289,7 +289,7 @@ class Trainer:
         if not (found := checkpoint.find_resumed(self.config.resume, self.folder)):
             return None
         path, saved = found
-        middle = bool(saved.get("progress", {}).get("losses"))
+        middle = bool(saved["progress"]["losses"])
         checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
         return saved
 
@@ -300,7 +300,7 @@ class Trainer:
         for name, part in self.parts().items():
             part.load_state_dict(saved[name])
         self.history = saved["history"]
-        self.meter.load_state_dict(saved.get("progress", {}))
+        self.meter.load_state_dict(saved["progress"])
         if self.history:
             self.scheduler.step(len(self.history))
 

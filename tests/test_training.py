@@ -488,10 +488,11 @@ def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
 # checkpoints
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_not_passed_over(tmp_path):
+@pytest.mark.parametrize(("version", "whose"), [(2, "an older"), (99, "a newer")])
+def test_a_checkpoint_of_another_version_is_refused_not_passed_over(version, whose, tmp_path):
     checkpoint.save_checkpoint({"config": {}}, tmp_path / "previous.pt")
-    torch.save({"version": 99, "config": {}}, tmp_path / "last.pt")
-    with pytest.raises(checkpoint.CheckpointError, match="last.pt has version 99, of a newer train_imagenet.py"):
+    torch.save({"version": version, "config": {}}, tmp_path / "last.pt")
+    with pytest.raises(checkpoint.CheckpointError, match=f"last.pt has version {version}, of {whose} train_imagenet.py"):
         checkpoint.find_resumed("auto", tmp_path)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 _logger = logging.getLogger(__name__)
 
-VERSION = 2  # 1 knew no place within an epoch
+VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters in another order
 # options whose change between an interruption and the resumption changes nothing that is trained
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb")
@@ -65,14 +65,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Reads a checkpoint of `save_checkpoint`.
 
     Raises:
-        CheckpointError: It is missing, corrupt, or not one of ours.
+        CheckpointError: It is missing, corrupt, or not one of ours, or of another version.
     """
     checkpoint = _guarded(path, lambda: _load_intact(path))
     if not _is_ours(checkpoint):
         raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
-    if checkpoint["version"] > VERSION:
+    if checkpoint["version"] != VERSION:
+        other = "a newer" if checkpoint["version"] > VERSION else "an older"
         raise CheckpointError(
-            f"{path} has version {checkpoint['version']}, of a newer train_imagenet.py: this one reads {VERSION}"
+            f"{path} has version {checkpoint['version']}, of {other} train_imagenet.py, and this one goes on from version "
+            f"{VERSION} alone: resume with that one, or start another run with --experiment NAME"
         )
     return checkpoint
 
