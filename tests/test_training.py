@@ -492,7 +492,7 @@ def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
 def test_a_checkpoint_of_another_version_is_refused_not_passed_over(version, whose, tmp_path):
     checkpoint.save_checkpoint({"config": {}}, tmp_path / "previous.pt")
     torch.save({"version": version, "config": {}}, tmp_path / "last.pt")
-    with pytest.raises(checkpoint.CheckpointError, match=f"last.pt has version {version}, of {whose} train_imagenet.py"):
+    with pytest.raises(checkpoint.CheckpointError, match=f"last.pt has version {version}, of {whose} train"):
         checkpoint.find_resumed("auto", tmp_path)
 
 

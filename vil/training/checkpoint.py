@@ -73,8 +73,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if checkpoint["version"] != VERSION:
         other = "a newer" if checkpoint["version"] > VERSION else "an older"
         raise CheckpointError(
-            f"{path} has version {checkpoint['version']}, of {other} train_imagenet.py, and this one goes on from version "
-            f"{VERSION} alone: resume with that one, or start another run with --experiment NAME"
+            f"{path} has version {checkpoint['version']}, of {other} train_imagenet.py, and this one goes on from "
+            f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
         )
     return checkpoint
 
