@@ -430,6 +430,14 @@ def test_every_variant_and_segments_in_parallel_equal_the_definition(recurrence,
 
 @GPU
 @pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "rank"), [*STEPS, ((2, 1500, 768), 24)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_tokens_at_a_time_project_the_step(dtype, shape, rank, poison):
+    assert_logits_of_the_step_right("cuda", dtype, shape, rank)
+
+
+@GPU
+@pytest.mark.gpu
 @SCANS
 @pytest.mark.parametrize("shape", [(64, 197, 384, 16), (1, 1500, 768, 16), (8, 1025, 768, 16)])
 def test_two_runs_are_equal_bit_for_bit(scan, definition, make_inputs, shape):
