@@ -244,7 +244,7 @@ def _fake_block(
     M, H, E = (1 if middle else L), _reads(L, middle), (D if middle else 2 * D)
     y_BMC = x_BLC.new_empty(B, M, C)
     norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    next_normed = norm if hand_over and kernels.norms_output(B * L, C, D, dtype, x_BLC.device) else []
+    next_normed = norm if hand_over and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device) else []
     if not keep:
         return y_BMC, next_normed, []
     kept = (2, B, boundaries(H), N, D)

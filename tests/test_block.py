@@ -72,7 +72,7 @@ class PlainKernels:
         return False
 
     @staticmethod
-    def norms_output(T, C, D, dtype, device):
+    def runs_hopper_kernels(T, C, D, dtype, device):
         return True
 
     @staticmethod
@@ -357,18 +357,21 @@ def test_gated_product_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopp
     check_gated_product("cpu", dtype, shape, monkeypatch)
 
 
+def random_tensors(device, *kinds):
+    """Of these sizes and dtypes."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
+
+
 def check_gated_product(device, dtype, shape, monkeypatch):
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
-    D, random = 2 * C, torch.Generator().manual_seed(0)
-    x, y, z, out_proj, scale = [
-        torch.randn(*size, generator=random).to(device, dtype=t)
-        for size, t in (
-            ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
-            ((B,), torch.float32),
-        )
-    ]  # fmt: skip
-    z = z[..., D:]
+    D = 2 * C
+    x, y, uz, out_proj, scale = random_tensors(
+        device, ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
+        ((B,), torch.float32),
+    )  # fmt: skip
+    z = uz[..., D:]
     before = x.clone()
     assert kernels.fuses_product(x, D, dtype)
     tiles = kernels.empty_tiles(B * L, out_proj, dtype)
@@ -399,7 +402,7 @@ GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_product_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
-    monkeypatch.setattr(kernels, "norms_output", lambda *args: True)  # also for few tokens
+    monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *args: True)  # also for few tokens
     monkeypatch.setattr(kernels, "gate_backward", None)
     check_gated_product_backward("cpu", dtype, shape, monkeypatch)
 
@@ -407,13 +410,10 @@ def test_gated_product_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, sh
 def check_gated_product_backward(device, dtype, shape, monkeypatch):
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
-    D, random = 2 * C, torch.Generator().manual_seed(0)
-    dout, out_proj, mean, uz, scale = [
-        torch.randn(*size, generator=random).to(device, dtype=t)
-        for size, t in (
-            ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
-        )
-    ]  # fmt: skip
+    D = 2 * C
+    dout, out_proj, mean, uz, scale = random_tensors(
+        device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
+    )
     z = uz[..., D:]
     for scale_B in scale, None:
         duz, again = (torch.empty_like(uz) for _ in range(2))

@@ -210,6 +210,14 @@ def test_a_loader_may_have_no_batch(image_folder):
         assert sum(len(batch) for batch, _ in loader) == count
 
 
+def test_the_optimizer_has_the_largest_parameters_first(image_folder):
+    trainer = Trainer(small_config(image_folder), torch.device("cpu"), 0, 1)
+    for group in trainer.optimizer.param_groups:
+        sizes = [parameter.numel() for parameter in group["params"]]
+        assert sizes == sorted(sizes, reverse=True)
+    assert len(trainer.optimizer.param_groups) == 2
+
+
 def test_a_worker_that_hangs_ends_the_run(image_folder, monkeypatch):
     monkeypatch.setattr(data, "STALLED", 1)
     monkeypatch.setattr(data.ImageReader, "__getitem__", lambda *_: time.sleep(3600))

@@ -239,21 +239,18 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
         return False
     many = 80 * multiprocessors <= T and _output_bytes(C) <= _shared_bytes(x_TC.device)
-    return _few_blocks(T, C) <= multiprocessors or many or norms_output(T, C, D, dtype, x_TC.device)
+    return _few_blocks(T, C) <= multiprocessors or many or runs_hopper_kernels(T, C, D, dtype, x_TC.device)
 
 
-def norms_output(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `gated_product` can compute the norm of its result: its kernel for many tokens on Hopper does.
-
-    And whether `gated_product_backward` has one kernel for them.
-    """
+def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether output_hopper.cu, which computes the norm of its result too, and its backward take these tokens."""
     fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
     return fits and _is_hopper(device) and 64 * _multiprocessors(device) <= T
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Room for out_proj as that kernel wants it, if it is to run."""
-    takes = norms_output(T, *out_proj.shape, dtype, out_proj.device)
+    takes = runs_hopper_kernels(T, *out_proj.shape, dtype, out_proj.device)
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 
@@ -330,7 +327,7 @@ def gated_product_backward(
     dout_TC = dout_TC.contiguous()
     halves = all(_token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
     aligned = _vector(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
-    if not (norms_output(T, C, D, dout_TC.dtype, dout_TC.device) and halves and aligned):
+    if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, dout_TC.device) and halves and aligned):
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)

@@ -17,9 +17,9 @@
 //
 // SCANNERS warps of a block scan 16 channels each, of which lane 4 c + p has c and c + 8, and of each 8 states numbers 2 p and
 // 2 p + 1. The other STAGERS warps prepare what the products read, a tile ahead, and bring y from shared memory to where it
-// belongs. With a RANK the logits are computed there, by products too: what is given in their place is the step, (tokens,
-// RANK), and step_proj (channels, RANK). ROLES says of each whether it copies tiles and y (one warp), stages states, or how many units of 8 tokens of a
-// scanner it stages.
+// belongs. With a RANK they compute the logits, by products too: what is given in their place is the step, (tokens, RANK), and
+// step_proj (channels, RANK). ROLES says of each whether it copies tiles and y (one warp), stages states, or how many units of
+// 8 tokens of a scanner it stages.
 
 constexpr int COPIES = 0, STAGES_STATES = -1, ROLE[STAGERS] = ROLES;
 DEVICE constexpr int count_of(int role) {
@@ -237,7 +237,7 @@ struct ChannelStaging {
     static constexpr int EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;  // of the step's columns; of 4 eights
     int scanner, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
-    unsigned step_proj[EIGHTS + 1][2];  // of each 8 columns numbers 2 p and 2 p + 1, of channels c and c + 8
+    unsigned step_proj[EIGHTS + 1][2];  // of each 8 columns numbers 2 p and 2 p + 1, of channels c and c + 8; never empty
     __device__ __forceinline__ void prepare(int unit, const float *skips, const float *biases, const T *step_projs, i64 D,
                                             const Place &at) {
         scanner = unit / EIGHTHS, eighth = unit % EIGHTHS;
