@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import functools
+import hashlib
+import os
 import re
 import struct
 import subprocess
@@ -69,7 +71,9 @@ MEANING = {
 
 
 # a longjmp to another stack is no mistake here: nothing is to look for it
-FLAGS = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+COMMAND = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+# what was compiled before, by what it was compiled from; may be removed at any time
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "emulated"
 
 
 @functools.cache
@@ -83,10 +87,24 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
     program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
-    with tempfile.NamedTemporaryFile(suffix=".so") as library:
-        command = ["g++", *FLAGS, "-x", "c++", "-", "-o", library.name]
-        subprocess.run(command, input=defines + program, text=True, check=True)
-        return ctypes.CDLL(library.name), entries
+    return ctypes.CDLL(str(_compiled(defines + program))), entries
+
+
+def _compiled(program: str) -> Path:
+    """The library of a program, compiled once for all processes and runs of the tests."""
+    library = CACHE / (hashlib.sha256(f"{_compiler()}{COMMAND}{program}".encode()).hexdigest() + ".so")
+    if not library.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=CACHE)
+        os.close(descriptor)
+        subprocess.run([*COMMAND, "-x", "c++", "-", "-o", temporary], input=program, text=True, check=True)
+        os.replace(temporary, library)
+    return library
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
 
 
 _needed: list | None = None  # while `compiling`, what to compile
