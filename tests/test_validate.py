@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from types import SimpleNamespace
 
 import naive_evaluation as naive
 import numpy as np
@@ -15,11 +16,13 @@ from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
 import validate
+from vil.training import evaluation
 from vil.training.comparison import Speed
 from vil.training.evaluation import Evaluation
 
 VIL = dict(img_size=16, **SMALL["model_kwargs"])
 VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
+VIT_ARGUMENTS = [f"{name}={value}" for name, value in VIT.items() if name != "img_size"]
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 # how a model wants its images, nowhere as by default
 OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear", crop_mode="squash")
@@ -103,8 +106,7 @@ def pretrained(file, num_classes):
     """Arguments with which timm takes weights for pretrained ones of a small model, and images as in `OWN`."""
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in OWN.items()}
     cfg = json.dumps(dict(file=file, num_classes=num_classes, **known)).replace("{", "{{").replace("}", "}}")
-    arguments = [f"{name}={value}" for name, value in VIT.items() if name != "img_size"]
-    return [*arguments, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
+    return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
 
 
 AS_SAVED = dict(input_size=(3, 16, 16), crop_pct=0.8, interpolation="bilinear", **IMAGENET)
@@ -203,18 +205,26 @@ def check_comparison(result, names, targets, logits, allowed=None):
     assert result["paired"]["agreement"] == pytest.approx(100 * same.mean())
 
 
-@pytest.mark.parametrize("case", ["pretrained against", "EMA against"])
+@pytest.mark.parametrize("case", ["pretrained", "plain", "EMA"])
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
-    if case == "pretrained against":
+    first, second, split, options = "vil", "vit", "other", AS_SAVED
+    if case == "pretrained":
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *pretrained("MODELS/vit.pth", 12), "--split", "val"]
-        first, second, split, options = "vil", "vit", "val", AS_SAVED
-        own, difference = dict(mean=OWN["mean"], std=OWN["std"]), "crop_mode center; the second's own is squash"
+        split, own, difference = (
+            "val",
+            dict(mean=OWN["mean"], std=OWN["std"]),
+            "crop_mode center; the second's own is squash",
+        )
         weights = ["{models}/vil.pt", None]
+    elif case == "plain":  # of the first's size and classes
+        words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
+        words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
+        own, difference = dict(mean=OF_VIT["mean"], std=OF_VIT["std"]), None
+        weights = ["{models}/vil.pt", "{models}/vit.pth"]
     else:
-        arguments = [f"{name}={value}" for name, value in VIT.items() if name != "img_size"]
-        words = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12", "--model-kwargs", *arguments]
-        words += ["--against", "{models}/vil.pt", "--against-use-ema"]
+        words = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12"]
+        words += ["--model-kwargs", *VIT_ARGUMENTS, "--against", "{models}/vil.pt", "--against-use-ema"]
         first, second, split, options = "vit", "vil ema", "val", OF_VIT
         own, difference = IMAGENET, "crop_pct 0.9; the second's own is 0.875"
         weights = ["{models}/vit.pth", "{models}/vil.pt"]
@@ -224,7 +234,7 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     ]
     result, printed = command(*words)
     check_comparison(result, *parts[0][:2], [logits for *_, logits in parts])
-    assert f"both models see images prepared with {difference}" in caplog.text
+    assert caplog.messages == [f"both models see images prepared with {difference}"] * bool(difference)
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [False, second == "vil ema"]
@@ -242,7 +252,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
     root, loaded = models
     words = ["--checkpoint", str(root / "more.pt"), "--use-ema", "--split", "imagenet"]
     words += ["--against", str(root / "more vit.pth"), "--against-model", "vit_tiny_patch16_224"]
-    words += ["--against-model-kwargs", *(f"{name}={value}" for name, value in VIT.items() if name != "img_size")]
+    words += ["--against-model-kwargs", *VIT_ARGUMENTS]
     words += ["--real-labels", str(folders / "real.json"), "--batch-size", "4", "--workers", "1"]
     words += ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "csv")]
     printed = run([*script("validate.py", 2), *words]).stdout
@@ -290,6 +300,51 @@ def test_the_line_sets_the_result_beside_the_published_numbers():
     assert line.endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
     assert result.top1_interval == pytest.approx(naive.wilson_interval(38_200, 50_000), abs=1e-4)
     assert "published" not in validate.validation_line("resnet50", 1000, result)
+
+
+class Guess(torch.nn.Module):
+    """Takes images for logits; out of evaluation mode it would drop nearly all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.99)
+
+    def forward(self, images):
+        return self.dropout(images) @ torch.eye(images.shape[1])
+
+
+def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
+    ticks = iter([100.0, 104.0])
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    images, targets = torch.randn(10, 7), torch.arange(10) % 7
+    targets[[2, 6]] = -1  # unreadable
+    models, observed = [Guess().train(), Guess().eval()], []
+    results = evaluation.evaluate(
+        models,
+        [(images[:6], targets[:6]), (images[6:7], targets[6:7]), (images[7:], targets[7:])],
+        torch.device("cpu"),
+        torch.autocast("cpu", torch.bfloat16),
+        lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),
+    )
+    readable = targets >= 0
+    expected = naive.numbers(images[readable].bfloat16().double().numpy(), targets[readable].numpy())
+    for result in results:
+        assert {name: getattr(result, name) for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
+    assert [model.training for model in models] == [True, False]
+    assert [target for target, *_ in observed] == targets.tolist()
+    assert all(torch.equal(logits, images.bfloat16()[i]) for i, (_, *both) in enumerate(observed) for logits in both)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
+    mixed = evaluation.autocast(torch.device("cuda"), True, "float16")
+    assert (mixed.device, mixed.fast_dtype) == ("cuda", torch.float16)
+    for device, enabled in (("cuda", False), ("cpu", True)):
+        with evaluation.autocast(torch.device(device), enabled, "bfloat16"):
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled("cuda")
+    assert evaluation.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_no_image_says_nothing():
