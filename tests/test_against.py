@@ -1,22 +1,16 @@
 """validate.py --against: its statistics by hand, its tables, other test sets, and the whole command on two models."""
 
 import csv
-import json
 import math
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
-from conftest import CLASSES, VAL_IMAGES
 from PIL import Image
-from processes import run, script
-from timm.data import ImageNetInfo, create_transform
+from timm.data import ImageNetInfo
 
-import validate
 from vil.published import published
-from vil.training import checkpoint
 from vil.training.comparison import Comparison, Paired, Predictions
 from vil.training.config import ConfigError
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
@@ -112,48 +106,6 @@ def test_images_of_several_processes_are_gathered_in_the_order_of_the_split(monk
     assert best[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
 
 
-def predictions_by_hand(model, folder):
-    transform = create_transform(16, crop_pct=0.875, interpolation="bicubic")
-    paths = [path for name in CLASSES for path in sorted((folder / name).iterdir())]
-    with torch.inference_mode():
-        return np.array([int(model(transform(Image.open(path).convert("RGB"))[None]).argmax()) for path in paths])
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_command_counts_what_two_models_of_known_predictions_get_right(
-    uninterrupted, image_folder, tmp_path, processes
-):
-    first, second, out = uninterrupted / "run" / "last.pt", tmp_path / "cat.pt", tmp_path / "out.json"
-    state = torch.load(first, weights_only=True)
-    state["state_dict"]["head.bias"][2] += 1000  # says cat, whatever it sees
-    torch.save(state, second)
-    words = ["--checkpoint", str(first), "--against", str(second), "--batch-size", "5", "--workers", "1"]
-    words += ["--json", str(out), "--csv", str(tmp_path / "csv"), "--plot", str(tmp_path / "new" / "plot.png")]
-    printed = run([*script("validate.py", processes), *words]).stdout
-
-    config = checkpoint.saved_config(first)
-    model = timm.create_model("vil_tiny", num_classes=4, img_size=16, **config["model_kwargs"]).eval()
-    checkpoint.load_weights(model, first)
-    targets = np.repeat(np.arange(4), VAL_IMAGES)
-    predicted = predictions_by_hand(model, image_folder / "val")
-    right, cat = predicted == targets, targets == 2
-    expected = [right & cat, right & ~cat, ~right & cat, ~right & ~cat]
-    assert expected[1].any() or expected[2].any()
-    result = json.loads(out.read_text())
-    counts = [result["paired"]["top1"][name] for name in ("both", "only_first", "only_second", "neither")]
-    assert counts == [int(c.sum()) for c in expected]
-    assert [row["top1"] for row in result["models"]] == [pytest.approx(100 * right.mean()), 25.0]
-    assert result["paired"]["agreement"] == pytest.approx(100 * (predicted == 2).mean())
-    assert all(row["images_per_second"] > 0 for row in result["models"])
-    assert "|  | vil_tiny | vil_tiny | first less second" in printed
-    assert f"p = {Paired(*counts).p_value:.3g} |" in printed
-    rows = list(csv.DictReader((tmp_path / "csv" / "classes.csv").open()))
-    assert [(row["name"], row["top1_second"]) for row in rows] == [
-        (n, "100.0" if n == "cat" else "0.0") for n in CLASSES
-    ]
-    assert Image.open(tmp_path / "new" / "plot.png").width > 500
-
-
 def test_the_published_numbers_of_one_model():
     assert published("vim_tiny") == (76.1, 93.0)
     assert published("vil_small") == (80.7, None)
@@ -226,35 +178,3 @@ def test_the_second_model_sees_images_normalised_as_its_own():
 
     model = torch.nn.Conv2d(3, 1, 1)
     torch.testing.assert_close(Renormalized(model, given, own)(normalised(given)), model(normalised(own)))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
-        (["--against", "PLAIN"], "--against-model is not given"),
-        (["--against", "PLAIN", "--against-model", "vim_tiny"], "does not fit the model"),
-        (["--against", "no_such_model"], "cannot create the model no_such_model"),
-        (["--against", "LAST", "--against-model-kwargs", "depth=3"], "does not fit the model"),
-        (["--against", "LARGER"], "the models take images of (16, 16) and (24, 24): give one --img-size for both"),
-        (["--against", "MORE"], "the models have 4 and 6 classes"),
-        (["--real-labels"], "ReaL labels are for ImageNet's validation images"),
-    ],
-)
-def test_bad_comparisons_are_named_without_a_traceback(uninterrupted, tmp_path, words, message, monkeypatch):
-    last = str(uninterrupted / "run" / "last.pt")
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "plain.pth")
-    names = {"LAST": last, "PLAIN": str(tmp_path / "plain.pth")}
-    for name, option, value in (("LARGER", "img_size", 24), ("MORE", "num_classes", 6)):
-        other = torch.load(last, weights_only=True)
-        other["config"][option] = value
-        if name == "MORE":
-            for tensor in ("head.weight", "head.bias"):
-                other["state_dict"][tensor] = other["state_dict"][tensor].repeat_interleave(2, dim=0)[:6]
-        names[name] = str(tmp_path / f"{name}.pt")
-        torch.save(other, names[name])
-    words = ["--checkpoint", last, "--workers", "0", *(names.get(word, word) for word in words)]
-    monkeypatch.setattr("sys.argv", ["validate.py", *words])
-    with pytest.raises(SystemExit) as error:
-        validate.main()
-    assert message in str(error.value)
