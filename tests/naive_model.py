@@ -37,8 +37,8 @@ PUBLISHED = {  # hustvl/Vim: vim/models_mamba.py and mamba-1p1p1/mamba_ssm/modul
 }
 
 
-def rms_norm(x, weight):
-    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * weight
+def rms_norm(x, weight, eps=1e-5):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
 
 
 def recurrence_inputs(u, w, names):
@@ -62,9 +62,9 @@ def direction(u, w, names):
     return scan(*recurrence_inputs(u, w, names), w[names["skip"]])
 
 
-def block(x, w, names, scale=None):
+def block(x, w, names, scale=None, eps=1e-5):
     """The whole residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
-    u, z = F.linear(rms_norm(x, w["norm.weight"]), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
+    u, z = F.linear(rms_norm(x, w["norm.weight"], eps), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
     forward = direction(u, w, names["directions"][0])
     backward = direction(u.flip(1), w, names["directions"][1]).flip(1)
     update = F.linear((forward + backward) / 2 * F.silu(z), w["mixer.out_proj.weight"])

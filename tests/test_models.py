@@ -99,10 +99,10 @@ def test_a_model_equals_the_independent_one(name, kwargs):
     assert_same_output_and_gradients(model, model(x), naive_model.model(x, weights, stride=stride, pool=pool))
 
 
-def stochastic_depth(rates, images, seed):
+def stochastic_depth(rates, images, seed, dtype=torch.float64):
     """What multiplies each image's update in each block: 0 or 1 / (1 - rate), drawn as timm's layers do."""
     torch.manual_seed(seed)
-    kept = [torch.empty(images, dtype=torch.float64).bernoulli_(1 - rate) if rate else None for rate in rates]
+    kept = [torch.empty(images, dtype=dtype).bernoulli_(1 - rate) if rate else None for rate in rates]
     return [k if k is None else k / (1 - rate) for k, rate in zip(kept, rates)]
 
 
@@ -256,12 +256,11 @@ def test_reset_classifier():
 
 
 @pytest.mark.parametrize("size", [(48, 48), (50, 33), (7, 100), (96, 16), (128, 80)])
-@pytest.mark.parametrize("stride", [None, 8])
+@pytest.mark.parametrize("stride", [(16, 16), (8, 8), (8, 16)])
 def test_dynamic_img_size_equals_a_model_built_for_the_padded_image(size, stride):
-    model = small(dynamic_img_size=True, stride=stride).eval()
+    model = with_random_parameters(small(dynamic_img_size=True, stride=stride)).float().eval()
     x = random_images(2, 3, *size)
-    step = stride or 16
-    padded = [max(16, 16 + math.ceil((n - 16) / step) * step) for n in size]
+    padded = [max(16, 16 + math.ceil((n - 16) / step) * step) for n, step in zip(size, stride)]
     fixed = small(stride=stride).eval()
     fixed.load_state_dict(model.state_dict())
     fixed.set_input_size(padded)
