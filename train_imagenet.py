@@ -7,19 +7,31 @@ A config file holds options under timm's names, and the command line overrides i
 each process takes its share, in as many micro-batches as `batch_size` asks for, so any number of GPUs trains the same
 thing. The run's folder, OUTPUT/EXPERIMENT, gets config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
 
-SIGTERM or SIGUSR1 makes it write a checkpoint and exit with status 75; `--resume auto` goes on as if nothing had
-happened, on as many processes as there are then. docs/reliability.md says what else it survives.
+Ctrl-C, SIGTERM or SIGUSR1 makes it write a checkpoint and exit with status 75; `--resume auto` goes on as if nothing
+had happened, on as many processes as there are then. docs/reliability.md says what else it survives.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # before the other imports, which take seconds: until a step is trained nothing is to save
+
+    def end_at_once(*_):
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped by a signal before it trained anything", file=sys.stderr, flush=True)
+        os._exit(os.EX_TEMPFAIL)  # PREEMPTED
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, end_at_once)
+
 import dataclasses
 import logging
 import math
-import os
-import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 
@@ -40,12 +52,23 @@ from vil.training.config import Config, ConfigError, load_config
 from vil.training.evaluation import autocast, default_device, evaluate
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.models import create_model
-from vil.training.processes import from_first_process, join_processes, leave_processes, sum_over_processes
+from vil.training.files import FolderInUseError, FolderLock
+from vil.training.processes import (
+    FirstProcessError,
+    from_first_process,
+    is_first_process,
+    join_processes,
+    leave_processes,
+    sum_over_processes,
+)
 from vil.training.summary import EpochMeter, Reporter
 
 
 class DivergenceError(RuntimeError):
     """The loss is not finite."""
+
+
+FORESEEN = (ConfigError, checkpoint.CheckpointError, FolderInUseError, FirstProcessError, DivergenceError)
 
 
 def main() -> None:
@@ -55,11 +78,11 @@ def main() -> None:
         config = load_config(__doc__)
         Trainer(config, *join_processes(config.device or default_device())).run()
     except PreemptedError as notice:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             print(notice, file=sys.stderr)
         status = PREEMPTED
-    except (Exception, KeyboardInterrupt) as error:
-        foreseen = isinstance(error, (ConfigError, checkpoint.CheckpointError, DivergenceError))
+    except Exception as error:
+        foreseen = isinstance(error, FORESEEN)
         if dist.is_initialized():  # at once: tidying up would wait for other processes, which may be gone
             sys.stdout.flush()
             print(f"error: {error}" if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
@@ -126,13 +149,15 @@ class Trainer:
             min_lr=config.min_lr,
         )
         self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay) if config.model_ema else None
+        self.warn_of_a_slow_average()
         self.precision = autocast(device, config.amp, config.amp_dtype)
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+        self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.saved_config = {**dataclasses.asdict(config), "num_classes": num_classes, "num_images": len(train_set)}
-        if resumed := from_first_process(self.find_resumed):
+        if resumed := from_first_process(self.take_folder):
             self.restore(resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
@@ -144,6 +169,15 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         if config.torchcompile:
             self.wrapped = torch.compile(self.wrapped, mode="reduce-overhead")
+
+    def warn_of_a_slow_average(self) -> None:
+        steps, decay = self.config.epochs * self.batches.steps, self.config.model_ema_decay
+        if self.ema and self.rank == 0 and steps * (1 - decay) < 1:
+            logging.warning(
+                "model_ema_decay %s averages over some %.0f steps, and this run has %d: its average will hardly leave "
+                "what it begins with. --model-ema-decay %.4g averages over a tenth of the run",
+                decay, 1 / (1 - decay), steps, max(0.0, 1 - 10 / steps),
+            )  # fmt: skip
 
     def distribute(self, input_size: tuple[int, ...]) -> nn.Module:
         """The model as one whose backward adds up the gradients of all processes."""
@@ -161,7 +195,7 @@ class Trainer:
         epochs, batch = self.config.epochs, self.config.global_batch_size
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
         sizes = dict(total=epochs * self.batches.steps * batch, initial=self.steps * batch)
-        with tqdm(**sizes, unit="img", unit_scale=True, disable=quiet) as bar:
+        with self.lock, tqdm(**sizes, unit="img", unit_scale=True, disable=quiet) as bar:
             for epoch in range(len(self.history), epochs):
                 bar.set_description(f"epoch {epoch + 1}/{epochs}")
                 self.train_one_epoch(epoch, bar)
@@ -266,7 +300,7 @@ class Trainer:
             )
 
     def save(self) -> None:
-        """Writes last.pt, and at the end of an epoch best.pt if it is the best so far."""
+        """Writes last.pt, and at the end of an epoch best.pt if the model or its average is the best so far."""
         if self.rank > 0:
             return
         state = {
@@ -278,14 +312,16 @@ class Trainer:
             "scheduler": self.scheduler.state_dict(),
             **{name: part.state_dict() for name, part in self.parts().items()},
         }
-        if self.meter.steps == 0:
-            metric = "eval_top1_ema" if self.ema else "eval_top1"
-            if self.history[-1][metric] >= max(row[metric] for row in self.history):
-                checkpoint.save_checkpoint(state, self.folder / "best.pt")
+        if self.meter.steps == 0 and best_top1(self.history[-1]) >= max(map(best_top1, self.history)):
+            better_average = self.ema and self.history[-1]["eval_top1_ema"] >= self.history[-1]["eval_top1"]
+            state["best"] = "state_dict_ema" if better_average else "state_dict"
+            checkpoint.save_checkpoint(state, self.folder / "best.pt")
+            del state["best"]
         checkpoint.save_checkpoint(state, self.folder / "last.pt", previous=self.folder / "previous.pt")
 
-    def find_resumed(self) -> dict | None:
-        """The state that this run goes on from."""
+    def take_folder(self) -> dict | None:
+        """Keeps other runs out of the folder, and returns the state that this one goes on from."""
+        self.lock = FolderLock(self.folder)
         if not (found := checkpoint.find_resumed(self.config.resume, self.folder)):
             return None
         path, saved = found
@@ -308,6 +344,11 @@ class Trainer:
         """What a run learns and a checkpoint holds, under timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
+
+
+def best_top1(row: dict) -> float:
+    """The better top-1 of an epoch's model and its average."""
+    return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from vil.training.config import ConfigError, parse_key_values
 from vil.training.evaluation import Evaluation, autocast, default_device, evaluate
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model
-from vil.training.summary import write_atomically
+from vil.training.files import write_atomically
 
 
 def parse_options() -> argparse.Namespace:
@@ -49,7 +49,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", help="timm model; the checkpoint's if it says")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--checkpoint", help="weights; timm's pretrained ones if not given")
-    parser.add_argument("--use-ema", action="store_true", help="the checkpoint's moving average of the weights")
+    average = dict(action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--use-ema", **average, help="the checkpoint's moving average (default: if best.pt says so)")
     parser.add_argument("--data-dir", help="folder that holds the split")
     parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; folders and tar files if not given")
     parser.add_argument("--split", help="name of the split (default: validation)")
@@ -72,7 +73,7 @@ def parse_options() -> argparse.Namespace:
         "--against-model", metavar="MODEL", help="timm model of these weights; the checkpoint's if it says"
     )
     two.add_argument("--against-model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="its arguments")
-    two.add_argument("--against-use-ema", action="store_true", help="the moving average of its weights")
+    two.add_argument("--against-use-ema", **average, help="the moving average of its weights")
     two.add_argument("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv there")
     two.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
     options = parser.parse_args()
@@ -108,7 +109,10 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
     settings["model_kwargs"] = {**saved.get("model_kwargs", {}), **parse_key_values(options.model_kwargs)}
-    settings |= {"checkpoint": options.checkpoint, "use_ema": options.use_ema}
+    use_ema = options.use_ema
+    if use_ema is None:
+        use_ema = bool(options.checkpoint and checkpoint.says_average_is_best(options.checkpoint))
+    settings |= {"checkpoint": options.checkpoint, "use_ema": use_ema}
     if not settings["model"]:
         raise ConfigError(f"{model_option} is not given, and no checkpoint of train_imagenet.py says it")
     return settings
@@ -159,7 +163,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
     judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
     images, classes = open_test_split(settings["data_dir"], settings["dataset"], settings["split"], num_classes)
-    notes = []
+    notes = ["the moving average of its weights"] if settings["use_ema"] else []
     if classes:
         judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
         notes.append(f"judged among the {len(classes)} classes of this split")

@@ -32,7 +32,7 @@ from vil.kernels import longhorn_scan, selective_scan
 
 from vil.block import LonghornDirection, MambaDirection
 from vil.info import git_commit
-from vil.training.summary import write_atomically
+from vil.training.files import write_atomically
 
 VOCABULARY = 8192
 # Zoology's figure 2, which the Longhorn paper follows: pairs and batch size by the length of the sequence

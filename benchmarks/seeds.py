@@ -33,7 +33,7 @@ from vil.info import git_commit
 from vil.training.comparison import markdown_table
 from vil.training.data import open_split
 from vil.training.models import create_model
-from vil.training.summary import write_atomically
+from vil.training.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
 MODELS: dict[str, dict[str, Any]] = {"vil_tiny": {}, "vim_tiny": {}, "deit_tiny_patch16_224": {"num_heads": 2}}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import vil  # noqa: F401  registers the models
 from vil.info import git_commit
-from vil.training.summary import write_atomically
+from vil.training.files import write_atomically
 
 CLASSES, GRID = 1000, 8
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -41,7 +41,8 @@ class Run:
 
     def __init__(self, output: Path, processes: int, prepare: Callable[[], None] | None = None, **options):
         self.folder, self.log = output / "run", output / "log.txt"
-        (self.folder / "last.pt.tmp").unlink(missing_ok=True)  # of a process killed before
+        for left in self.folder.glob(".last.pt.*"):  # by a process killed before
+            left.unlink()
         config = output / "faults.yaml"
         config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output), resume="auto") | options))
         port = free_port()
@@ -91,7 +92,7 @@ class Run:
             return None
 
     def wait_for_a_save_to_begin(self) -> None:
-        while not (self.folder / "last.pt.tmp").exists() and self.is_running():
+        while not any(self.folder.glob(".last.pt.*")) and self.is_running():
             pass
 
     def result(self) -> dict:

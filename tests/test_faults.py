@@ -333,7 +333,7 @@ def test_a_full_disk_stops_a_run_that_goes_on_once_there_is_room(undisturbed, st
         assert codes[0] == 1
         assert 0 not in codes
         checkpoint.read_checkpoint(two.folder / "last.pt")
-        assert not list(two.folder.glob("*.tmp"))
+        assert not list(two.folder.glob(".*.tmp"))
         two = start(output=disk)
         assert ended_as_if_undisturbed(two, undisturbed)
     finally:

@@ -79,7 +79,7 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert {"grad_norm", "images_per_second", "data_wait_percent", "peak_memory_gib"} < set(saved["history"][0])
     assert "commit" in (folder / "info.txt").read_text()
     assert "torch " in (folder / "info.txt").read_text()
-    assert not list(folder.glob("*.tmp"))
+    assert not list(folder.glob(".*.tmp"))
 
 
 def test_noise_takes_the_place_of_a_dataset(tmp_path):

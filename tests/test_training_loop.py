@@ -61,7 +61,7 @@ def assert_same_run(output, truth, rtol=1e-4):
     assert len(last["history"]) == len(truth.rows)
     for row, expected in zip(last["history"], truth.rows):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=rtol)
-    scores = [row["eval_top1_ema"] for row in truth.rows]
+    scores = [max(row["eval_top1"], row["eval_top1_ema"]) for row in truth.rows]
     best_epoch = max(epoch for epoch, score in enumerate(scores) if score == max(scores))
     for saved, epoch in ((last, len(truth.rows) - 1), (best, best_epoch)):
         assert saved["epoch"] == epoch + 1
@@ -124,21 +124,40 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
 
-def test_best_is_the_epoch_with_the_best_top1_of_the_average_the_last_of_equals(folder, tmp_path, monkeypatch):
-    correct = {"model": [9, 1, 2, 3, 8], "ema": [2, 7, 7, 5, 4]}
-
-    def evaluate(*_):
-        epoch = len(run.history)
-        return [Evaluation(42, correct[name][epoch], 42, 1.0, 0, 1.0) for name in ("model", "ema")]
+@pytest.mark.parametrize(
+    ("model", "average", "epoch", "best"),
+    [
+        ([4, 9, 2, 3, 8], [2, 3, 4, 5, 6], 2, "state_dict"),  # an average that has hardly begun to move
+        ([4, 9, 2, 3, 8], [2, 7, 9, 5, 4], 3, "state_dict_ema"),
+        ([4, 9, 2, 9, 8], [2, 7, 9, 9, 4], 4, "state_dict_ema"),  # the last of equals, the average of two
+        ([4, 9, 2, 3, 8], None, 2, "state_dict"),
+    ],
+)
+def test_best_is_the_best_of_models_and_averages_and_says_which(
+    folder, tmp_path, monkeypatch, model, average, epoch, best
+):
+    def evaluate(models, *_):
+        counts = [top1[len(run.history)] for top1 in (model, average) if top1]
+        assert len(counts) == len(models)
+        return [Evaluation(42, count, 42, 1.0, 0, 1.0) for count in counts]
 
     monkeypatch.setattr(train_imagenet, "evaluate", evaluate)
-    run = trainer(folder, tmp_path, epochs=5)
+    run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None)
     run.run()
-    best = checkpoint.read_checkpoint(tmp_path / "run" / "best.pt")
-    assert best["epoch"] == len(best["history"]) == 3
-    run = trainer(folder, tmp_path / "without", epochs=5, model_ema=False)
-    run.run()
-    assert checkpoint.read_checkpoint(tmp_path / "without" / "run" / "best.pt")["epoch"] == 1
+    path = tmp_path / "run" / "best.pt"
+    saved = checkpoint.read_checkpoint(path)
+    assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
+    weights = checkpoint.read_weights(path)  # as fine-tuning starts from
+    assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
+    assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
+
+
+@pytest.mark.parametrize(("decay", "warned"), [(0.99996, True), (0.95, True), (0.9, False)])
+def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
+    trainer(folder, tmp_path, model_ema_decay=decay)  # 12 steps
+    message = f"model_ema_decay {decay} averages over some {1 / (1 - decay):.0f} steps, and this run has 12"
+    assert (message in caplog.text) is warned
+    assert ("--model-ema-decay 0.1667 averages over a tenth of the run" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("clip_grad", [None, 0.05])

@@ -239,7 +239,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     untrained, model = build().eval(), build().eval()
-    checkpoint.load_weights(model, options.checkpoint)
+    checkpoint.load_weights(model, options.checkpoint, bool(checkpoint.says_average_is_best(options.checkpoint)))
     data_config = resolve_data_config({name: config[name] for name in ("img_size", "crop_pct")}, model=model)
     transform = create_transform(**data_config)
     folders = [sorted(path.rglob("*.*")) if path.is_dir() else [path] for path in options.images]

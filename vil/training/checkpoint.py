@@ -14,6 +14,8 @@ import torch
 from timm.models import load_state_dict
 from torch import nn
 
+from .files import write_atomically
+
 _logger = logging.getLogger(__name__)
 
 VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters in another order
@@ -41,18 +43,9 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     Raises:
         CheckpointError: It could not be written; the message names the file, the cause and the space left.
     """
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
-            torch.save({"version": VERSION, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if previous and path.exists():
-            os.replace(path, previous)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        write_atomically(path, lambda file: torch.save({"version": VERSION, **state}, file), previous)
     except (OSError, RuntimeError) as error:  # PyTorch's writer turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free / 2**20
         kept = f"the previous {path} is intact" if path.exists() else "there was none before"
         raise CheckpointError(
@@ -89,6 +82,19 @@ def saved_config(path: str | Path) -> dict[str, Any]:
         return {}
     checkpoint = _guarded(path, lambda: _load(path))
     return checkpoint["config"] if _is_ours(checkpoint) else {}
+
+
+def says_average_is_best(path: str | Path) -> bool | None:
+    """Whether the moving average of a best.pt is better than its model; None if the file does not say.
+
+    Raises:
+        CheckpointError: The file is missing or corrupt.
+    """
+    if str(path).endswith(".safetensors"):
+        return None
+    checkpoint = _guarded(path, lambda: _load(path))
+    best = checkpoint.get("best") if _is_ours(checkpoint) else None
+    return None if best is None else best == "state_dict_ema"
 
 
 def _load(path: str | Path):
@@ -163,16 +169,18 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
 
 
-def read_weights(path: str | Path, use_ema: bool = True) -> dict[str, Any]:
+def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:
     """The state dict of a checkpoint of ours, timm's or ViM's, or of a plain one (.pth, .safetensors).
 
     Args:
         path: The file.
-        use_ema: Take the moving average where the file has one.
+        use_ema: Take the moving average where the file has one. None: what the file says is best, or else the average.
 
     Raises:
         CheckpointError: The file is missing or corrupt.
     """
+    if use_ema is None:
+        use_ema = says_average_is_best(path) is not False
     return _guarded(path, lambda: load_state_dict(str(path), use_ema=use_ema))
 
 
@@ -188,15 +196,6 @@ def load_weights(model: nn.Module, path: str | Path, use_ema: bool = False) -> N
     except (RuntimeError, ValueError) as error:
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the renaming of files last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _guarded(path: str | Path, read):

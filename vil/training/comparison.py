@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from scipy.stats import binomtest
 from torch import Tensor, nn
 
@@ -26,7 +25,8 @@ from vil.published import published
 
 from .data import UNREADABLE
 from .evaluation import Evaluation
-from .summary import write_atomically
+from .files import write_atomically
+from .processes import interleave_over_processes
 
 
 class Predictions:
@@ -42,13 +42,8 @@ class Predictions:
 
     def gather(self) -> tuple[np.ndarray, np.ndarray]:
         """targets_N and best_NMK over all processes, in each of them. Process r saw images r, r + processes, ..."""
-        mine = torch.cat(self._targets).cpu().numpy(), torch.cat(self._best).cpu().numpy()
-        parts = [mine]
-        if dist.is_initialized():
-            parts = [mine] * dist.get_world_size()
-            dist.all_gather_object(parts, mine)
-        order = np.argsort(np.concatenate([np.arange(len(t)) * len(parts) + r for r, (t, _) in enumerate(parts)]))
-        return tuple(np.concatenate(arrays)[order] for arrays in zip(*parts))
+        parts = (interleave_over_processes(torch.cat(tensors)) for tensors in (self._targets, self._best))
+        return tuple(part.cpu().numpy() for part in parts)
 
 
 @dataclass

@@ -409,6 +409,7 @@ class Prefetcher(PrefetchLoader):
 def _heed_the_parent_alone(worker: int) -> None:
     """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
     signals = (signal.SIGTERM, signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     parent = multiprocessing.parent_process().pid
 
     def wait() -> None:

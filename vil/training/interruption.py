@@ -1,4 +1,4 @@
-"""When a run writes checkpoints: at intervals, and when a signal says that its machine is wanted for something else."""
+"""When a run writes checkpoints: at intervals, and when a signal says that it is to end for now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from .processes import is_first_process
+
 PREEMPTED = os.EX_TEMPFAIL  # 75, exit status: stopped by a signal, everything saved; "try again later"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class PreemptedError(RuntimeError):
@@ -19,7 +22,8 @@ class PreemptedError(RuntimeError):
 class CheckpointTimer:
     """Tells all processes of a run alike that a checkpoint is due, or that it is time to stop.
 
-    SIGTERM and SIGUSR1, the notices of cluster schedulers, set `signalled`; nothing else happens at that moment.
+    SIGTERM and SIGUSR1, the notices of cluster schedulers, and SIGINT (Ctrl-C) set `signalled`; nothing else happens at
+    that moment. A second SIGINT ends the process at once.
 
     Args:
         interval: '30m' for minutes, '500' for optimizer steps, None for none (see `Config.checkpoint_interval`).
@@ -32,7 +36,7 @@ class CheckpointTimer:
         self.seconds, self.steps = (60 * number, float("inf")) if in_minutes else (float("inf"), number)
         self.stop = self.signalled = False
         self._restart(step)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, self._note)
 
     def due(self, step: int) -> bool:
@@ -52,5 +56,9 @@ class CheckpointTimer:
     def _restart(self, step: int) -> None:
         self._time, self._step = time.monotonic(), step
 
-    def _note(self, *_) -> None:
+    def _note(self, number: int, *_) -> None:
         self.signalled = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if is_first_process():
+                os.write(2, b"\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")

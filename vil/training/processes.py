@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import io
 import os
 import signal
 import sys
@@ -36,6 +37,11 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
         _watch = _Watch(process.rank, process.world_size)
         _watch.start()
     return device, process.rank, process.world_size
+
+
+def is_first_process() -> bool:
+    """Whether this is the process of rank 0, which speaks for all; known before they have met."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def leave_processes() -> None:
@@ -95,17 +101,50 @@ def sum_over_processes(value: Tensor) -> Tensor:
     return value
 
 
+def interleave_over_processes(mine: Tensor) -> Tensor:
+    """The rows (N, ...) of all processes, of which that of rank r has rows r, r + processes, ... in order."""
+    if not dist.is_initialized():
+        return mine
+    rows, parts = sum_over_processes(torch.tensor(len(mine), device=mine.device)), dist.get_world_size()
+    padded = mine.new_zeros(-(-int(rows) // parts), *mine.shape[1:])
+    padded[: len(mine)] = mine
+    gathered = [torch.empty_like(padded) for _ in range(parts)]
+    dist.all_gather(gathered, padded)
+    return torch.stack(gathered, dim=1).flatten(0, 1)[:rows]
+
+
+class FirstProcessError(RuntimeError):
+    """The process of rank 0 has failed, for the reason given."""
+
+
 def from_first_process(function: Callable[[], Any]) -> Any:
-    """What `function` returns or raises in the process of rank 0, in every process."""
+    """What `function` returns in the process of rank 0, in every process: tensors, numbers, text and lists of them.
+
+    Nothing else is passed on, so that no other program on the network could have a process run what it likes.
+
+    Raises:
+        FirstProcessError: `function` has raised an error in the process of rank 0, which raises that itself.
+    """
     if not dist.is_initialized():
         return function()
-    outcome: list[Any] = [None, None]
+    value = error = None
+    content = bytearray()
     if dist.get_rank() == 0:
         try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, device=torch.device("cpu"))
-    if outcome[1]:
-        raise outcome[1]
-    return outcome[0]
+            value = function()
+        except Exception as caught:
+            error = caught
+        torch.save([value, error and f"{error}"], buffer := io.BytesIO())
+        content = bytearray(buffer.getbuffer())
+    size = torch.tensor(len(content))
+    dist.broadcast(size, 0)
+    data = torch.frombuffer(content or bytearray(int(size)), dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    if error:
+        raise error
+    if dist.get_rank() == 0:
+        return value
+    value, message = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    if message is not None:
+        raise FirstProcessError(message)
+    return value

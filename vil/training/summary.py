@@ -6,7 +6,6 @@ import csv
 import io
 import logging
 import math
-import os
 import resource
 import secrets
 import statistics
@@ -24,6 +23,7 @@ from torch import Tensor
 from vil.info import format_environment
 
 from .config import Config, ConfigError
+from .files import write_atomically
 from .processes import sum_over_processes
 
 _logger = logging.getLogger(__name__)
@@ -175,16 +175,6 @@ PICTURE = {
     "peak memory (GiB)": {"peak_memory_gib": None},
     "unreadable images": {"unreadable_images": None},
 }
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file so that it is never seen half-written."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_summary(history: list[dict[str, Any]], folder: Path) -> None:
