@@ -75,7 +75,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     status = 0
     try:
-        config = load_config(__doc__)
+        config = load_config(__doc__, saved_options=checkpoint.saved_config)
         Trainer(config, *join_processes(config.device or default_device())).run()
     except PreemptedError as notice:
         if is_first_process():
@@ -156,9 +156,11 @@ class Trainer:
         self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
-        self.saved_config = {**dataclasses.asdict(config), "num_classes": num_classes, "num_images": len(train_set)}
+        self.saved_config = dataclasses.asdict(config) | {"num_classes": num_classes}
+        if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
+            self.saved_config["data_dir"] = str(Path(config.data_dir).resolve())
         if resumed := from_first_process(self.take_folder):
-            self.restore(resumed)
+            self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
 
         self.wrapped = self.distribute(data_config["input_size"]) if world_size > 1 else self.model
@@ -307,6 +309,7 @@ class Trainer:
             "arch": self.config.model,
             "epoch": len(self.history),
             "config": self.saved_config,
+            "num_images": self.batches.num_images,
             "history": self.history,
             "progress": self.meter.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -319,26 +322,42 @@ class Trainer:
             del state["best"]
         checkpoint.save_checkpoint(state, self.folder / "last.pt", previous=self.folder / "previous.pt")
 
-    def take_folder(self) -> dict | None:
-        """Keeps other runs out of the folder, and returns the state that this one goes on from."""
+    def take_folder(self) -> list | None:
+        """Keeps other runs out of the folder, and returns the file that this one goes on from with what it holds."""
         self.lock = FolderLock(self.folder)
         if not (found := checkpoint.find_resumed(self.config.resume, self.folder)):
             return None
         path, saved = found
-        middle = bool(saved["progress"]["losses"])
+        middle = bool(saved["progress"].get("losses"))
         checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
-        return saved
+        if saved.get("num_images") != (images := self.batches.num_images):
+            logging.warning("going on with %d training images, was %s", images, saved.get("num_images"))
+        return [str(path), saved]
 
-    def restore(self, saved: dict) -> None:
+    def restore(self, path: str, saved: dict) -> None:
         """Goes on from a checkpoint: with what it learned, but with the options of this run where they differ."""
-        for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
-            group.update({k: v for k, v in chosen.items() if k != "params"})
-        for name, part in self.parts().items():
-            part.load_state_dict(saved[name])
-        self.history = saved["history"]
-        self.meter.load_state_dict(saved["progress"])
+        try:
+            for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
+                group.update({k: v for k, v in chosen.items() if k != "params"})
+            for name, part in self.parts().items():
+                part.load_state_dict(saved[name])
+            for parameter, state in self.optimizer.state.items():
+                if any(t.dim() and t.shape != parameter.shape for t in state.values() if isinstance(t, Tensor)):
+                    raise ValueError(f"the optimizer's state of a parameter {tuple(parameter.shape)} has another shape")
+            self.history = [{str(name): float(value) for name, value in row.items()} for row in saved["history"]]
+            self.meter.load_state_dict(saved["progress"])
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            raise checkpoint.CheckpointError(f"{path} does not fit this run: {reason}") from error
         if self.history:
             self.scheduler.step(len(self.history))
+        if self.rank == 0:
+            steps, epochs = self.batches.steps, self.config.epochs
+            if len(self.history) < epochs:
+                place = f"step {self.meter.steps} of {steps} of epoch {len(self.history) + 1} of {epochs}"
+                logging.warning("going on after %s, from %s", place, path)
+            else:
+                logging.warning("%s has trained its %d epochs: --epochs N trains on", path, epochs)
 
     def parts(self) -> dict:
         """What a run learns and a checkpoint holds, under timm's names."""

@@ -37,10 +37,10 @@ import vil  # noqa: F401  registers the models
 from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
 from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
-from vil.training.config import ConfigError, parse_key_values
+from vil.training.config import ConfigError, confirm_dataset, parse_key_values
 from vil.training.evaluation import Evaluation, autocast, default_device, evaluate
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
-from vil.training.models import create_model
+from vil.training.models import create_model, load_model
 from vil.training.files import write_atomically
 
 
@@ -90,7 +90,7 @@ def main() -> None:
         runs = [resolve_settings(options, "--model")]
         if options.against:
             runs.append(second_settings(options, runs[0]))
-        models = [load_model(settings).to(device).eval() for settings in runs]
+        models = [model_of(settings).to(device).eval() for settings in runs]
         outcome = validate(models, runs, options, device, process.rank, process.world_size)
         if process.rank == 0:
             report(runs, models, outcome, options)
@@ -108,7 +108,7 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     settings = {name: getattr(options, name) or saved.get(name) for name in names}
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
-    settings["model_kwargs"] = {**saved.get("model_kwargs", {}), **parse_key_values(options.model_kwargs)}
+    settings["model_kwargs"] = {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
     use_ema = options.use_ema
     if use_ema is None:
         use_ema = bool(options.checkpoint and checkpoint.says_average_is_best(options.checkpoint))
@@ -132,13 +132,12 @@ def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[
     return settings | {name: first[name] for name in ("data_dir", "dataset", "split", "crop_pct", "interpolation")}
 
 
-def load_model(settings: dict[str, Any]) -> torch.nn.Module:
+def model_of(settings: dict[str, Any]) -> torch.nn.Module:
     arguments = {name: settings[name] for name in ("num_classes", "img_size") if settings[name]}
-    path = settings["checkpoint"]
-    model = create_model(settings["model"], pretrained=path is None, **arguments, **settings["model_kwargs"])
-    if path:
-        checkpoint.load_weights(model, path, settings["use_ema"])
-    return model
+    arguments |= settings["model_kwargs"]
+    if path := settings["checkpoint"]:
+        return load_model(settings["model"], path, settings["use_ema"], **arguments)
+    return create_model(settings["model"], pretrained=True, **arguments)
 
 
 @dataclass
@@ -162,6 +161,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if any(model.num_classes != num_classes for model in models):
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
     judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
+    confirm_dataset(settings, vars(options), settings["checkpoint"])
     images, classes = open_test_split(settings["data_dir"], settings["dataset"], settings["split"], num_classes)
     notes = ["the moving average of its weights"] if settings["use_ema"] else []
     if classes:

@@ -20,8 +20,11 @@ from vil.training.models import create_model
 TINY = dict(embed_dim=16, depth=2, patch_size=8, img_size=16)
 
 
+PARTS = dict(config={}, history=[], progress={}, scheduler={}, state_dict={}, optimizer={})
+
+
 def save(path, epoch, **kwargs):
-    checkpoint.save_checkpoint({"config": {}, "epoch": epoch}, path, **kwargs)
+    checkpoint.save_checkpoint(PARTS | {"epoch": epoch}, path, **kwargs)
 
 
 def epochs(*paths):
@@ -132,7 +135,7 @@ def test_a_cut_off_checkpoint_is_refused_wherever_it_is_cut(uninterrupted, tmp_p
 
 
 def test_a_changed_byte_of_a_tensor_is_noticed(tmp_path):
-    checkpoint.save_checkpoint({"config": {}, "weights": torch.arange(1000)}, tmp_path / "last.pt")
+    checkpoint.save_checkpoint(PARTS | {"weights": torch.arange(1000)}, tmp_path / "last.pt")
     content = bytearray((tmp_path / "last.pt").read_bytes())
     content[content.index(torch.arange(500, 510).numpy().tobytes())] ^= 1
     (tmp_path / "last.pt").write_bytes(content)

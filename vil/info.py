@@ -41,11 +41,12 @@ def format_environment() -> str:
 
 def git_commit() -> str:
     """The commit of the checkout that this package runs from, with "-dirty" where files differ from it."""
-    folder = Path(__file__).parent
-    # asked first, as the package may be installed inside some other repository
-    if not _output("git", "-C", str(folder), "ls-files", "--", "__init__.py"):
+    root = Path(__file__).parents[1]
+    # not a repository that it is installed inside of, whose settings could have git run anything
+    if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
-    return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    git = "git", "-C", str(root), "-c", "core.fsmonitor=false"
+    return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _version(package: str) -> str:

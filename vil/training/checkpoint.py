@@ -14,6 +14,7 @@ import torch
 from timm.models import load_state_dict
 from torch import nn
 
+from .config import options_of_checkpoint
 from .files import write_atomically
 
 _logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters
 # options whose change between an interruption and the resumption changes nothing that is trained
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb")
+PARTS = {"config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict}
 
 
 class CheckpointError(RuntimeError):
@@ -58,7 +60,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Reads a checkpoint of `save_checkpoint`.
 
     Raises:
-        CheckpointError: It is missing, corrupt, or not one of ours, or of another version.
+        CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part.
+        ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
     checkpoint = _guarded(path, lambda: _load_intact(path))
     if not _is_ours(checkpoint):
@@ -69,19 +72,22 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{path} has version {checkpoint['version']}, of {other} train_imagenet.py, and this one goes on from "
             f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
         )
+    for name, kind in PARTS.items():
+        if not isinstance(checkpoint.get(name), kind):
+            raise CheckpointError(f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from")
+    checkpoint["config"] = options_of_checkpoint(checkpoint["config"], path)
     return checkpoint
 
 
 def saved_config(path: str | Path) -> dict[str, Any]:
-    """The options of the run that wrote a checkpoint; none if it is not one of `save_checkpoint`.
+    """The options of the run that wrote a checkpoint, as far as it may decide; none if no `save_checkpoint` wrote it.
 
     Raises:
         CheckpointError: The file is missing or corrupt.
+        ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
-    if str(path).endswith(".safetensors"):
-        return {}
-    checkpoint = _guarded(path, lambda: _load(path))
-    return checkpoint["config"] if _is_ours(checkpoint) else {}
+    checkpoint = _content(path)
+    return options_of_checkpoint(checkpoint["config"], path) if _is_ours(checkpoint) else {}
 
 
 def says_average_is_best(path: str | Path) -> bool | None:
@@ -90,17 +96,28 @@ def says_average_is_best(path: str | Path) -> bool | None:
     Raises:
         CheckpointError: The file is missing or corrupt.
     """
-    if str(path).endswith(".safetensors"):
-        return None
-    checkpoint = _guarded(path, lambda: _load(path))
+    checkpoint = _content(path)
     best = checkpoint.get("best") if _is_ours(checkpoint) else None
     return None if best is None else best == "state_dict_ema"
+
+
+def _content(path: str | Path):
+    return {} if str(path).endswith(".safetensors") else _guarded(path, lambda: _load(path))
 
 
 def _load(path: str | Path):
     # ViM's training script keeps its options beside the weights; nothing else that runs code on loading is let in
     with torch.serialization.safe_globals([argparse.Namespace]):
+        _refuse_compression(path)
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _refuse_compression(path: str | Path) -> None:
+    """PyTorch never compresses: a file that is compressed was made to become much more than it is."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if sum(part.file_size for part in file.infolist()) > Path(path).stat().st_size:
+                raise zipfile.BadZipFile("its parts are compressed, as PyTorch's are not")
 
 
 def _load_intact(path: str | Path):
@@ -181,7 +198,24 @@ def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any
     """
     if use_ema is None:
         use_ema = says_average_is_best(path) is not False
-    return _guarded(path, lambda: load_state_dict(str(path), use_ema=use_ema))
+    weights = _guarded(path, lambda: load_state_dict(str(path), use_ema=use_ema))
+    for name, tensor in weights.items():
+        if complaint := _is_unfit(tensor):
+            raise CheckpointError(f"{path} is no weights of a model: {name!r} {complaint}")
+    return weights
+
+
+def _is_unfit(tensor: Any) -> str | None:
+    """Why a value of a state dict can be no weight, or None."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"is no tensor but {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
+        return f"is a tensor of {tensor.dtype}, {tensor.layout}"
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():  # a stride of 0
+        return f"has {tensor.numel()} elements, of which the file does not hold as many"
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        return "has values that are not finite"
+    return None
 
 
 def load_weights(model: nn.Module, path: str | Path, use_ema: bool = False) -> None:
@@ -191,8 +225,8 @@ def load_weights(model: nn.Module, path: str | Path, use_ema: bool = False) -> N
         CheckpointError: The file is missing or corrupt, or holds another architecture or number of classes.
     """
     weights = read_weights(path, use_ema)
-    try:
-        model.load_state_dict(weights)
+    try:  # a model without memory of its own takes the file's
+        model.load_state_dict(weights, assign=any(parameter.is_meta for parameter in model.parameters()))
     except (RuntimeError, ValueError) as error:
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import timm
 import yaml
 
 
@@ -20,9 +22,16 @@ class ConfigError(ValueError):
     """An option that does not exist, has a value of the wrong type, or contradicts another."""
 
 
-def _option(default: Any, help: str, bare: Any = None) -> Any:
-    """A field of `Config`; `bare` is its value where the command line gives the flag alone."""
-    return dataclasses.field(default=default, metadata={"help": help, "bare": bare})
+def _option(
+    default: Any, help: str, bare: Any = None, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
+) -> Any:
+    """A field of `Config`; `bare` is its value where the command line gives the flag alone.
+
+    A number, and each of a tuple's, is at least `low`, at most `high` and more than `above`.
+    """
+    return dataclasses.field(
+        default=default, metadata={"help": help, "bare": bare, "low": low, "high": high, "above": above}
+    )
 
 
 @dataclass
@@ -34,69 +43,74 @@ class Config:
     dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
-    num_classes: int | None = _option(None, "classes; read from the dataset where it knows them")
-    workers: int = _option(8, "loader processes per training process")
+    num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=1)
+    workers: int = _option(8, "loader processes per training process", low=0)
     synthetic: int = _option(
         0,
         "train on noise made on the device, this many images an epoch (ImageNet's number if none is given)",
         1_281_167,
+        low=0,
     )
     # model
     model: str = _option("vil_tiny", "timm model")
     model_kwargs: dict | None = _option(None, "further arguments of the model, as KEY=VALUE")
-    img_size: int | None = _option(None, "image size; the model's default if not given")
+    img_size: int | None = _option(None, "image size; the model's default if not given", low=1)
     pretrained_path: str | None = _option(
         None, "start from these weights; head and position embeddings are adapted to the model"
     )
-    drop_path: float = _option(0.0, "stochastic depth rate of the last block")
+    drop_path: float = _option(0.0, "stochastic depth rate of the last block", low=0, high=0.99)
     grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
     torchcompile: bool = _option(
         False, "train through torch.compile and CUDA graphs, which take the host's work out of a step"
     )
     # optimisation
-    epochs: int = _option(300, "epochs")
-    global_batch_size: int = _option(1024, "images per optimizer step over all processes")
+    epochs: int = _option(300, "epochs", low=1)
+    global_batch_size: int = _option(1024, "images per optimizer step over all processes", low=1)
     batch_size: int | None = _option(
-        None, "most images that a device holds at once; a larger share of the global batch is accumulated"
+        None, "most images that a device holds at once; a larger share of the global batch is accumulated", low=1
     )
     opt: str = _option("adamw", "timm optimizer")
-    opt_betas: tuple[float, ...] | None = _option(None, "optimizer betas; the optimizer's default if not given")
-    opt_eps: float | None = _option(None, "optimizer epsilon; the optimizer's default if not given")
-    lr: float = _option(1e-3, "peak learning rate, for the global batch; nothing scales it")
-    weight_decay: float = _option(0.1, "weight decay")
-    layer_decay: float | None = _option(None, "learning-rate factor from each block to the one before it")
-    clip_grad: float | None = _option(None, "largest norm of the gradient")
+    opt_betas: tuple[float, ...] | None = _option(
+        None, "optimizer betas; the optimizer's default if not given", low=0, high=1
+    )
+    opt_eps: float | None = _option(None, "optimizer epsilon; the optimizer's default if not given", above=0)
+    lr: float = _option(1e-3, "peak learning rate, for the global batch; nothing scales it", low=0)
+    weight_decay: float = _option(0.1, "weight decay", low=0)
+    layer_decay: float | None = _option(None, "learning-rate factor from each block to the one before it", above=0)
+    clip_grad: float | None = _option(None, "largest norm of the gradient", above=0)
     sched: str = _option("cosine", "timm scheduler, stepped once an epoch")
-    warmup_epochs: int = _option(5, "epochs of linear warm-up")
-    warmup_lr: float = _option(1e-6, "learning rate of the first epoch")
-    min_lr: float = _option(1e-5, "learning rate at the end")
+    warmup_epochs: int = _option(5, "epochs of linear warm-up", low=0)
+    warmup_lr: float = _option(1e-6, "learning rate of the first epoch", low=0)
+    min_lr: float = _option(1e-5, "learning rate at the end", low=0)
     model_ema: bool = _option(True, "keep an exponential moving average of the weights")
-    model_ema_decay: float = _option(0.99996, "its decay per step")
+    model_ema_decay: float = _option(0.99996, "its decay per step", low=0, high=1)
     amp: bool = _option(True, "mixed precision on GPUs; a CPU always trains in fp32")
     amp_dtype: str = _option("bfloat16", "'bfloat16', or 'float16' with a loss scaler")
     # augmentation
-    scale: tuple[float, ...] = _option((0.08, 1.0), "area of the random crop, as a share of the image")
-    ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "aspect ratio of the random crop")
-    hflip: float = _option(0.5, "probability of a horizontal flip")
-    color_jitter: float | None = _option(0.3, "colour jitter; has no effect where aa is on")
+    scale: tuple[float, ...] = _option((0.08, 1.0), "area of the random crop, as a share of the image", above=0)
+    ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "aspect ratio of the random crop", above=0)
+    hflip: float = _option(0.5, "probability of a horizontal flip", low=0, high=1)
+    color_jitter: float | None = _option(0.3, "colour jitter; has no effect where aa is on", low=0)
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
-    aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none")
+    aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none", low=0)
     train_interpolation: str = _option("bicubic", "interpolation of the training crops")
     augment_on_device: bool = _option(
         False, "decode and augment training images on the training device (nvJPEG on a GPU), not in the loader"
     )
-    reprob: float = _option(0.25, "probability of random erasing")
+    reprob: float = _option(0.25, "probability of random erasing", low=0, high=1)
     remode: str = _option("pixel", "what it fills in: 'const', 'rand' or 'pixel'")
-    mixup: float = _option(0.8, "mixup alpha")
-    cutmix: float = _option(1.0, "cutmix alpha")
-    mixup_prob: float = _option(1.0, "probability of mixing")
-    mixup_switch_prob: float = _option(0.5, "probability of cutmix where both are on")
-    smoothing: float = _option(0.1, "label smoothing")
+    mixup: float = _option(0.8, "mixup alpha", low=0)
+    cutmix: float = _option(1.0, "cutmix alpha", low=0)
+    mixup_prob: float = _option(1.0, "probability of mixing", low=0, high=1)
+    mixup_switch_prob: float = _option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
     # evaluation
-    crop_pct: float | None = _option(None, "share of the image that evaluation sees; the model's default if not given")
+    crop_pct: float | None = _option(
+        None, "share of the image that evaluation sees; the model's default if not given", above=0
+    )
     interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
     # run
-    seed: int = _option(0, "everything random in a run follows from it")
+    seed: int = _option(0, "everything random in a run follows from it", low=0)
     device: str | None = _option(None, "'cuda', 'cpu', ...; a GPU if there is one")
     output: str = _option("output", "folder of runs")
     experiment: str | None = _option(None, "folder of this run inside it; the config file's name if not given")
@@ -104,7 +118,7 @@ class Config:
     checkpoint_interval: str | None = _option(
         "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints; each epoch's end is one too"
     )
-    log_interval: int = _option(50, "optimizer steps between looks at the loss")
+    log_interval: int = _option(50, "optimizer steps between looks at the loss", low=1)
     log_tensorboard: bool = _option(False, "write each epoch's numbers for TensorBoard, too")
     log_wandb: bool = _option(False, "send each epoch's numbers to Weights & Biases, too")
 
@@ -117,6 +131,10 @@ class Config:
             )
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
+        for name in ("scale", "ratio"):
+            limits = getattr(self, name)
+            if len(limits) != 2 or limits[0] > limits[1]:
+                raise ConfigError(f"{name} {limits} must be two numbers, the smaller one first")
 
     @property
     def mixing(self) -> bool:
@@ -125,10 +143,26 @@ class Config:
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 _TYPES = typing.get_type_hints(Config)
+# what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what
+NOT_FROM_CHECKPOINTS = {"output", "experiment", "resume", "pretrained_path", "device", "log_tensorboard", "log_wandb"}
+# the arguments of models that it may name, and how large they may be
+MODEL_KWARGS = {
+    "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
+    "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192,
+}  # fmt: skip
 
 
-def load_config(description: str, arguments: Sequence[str] | None = None) -> Config:
+def load_config(
+    description: str,
+    arguments: Sequence[str] | None = None,
+    saved_options: Callable[[str], dict[str, Any]] | None = None,
+) -> Config:
     """Reads `-c FILE` and then the options of a command line, which win.
+
+    Args:
+        description: What `--help` says first.
+        arguments: The command line; the program's own if not given.
+        saved_options: Reads those of a checkpoint, which hold where `--resume FILE` is given and no `-c`.
 
     Raises:
         ConfigError: An option or value is wrong; the message names the option, and the nearest that exists.
@@ -153,33 +187,92 @@ def load_config(description: str, arguments: Sequence[str] | None = None) -> Con
     path = values.pop("config")
     from_file = _checked(_read_yaml(path), path) if path else {}
     given = _checked({name: value for name, value in values.items() if value is not None}, "the command line")
+    resumed = given.get("resume")
+    if saved_options and not path and resumed not in (None, "auto"):
+        folder = Path(resumed).resolve().parent  # it goes on where it is
+        from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed)}
+        confirm_dataset(from_file, given, resumed)
     config = Config(**{**from_file, **given})
     config.experiment = config.experiment or (Path(path).stem if path else config.model)
     return config
+
+
+def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
+    """What the options saved in a checkpoint may decide for whoever loads it, which is nothing but names and numbers.
+
+    Raises:
+        ConfigError: One is not of its type, out of range, or a model, argument, path or split that it may not name.
+    """
+    where = f"the checkpoint {path}"
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} holds {type(values).__name__} in place of options")
+    known = {name: value for name, value in values.items() if name in FIELDS and name not in NOT_FROM_CHECKPOINTS}
+    options = {name: _convert(name, value, where) for name, value in known.items()}
+    if "model" in options and not (re.fullmatch(r"[\w.]+", options["model"]) and timm.is_model(options["model"])):
+        raise ConfigError(f"{where} is of a model {options['model']!r}, which is none of timm's or this package's")
+    for name, value in (options.get("model_kwargs") or {}).items():
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if name not in MODEL_KWARGS:
+            raise ConfigError(f"{where} has an argument {name!r} of its model, which a checkpoint may not give")
+        if len(numbers) > 2 or not all(isinstance(v, (int, float)) and 0 <= v <= MODEL_KWARGS[name] for v in numbers):
+            raise ConfigError(f"{where} has {name} {value!r}, and may have at most {MODEL_KWARGS[name]}")
+    for name, most in (("num_classes", 10**6), ("img_size", 8192)):
+        if (options.get(name) or 0) > most:
+            raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
+    for name in ("train_split", "val_split"):
+        if not re.fullmatch(r"[\w.-]+", options.get(name, "x")):
+            raise ConfigError(f"{where} has {name} {options[name]!r}, which is no plain name")
+    if not re.fullmatch(r"|(wds|hfds|tfds|torch)/[\w./-]+", options.get("dataset", "")):
+        raise ConfigError(f"{where} has dataset {options['dataset']!r}, which is no plain name")
+    if re.search(r"^pipe:|://|[\0-\x1f]", options.get("data_dir") or ""):
+        raise ConfigError(f"{where} has data_dir {options['data_dir']!r}, which is no path of a folder")
+    return options
+
+
+def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raises a ConfigError if a checkpoint alone says that data are to be read from elsewhere than a folder."""
+    dataset = saved.get("dataset")
+    if not dataset or given.get("dataset") or (dataset.startswith("wds/") and given.get("data_dir")):
+        return
+    confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}"
+    raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")
 
 
 def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
     """Words KEY=VALUE, the values read as YAML.
 
     Raises:
-        ConfigError: A word has no "=".
+        ConfigError: A word has no "=", or its value is not YAML.
     """
     for word in words:
         if "=" not in word:
             raise ConfigError(f"{word!r} is not of the form KEY=VALUE")
-    return {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in words)}
+    return {key: _parse_yaml(value, f"the value of {key}") for key, value in (word.split("=", 1) for word in words)}
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
+    values = _parse_yaml(text, path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a list of 'option: value' lines")
     return values
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    """YAML without aliases, by which a short text can stand for one without end."""
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ConfigError(f"{source} has an alias (*), which options have no use for: write out what it stands for")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-32
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _checked(values: dict[str, Any], source: str) -> dict[str, Any]:
@@ -190,8 +283,8 @@ def _checked(values: dict[str, Any], source: str) -> dict[str, Any]:
     return {name: _convert(name, value, source) for name, value in values.items()}
 
 
-def _unknown_option(name: str, where: str) -> str:
-    nearest = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.5)
+def _unknown_option(name: Any, where: str) -> str:
+    nearest = difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=0.5)
     return f"unknown option {name!r} {where}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
 
 
@@ -209,17 +302,34 @@ def _convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
         return parse_key_values(value)
+    converted = None
     try:
         if kind is tuple and isinstance(value, (list, tuple)):
-            return tuple(float(v) for v in value)
-        if kind is float and not isinstance(value, bool):
-            return float(value)  # also '1e-3', which YAML reads as text
-        if kind is int and not isinstance(value, bool) and int(value) == float(value):
-            return int(value)
-        if kind is str and type(value) is int:
-            return str(value)
-        if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # true is an int to Python
-            return value
-    except (TypeError, ValueError):
+            converted = tuple(float(v) for v in value)
+        elif kind is float and not isinstance(value, bool):
+            converted = float(value)  # also '1e-3', which YAML reads as text
+        elif kind is int and not isinstance(value, bool) and int(value) == float(value):
+            converted = int(value)
+        elif kind is str and type(value) is int:
+            converted = str(value)
+        elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # true is an int to Python
+            converted = value
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {value!r}")
+    if converted is None:
+        raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {value!r}")
+    for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
+        if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
+            raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {value!r}")
+    return converted
+
+
+def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:
+    """What a number should be, or None if it is."""
+    if not math.isfinite(number):
+        return "a finite number"
+    if number < low:
+        return f"at least {low}"
+    if number > high:
+        return f"at most {high}"
+    return f"more than {above}" if number <= above else None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import timm
+import torch
 from torch import nn
 
 from . import checkpoint
 from .config import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 
 def create_model(model: str, pretrained_path: str | None = None, **arguments: Any) -> nn.Module:
@@ -28,3 +32,17 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         return timm.create_model(model, **arguments)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"cannot create the model {model}: {error}") from error
+
+
+def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -> nn.Module:
+    """timm's model of this name with all of its weights from a file.
+
+    Raises:
+        ConfigError: There is no such model, or it does not take the arguments.
+        CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
+    """
+    with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
+        checkpoint.load_weights(create_model(model, **arguments), path, use_ema)
+    loaded = create_model(model, **arguments)
+    checkpoint.load_weights(loaded, path, use_ema)
+    return loaded

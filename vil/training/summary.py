@@ -86,7 +86,8 @@ class EpochMeter:
         return {name: getattr(self, name) for name in ("losses", "norms", "seconds", "waited")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.losses, self.norms = ([float(value) for value in state[name]] for name in ("losses", "norms"))
+        self.seconds, self.waited = float(state["seconds"]), float(state["waited"])
 
 
 def peak_memory() -> int:
