@@ -1,6 +1,7 @@
 """Training runs in one process: what they write, how they begin, go on and end, and what they refuse."""
 
 import csv
+import itertools
 import re
 import shutil
 import signal
@@ -24,11 +25,14 @@ from vil.training.interruption import PreemptedError
 from vil.training.summary import Reporter
 
 CPU = torch.device("cpu")
+NUMBERS = itertools.count()
 MEASURED = ("images_per_second", "data_wait_percent", "peak_memory_gib")  # these differ from run to run
 
 
 def small_config(image_folder, **options) -> Config:
-    return Config(**SMALL | dict(data_dir=str(image_folder), workers=0, experiment="run", epochs=2) | options)
+    output = image_folder.parent / f"output{next(NUMBERS)}" if image_folder else None  # a run holds its folder
+    run_options = dict(data_dir=str(image_folder), output=str(output), workers=0, experiment="run", epochs=2)
+    return Config(**SMALL | run_options | options)
 
 
 def trained(image_folder, output, **options):

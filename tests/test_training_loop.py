@@ -157,7 +157,7 @@ def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, 
     trainer(folder, tmp_path, model_ema_decay=decay)  # 12 steps
     message = f"model_ema_decay {decay} averages over some {1 / (1 - decay):.0f} steps, and this run has 12"
     assert (message in caplog.text) is warned
-    assert ("--model-ema-decay 0.1667 averages over a tenth of the run" in caplog.text) is warned
+    assert ("--model-ema-decay 0.5 averages over a tenth of the run" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("clip_grad", [None, 0.05])
