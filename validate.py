@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -96,6 +97,9 @@ def main() -> None:
             report(runs, models, outcome, options)
     except (ConfigError, checkpoint.CheckpointError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\nstopped: nothing was written", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -106,6 +110,11 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     saved = checkpoint.saved_config(options.checkpoint) if options.checkpoint else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
     settings = {name: getattr(options, name) or saved.get(name) for name in names}
+    if not options.data_dir and not settings["dataset"] and not Path(settings["data_dir"] or ".").is_dir():
+        raise ConfigError(
+            f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, is not a folder here: give "
+            "--data-dir"
+        )
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
     settings["model_kwargs"] = {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
@@ -213,10 +222,11 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
     rows = [as_dict(*parts) for parts in zip(runs, models, outcome.results)]
     if options.against:
         result = as_comparison(rows, outcome)
-        print(markdown(result))
+        text = markdown(result)
     else:
         result = rows[0]
-        print(validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes))
+        text = validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes)
+    print(text, file=sys.stderr if options.json == "-" else sys.stdout)
     if options.csv:
         outcome.comparison.write_tables(options.csv, outcome.class_names)
     if options.plot:

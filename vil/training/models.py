@@ -7,10 +7,13 @@ from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from vil.vision_longhorn import VisionLonghorn, checkpoint_filter_fn
 
 from . import checkpoint
 from .config import ConfigError
+from .processes import is_first_process
 
 _logger = logging.getLogger(__name__)
 
@@ -29,9 +32,27 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         classes = len(weights["head.bias"]) if "head.bias" in weights else -1  # timm: -1 for a new head
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
-        return timm.create_model(model, **arguments)
+        created = timm.create_model(model, **arguments)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"cannot create the model {model}: {error}") from error
+    if pretrained_path and is_first_process():
+        _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
+    return created
+
+
+def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
+    """What became of the tensors of a file that a model was started from."""
+    if isinstance(model, VisionLonghorn):
+        weights = checkpoint_filter_fn(weights, model)
+    own = model.state_dict()
+    taken = [name for name in weights if name in own and torch.equal(weights[name].to(own[name]), own[name])]
+    others = {
+        "resampled or made anew": [name for name in weights if name in own and name not in taken],
+        "not in the file": [name for name in own if name not in weights],
+        "not in the model": [name for name in weights if name not in own],
+    }
+    said = [f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}" for what, names in others.items() if names]
+    return "; ".join([f"{len(taken)} of {len(own)} tensors as they are", *said])
 
 
 def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -> nn.Module:
