@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -55,6 +56,7 @@ def run(command, check=True):
         for process in started:
             process.join(300)
             process.kill()  # if it still runs
+            process.join()
         codes, (stdout, stderr) = [process.exitcode for process in started], (Path(file).read_text() for file in files)
     result = subprocess.CompletedProcess(command, next((code for code in codes if code), 0), stdout, stderr)
     assert not check or result.returncode == 0, stderr[-3000:]
@@ -72,6 +74,38 @@ def _run(words, environment, files, rank, processes, port):
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+class Ended(NamedTuple):
+    """How one of several processes ended: what its function returned, its exit status, what it said."""
+
+    value: Any
+    status: int
+    errors: str
+
+
+def in_processes(count, function, *args, port=None) -> list[Ended]:
+    """Runs `function(rank, *args)` in processes that may meet by `join_processes`."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [os.path.join(folder, str(rank)) for rank in range(count)]
+        port, pipes = port or free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(count)]
+        started = [
+            CONTEXT.Process(target=_call, args=(function, args, pipes[rank][1], files[rank], rank, count, port))
+            for rank in range(count)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(60)
+            process.kill()  # if it still runs
+            process.join()
+        values = [pipe.recv() if pipe.poll() else None for pipe, _ in pipes]
+        return [Ended(v, p.exitcode, Path(file).read_text()) for v, p, file in zip(values, started, files)]
+
+
+def _call(function, args, pipe, file, rank, count, port):
+    become(rank, count, port, file, file)
+    pipe.send(function(rank, *args))
 
 
 def become(rank, processes, port, stdout, stderr):
