@@ -1,12 +1,12 @@
 // What a CUDA kernel needs of the language and of the machine, on a CPU: each thread of a block is a fiber that runs until
-// it waits at a barrier. Threads run in a random order and warps ahead of others, asynchronous copies land only when they
-// are waited for, and shared memory starts as NaN, so that a barrier or a wait that is missing shows in the result.
+// it waits at a barrier. Blocks and threads run in a random order and warps ahead of others, asynchronous copies and products
+// are done only when they are waited for, and shared memory starts as NaN, so that a barrier or a wait that is missing shows
+// in the result. What a GPU would refuse, such as a misaligned load, ends the launch with a message.
 // emulator.py puts the kernels in between and says in ENTRIES which there are.
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -24,6 +24,13 @@ namespace emulator {
 struct Index { unsigned x; };
 struct Copy { char *to; const char *from; int bytes; bool valid; };
 struct Fragments { unsigned word[6]; };  // of a product on the tensor cores: a_0 .. a_3, b_0, b_1
+struct Product {  // of a group of warps, which reads registers and shared memory when it is done, not when it begins
+    void (*run)(const Product &);
+    float *sums;
+    const unsigned *a;
+    unsigned a_shared, b, apart;
+    bool add;
+};
 enum State { READY, AT_WARP, AT_SOME, AT_BLOCK, DONE };
 struct Thread {
     jmp_buf context;
@@ -37,13 +44,32 @@ struct Thread {
     const void *row;  // of a matrix to load
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> committed;
+    std::vector<Product> open_products;
+    std::deque<std::vector<Product>> committed_products;
 };
 std::vector<Thread> threads;
-jmp_buf scheduler;
+jmp_buf scheduler, failed;
+const char *failure;
 constexpr int STACK = 1 << 18;
 // As swapcontext, which makes a system call each time
 static void change(jmp_buf &from, jmp_buf &to) {
     if (!_setjmp(from)) _longjmp(to, 1);
+}
+[[noreturn]] static void fail(const char *why) {
+    failure = why;
+    _longjmp(failed, 1);
+}
+static void check_aligned(const void *p, size_t bytes) {
+    if (size_t(p) % bytes) fail("misaligned address");
+}
+static void land(const std::vector<Copy> &copies) {
+    for (auto &c : copies) c.valid ? memcpy(c.to, c.from, c.bytes) : memset(c.to, 0, c.bytes);
+}
+unsigned blocks_run;
+// A __shared__ variable, NaN at the start of every block
+template <class T>
+static void begin_as_nan(T &variable, unsigned &block) {
+    if (block != blocks_run) memset((void *)&variable, 0xff, sizeof variable), block = blocks_run;
 }
 }  // namespace emulator
 
@@ -90,7 +116,8 @@ static bool __any_sync(unsigned, bool v) {
     return any;
 }
 static void start_copy(void *to, const void *from, int bytes, bool valid) {
-    if (size_t(to) % bytes || (valid && size_t(from) % bytes)) fprintf(stderr, "misaligned copy\n"), abort();
+    emulator::check_aligned(to, bytes);
+    if (valid) emulator::check_aligned(from, bytes);
     current->open.push_back({(char *)to, (const char *)from, bytes, valid});
 }
 static void commit_started() {
@@ -99,8 +126,7 @@ static void commit_started() {
 }
 static void wait_until(int pending) {
     while (int(current->committed.size()) > pending) {
-        for (auto &c : current->committed.front())
-            c.valid ? memcpy(c.to, c.from, c.bytes) : memset(c.to, 0, c.bytes);
+        emulator::land(current->committed.front());
         current->committed.pop_front();
     }
 }
@@ -165,7 +191,7 @@ static void multiply_tf32(float *sums, emulator::Fragments fragments) {
 }
 // Matrices of 8 rows of 8 16-bit elements, of which lanes 8 i to 8 i + 7 give the addresses of matrix i
 static void load_rows(unsigned *matrices, int count, const void *row, bool transposed) {
-    if (size_t(row) % 16) fprintf(stderr, "misaligned row\n"), abort();
+    emulator::check_aligned(row, 16);
     current->row = row;
     __syncwarp();
     for (int i = 0; i < count; i++) {
@@ -190,9 +216,17 @@ static unsigned transpose_rows(unsigned m) {
     return transposed;
 }
 
-// What hopper.cuh has, where products and bulk copies are done at once. Addresses are counted from the start.
+// What hopper.cuh has. Addresses are counted from the start.
 namespace emulator {
 struct Barrier { short count, left; int bytes : 31; unsigned phase : 1; };
+// Copies on their way that arrive at a barrier, with one of its threads or with their bytes, at any time
+struct Flight {
+    const Thread *owner;
+    std::vector<Copy> copies;
+    unsigned barrier;
+    int bytes;
+};
+std::vector<Flight> flights;
 }
 static unsigned shared_address(const void *p) { return (const char *)p - shared_memory; }
 static emulator::Barrier &barrier_at(unsigned address) { return *(emulator::Barrier *)(shared_memory + address); }
@@ -209,9 +243,30 @@ static void arrive_and_expect(unsigned barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     arrive(barrier);
 }
+namespace emulator {
+// those that `which` chooses
+template <class Which>
+static void land_flights(Which which) {
+    for (size_t i = 0; i < flights.size();) {
+        if (!which(flights[i])) {
+            i++;
+            continue;
+        }
+        Flight flight = flights[i];
+        flights.erase(flights.begin() + i);
+        land(flight.copies);
+        if (flight.bytes) {
+            barrier_at(flight.barrier).bytes -= flight.bytes;
+            finish_phase(barrier_at(flight.barrier));
+        } else {
+            arrive(flight.barrier);
+        }
+    }
+}
+}
 static void wait_for(unsigned barrier, unsigned phase) {
     for (int turns = 0; barrier_at(barrier).phase == phase; turns++) {
-        if (turns > 1000000) fprintf(stderr, "nobody arrives at a barrier\n"), abort();
+        if (turns > 1000000) emulator::fail("nobody arrives at a barrier");
         wait_at(emulator::READY);
     }
 }
@@ -219,50 +274,65 @@ static void copy_16_async(unsigned to, const void *from) { start_copy(shared_mem
 static void wait_for_all_copies() {
     commit_started();
     wait_until(0);
+    emulator::land_flights([](auto &flight) { return flight.owner == current; });
 }
 static void arrive_when_copied(unsigned barrier) {
-    wait_for_all_copies();
-    arrive(barrier);
+    emulator::flights.push_back({current, current->open, barrier, 0});
+    current->open.clear();
 }
 static void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier) {
-    if (to % 16 || size_t(from) % 16 || bytes % 16) fprintf(stderr, "misaligned copy\n"), abort();
-    memcpy(shared_memory + to, from, bytes);
-    barrier_at(barrier).bytes -= bytes;
-    finish_phase(barrier_at(barrier));
+    emulator::check_aligned(shared_memory + to, 16);
+    emulator::check_aligned(from, 16);
+    if (bytes % 16) emulator::fail("a bulk copy of parts of 16 bytes");
+    emulator::flights.push_back({nullptr, {{shared_memory + to, (const char *)from, bytes, true}}, barrier, bytes});
 }
 template <int REGISTERS> static void take_registers() {}
 template <int REGISTERS> static void give_registers() {}
 static void load_matrices(unsigned (&m)[4], unsigned row) { load_rows(m, 4, shared_memory + row, false); }
 static void load_shared(unsigned (&v)[4], unsigned from) {
-    if (from % 16) fprintf(stderr, "misaligned load\n"), abort();
+    emulator::check_aligned(shared_memory + from, 16);
     memcpy(v, shared_memory + from, 16);
 }
 static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
 template <class T>
-static void multiply_group(T, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
-    for (int i = 0; i < 8; i++) current->values[i] = unpack(T{}, a[i / 2]).at[i % 2];
+static void run_group(const emulator::Product &product) {
+    for (int i = 0; i < 8; i++) current->values[i] = unpack(T{}, product.a[i / 2]).at[i % 2];
     __syncwarp();
     int lane = threadIdx.x % 32;
     for (int i = 0; i < 96; i++) {
         int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        float sum = add ? sums[i] : 0;
+        float sum = product.add ? product.sums[i] : 0;
         for (int k = 0; k < 16; k++) {
             auto &there = emulator::threads[threadIdx.x / 32 * 32 + lane / 4 * 4 + k % 8 / 2];
-            unsigned address = b + column * 64 + k * 2;
+            unsigned address = product.b + column * 64 + k * 2;
             unsigned short bits;
             memcpy(&bits, shared_memory + (address ^ (address >> 7 & 3) << 4), 2);
             sum += there.values[k / 8 * 4 + i % 4 / 2 * 2 + k % 2] * unpack(T{}, unsigned(bits)).at[0];
         }
-        sums[i] = sum;
+        product.sums[i] = sum;
     }
     __syncwarp();
 }
+template <class T>
+static void multiply_group(T, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
+    current->open_products.push_back({run_group<T>, sums, a, 0, b, 0, add});
+}
 static void begin_products() {}
-static void commit_products() {}
-template <int PENDING> static void wait_for_products() { __syncwarp(); }
+static void commit_products() {
+    current->committed_products.push_back(current->open_products);
+    current->open_products.clear();
+}
+template <int PENDING>
+static void wait_for_products() {
+    while (int(current->committed_products.size()) > PENDING) {
+        for (auto &product : current->committed_products.front()) product.run(product);
+        current->committed_products.pop_front();
+    }
+    __syncwarp();
+}
 template <int N> static void hold(float (&)[N]) {}
 template <class T>
-static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
+static void run_shared(const emulator::Product &product) {
     auto value = [](unsigned address) {
         unsigned short bits;
         memcpy(&bits, shared_memory + (address ^ (address >> 7 & 7) << 4), 2);
@@ -271,11 +341,16 @@ static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int ap
     for (int i = 0; i < 64; i++) {
         int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i % 4 / 2 * 8;
         int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        float sum = add ? sums[i] : 0;
+        float sum = product.add ? product.sums[i] : 0;
         for (int k = 0; k < 16; k++)
-            sum += value(a + row * 128 + k * 2) * value(b + column / 64 * apart + k * 128 + column % 64 * 2);
-        sums[i] = sum;
+            sum += value(product.a_shared + row * 128 + k * 2) *
+                   value(product.b + column / 64 * product.apart + k * 128 + column % 64 * 2);
+        product.sums[i] = sum;
     }
+}
+template <class T>
+static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
+    current->open_products.push_back({run_shared<T>, sums, nullptr, a, b, unsigned(apart), add});
 }
 static void show_to_products() {}
 
@@ -331,11 +406,15 @@ void run_block() {
         t.index.x = i;
         t.open.clear();
         t.committed.clear();
+        t.open_products.clear();
+        t.committed_products.clear();
     }
+    flights.clear();
     unsigned awake = ~0u;  // warps
     for (;;) {
         bool progress = false;
         if (rand() % 16 == 0) awake = rand();
+        land_flights([](auto &) { return rand() % 4 == 0; });
         unsigned start = rand() % block, step = rand() % 2 ? 1 : block - 1, done = 0, waiting = 0;
         for (unsigned k = 0; k < block; k++) {
             current = &threads[(start + k * step) % block];
@@ -359,30 +438,47 @@ void run_block() {
             progress = true;
         }
         for (auto &t : threads) done += t.state == DONE, waiting += t.state == AT_BLOCK;
+        if (done == block && flights.size()) fail("a block ends with copies on their way to it");
         if (done == block) return;
         if (waiting && waiting + done == block) {
             for (auto &t : threads)
                 if (t.state == AT_BLOCK) t.state = READY;
             progress = true;
         }
-        if (!progress && awake == ~0u) fprintf(stderr, "threads wait at different barriers\n"), abort();
+        if (!progress && awake == ~0u) fail("threads wait at different barriers");
         if (!progress) awake = ~0u;
     }
 }
 }  // namespace emulator
 
-extern "C" void launch(int entry, const i64 *arguments, int count, unsigned grid, unsigned block, i64 shared_bytes) {
+// Blocks `first` to `grid - 1` of the grid; returns what is wrong, or null
+extern "C" const char *launch(int entry, const i64 *arguments, int count, unsigned first, unsigned grid, unsigned block,
+                              i64 shared_bytes) {
+    constexpr i64 GUARD = 1 << 14;  // NaN, which nobody may write
     emulator::entry = entry;
+    emulator::failure = nullptr;
     memcpy(emulator::arguments, arguments, count * sizeof *arguments);
     emulator::threads.resize(block);
     for (auto &t : emulator::threads) emulator::start_thread(t);
-    shared_memory = (char *)aligned_alloc(128, shared_bytes / 128 * 128 + 128);
+    char *memory = (char *)aligned_alloc(1024, (shared_bytes + GUARD + 1023) / 1024 * 1024);
+    shared_memory = memory;
     blockDim.x = block;
     gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
-        memset(shared_memory, 0xff, shared_bytes);
-        emulator::run_block();
+    std::vector<unsigned> order;
+    for (unsigned i = first; i < grid; i++) {
+        order.push_back(i);
+        std::swap(order[rand() % order.size()], order.back());
     }
+    if (!_setjmp(emulator::failed))
+        for (unsigned i : order) {
+            blockIdx.x = i;
+            memset(memory, 0xff, shared_bytes + GUARD);
+            emulator::blocks_run++;
+            emulator::run_block();
+            for (i64 j = shared_bytes; j < shared_bytes + GUARD; j++)
+                if (memory[j] != char(0xff)) emulator::fail("more shared memory is written than the block has");
+        }
     for (auto &t : emulator::threads) free(t.stack);
-    free(shared_memory);
+    free(memory);
+    return emulator::failure;
 }

@@ -65,7 +65,10 @@ MEANING = {
     r'asm volatile\("ld.global.nc.v4.u32 .*?"l"\(p\)\);': "v = load<8>(p);",
     r'asm\("" : [^;]*;': "",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
-    r"__shared__ ": "static ",
+    r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
+    # vectors, which a GPU moves only from and to their multiples
+    r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
+    r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
 }
 
@@ -123,15 +126,48 @@ def compiling():
         _needed = None
 
 
-def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, blocks=None):
+    """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
     kernel = name, tuple(sorted(macros.items()))
     if _needed is not None:
         _needed.append(kernel)
         return
     library, entries = _library(*kernel)
-    values = [t.data_ptr() if isinstance(t, torch.Tensor) else _bits(t or 0) for t in arguments]
-    array = (ctypes.c_longlong * len(values))(*values)
-    library.launch(entries.index(entry), array, len(values), grid, block, ctypes.c_longlong(shared_bytes))
+    first = 0 if blocks is None else max(0, grid - blocks)
+    with _guarded(entry, [t for t in arguments if isinstance(t, torch.Tensor)]) as moved_by:
+        values = [t.data_ptr() + moved_by(t) if isinstance(t, torch.Tensor) else _bits(t or 0) for t in arguments]
+        array = (ctypes.c_longlong * len(values))(*values)
+        library.launch.restype = ctypes.c_char_p
+        failure = library.launch(
+            entries.index(entry), array, len(values), first, grid, block, ctypes.c_longlong(shared_bytes)
+        )
+    if failure:
+        raise RuntimeError(f"{entry}: {failure.decode()}")
+
+
+GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors, of which a test touches little, are left where they are
+
+
+@contextlib.contextmanager
+def _guarded(entry: str, tensors: list[torch.Tensor]):
+    """How far each tensor is from a copy between NaN that nobody may write; at the end it is copied back."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+    storages = {start: storage for start, storage in storages.items() if storage.nbytes() <= COPIED}
+    bytes_of = {start: torch.tensor([], dtype=torch.uint8).set_(storage) for start, storage in storages.items()}
+    nan = torch.full((GUARD,), 0xFF, dtype=torch.uint8)
+    copies = {start: torch.cat([nan, content, nan]) for start, content in bytes_of.items()}
+
+    def moved_by(t: torch.Tensor) -> int:
+        start = t.untyped_storage().data_ptr()
+        return copies[start].data_ptr() + GUARD - start if start in copies else 0
+
+    yield moved_by
+    for start, content in bytes_of.items():
+        before, now, behind = copies[start].split([GUARD, len(content), GUARD])
+        if not (torch.equal(before, nan) and torch.equal(behind, nan)):
+            which = [i for i, t in enumerate(tensors) if t.untyped_storage().data_ptr() == start]
+            raise RuntimeError(f"{entry} writes outside of its tensors {which}")
+        content.copy_(now)
 
 
 def _bits(number: int | float) -> int:

@@ -1,0 +1,290 @@
+"""Compiling, caching and launching the CUDA kernels, without a GPU: NVRTC compiles; stand-ins take what a GPU would."""
+
+import io
+import multiprocessing
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vil.kernels import cuda
+from vil.kernels.cuda import compiler
+
+NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
+# `if constexpr` is of C++17
+TINY = """extern "C" __global__ void tiny(int *p) {
+    if constexpr (sizeof(p) == 8) *p = VALUE;
+}"""
+VALUES = 0x12345678, 0x23456789
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A kernel of a header and a source, in place of ours, and an empty cache."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "types.cuh").write_text("// a header\n")
+    (sources / "tiny.cu").write_text(TINY)
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setitem(compiler.HEADERS, "tiny", ["types.cuh"])
+    monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
+    compiler.source.cache_clear()
+    yield sources
+    compiler.source.cache_clear()
+
+
+def code(arch="sm_90", value=VALUES[0], name="tiny"):
+    return compiler.cached_cubin(name, arch, (("VALUE", value),))
+
+
+def has(cubin, value):
+    return value.to_bytes(4, "little") in cubin
+
+
+@NVRTC
+def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
+    for arch, number in (("sm_80", 80), ("sm_90", 90)):
+        for value in VALUES:
+            cubin = compiler.compile_cubin("tiny", arch, (("VALUE", value),))
+            assert b"tiny" in cubin
+            assert [has(cubin, v) for v in VALUES] == [v == value for v in VALUES]
+            assert cubin[49] == number  # of the flags of an ELF file for a GPU
+    log = io.StringIO()
+    compiler.compile_cubin("tiny", "sm_80", (("VALUE", 1),), log)
+    assert "0 bytes spill stores" in log.getvalue()
+
+
+@NVRTC
+def test_a_file_is_compiled_behind_its_headers(tiny):
+    (tiny / "types.cuh").write_text(f"#undef VALUE\n#define VALUE {VALUES[1]}\n")
+    assert has(code(), VALUES[1])
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What was compiled; the code is a count of that."""
+    pytest.importorskip("cuda.bindings")
+    found = []
+
+    def compile_cubin(name, arch, macros, log=None):
+        found.append((name, arch, macros))
+        return f"code {len(found)}".encode()
+
+    monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
+    return found
+
+
+@pytest.mark.parametrize("differs", ["macro", "architecture", "source", "header", "name", "compiler", "nothing"])
+def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
+    first, arguments = code(), {}
+    if differs == "macro":
+        arguments = dict(value=VALUES[1])
+    elif differs == "architecture":
+        arguments = dict(arch="sm_80")
+    elif differs == "source":
+        (tiny / "tiny.cu").write_text(TINY + "\n")
+    elif differs == "header":
+        (tiny / "types.cuh").write_text("// another header\n")
+    elif differs == "name":
+        shutil.copy(tiny / "tiny.cu", tiny / "other.cu")
+        monkeypatch.setitem(compiler.HEADERS, "other", ["types.cuh"])
+        arguments = dict(name="other")
+    elif differs == "compiler":
+        from cuda.bindings import nvrtc
+
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 99, 1))
+    compiler.source.cache_clear()  # as in another process
+    second = code(**arguments)
+    assert (second == first) == (differs == "nothing")
+    assert len(compiled) == (1 if differs == "nothing" else 2)
+    assert code(**arguments) == second
+    assert len(compiled) == (1 if differs == "nothing" else 2)
+
+
+def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monkeypatch):
+    def files():
+        code()
+        found = [f for f in tmp_path.rglob("*.cubin")]
+        for f in found:
+            f.unlink()
+        return [f.parent for f in found]
+
+    assert files() == [tmp_path / "cache"]
+    monkeypatch.delenv("VIL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert files() == [tmp_path / "xdg/vision-longhorn"]
+    for unset in (lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""), lambda: monkeypatch.delenv("XDG_CACHE_HOME")):
+        unset()
+        assert files() == [tmp_path / "home/.cache/vision-longhorn"]
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tiny, compiled, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "file"))
+    assert [code(), code()] == [b"code 1", b"code 2"]
+
+
+@NVRTC
+def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, tmp_path):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        cubins = pool.starmap(code, [("sm_90", value) for value in VALUES] * 6)
+    assert [[has(cubin, v) for v in VALUES] for cubin in cubins] == [[True, False], [False, True]] * 6
+    files = [f.read_bytes() for f in (tmp_path / "cache").iterdir()]
+    assert sorted(files) == sorted(cubins[:2])
+    assert cubins == cubins[:2] * 6
+
+
+# Launches, of which stand-ins for cuda.core take what a GPU would
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, the second one."""
+
+    device = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Two GPUs with compute capability 9.0, of which the first is current; what they are given."""
+    core, bindings = pytest.importorskip("cuda.core"), pytest.importorskip("cuda.bindings")
+    state = SimpleNamespace(current=0, launches=[], bound=[], asked=[], loaded=[], capability=(9, 0))
+    success = bindings.driver.CUresult.CUDA_SUCCESS
+    state.answer = success
+
+    class Current:  # `torch.cuda.device`
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            self.before, state.current = state.current, self.index
+
+        def __exit__(self, *_):
+            state.current = self.before
+
+    def get_kernel(cubin, entry):
+        return SimpleNamespace(cubin=cubin, entry=entry, handle=f"handle of {entry}")
+
+    def set_attribute(attribute, value, kernel, device):
+        state.asked.append((attribute.name, value, kernel, int(device)))
+        return (state.answer,)
+
+    def launch(stream, config, kernel, *values):
+        state.launches.append((state.current, stream, config, kernel, values))
+
+    cubin_of = SimpleNamespace(from_cubin=lambda cubin: SimpleNamespace(get_kernel=lambda e: get_kernel(cubin, e)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.current)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state.capability)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: f"PyTorch's stream of GPU {index}", raising=False
+    )
+    monkeypatch.setattr(core, "ObjectCode", cubin_of)
+    monkeypatch.setattr(core, "Stream", SimpleNamespace(from_handle=lambda handle: handle))
+    monkeypatch.setattr(core, "Device", lambda i: SimpleNamespace(set_current=lambda: state.bound.append(i)))
+    monkeypatch.setattr(core, "launch", launch)
+    monkeypatch.setattr(bindings.driver, "cuKernelSetAttribute", set_attribute)
+    monkeypatch.setattr(bindings.driver, "CUdevice", int)
+    monkeypatch.setattr(
+        compiler, "cached_cubin", lambda *wanted: state.loaded.append(wanted) or " ".join(map(str, wanted))
+    )
+    monkeypatch.setattr(compiler, "_thread", SimpleNamespace())
+    caches = compiler._kernel, compiler._stream, compiler._launcher
+    for cache in caches:
+        cache.cache_clear()
+    yield state
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_in_their_order(gpu):
+    x, part = torch.zeros(6).as_subclass(OnGpu), torch.zeros(6)[2:]
+    compiler.launch("forward", "entry", dict(B=1, A="x"), 7, 64, [None, x, 3, part, 0.5, True, 2**40, None], 100)
+    ((current, stream, config, kernel, values),) = gpu.launches
+    assert values == (0, x.data_ptr(), 3, part.data_ptr(), 0.5, 1, 2**40, 0)
+    assert [type(v) for v in values] == [int, int, int, int, float, int, int, int]  # which cuda.core passes in 64 bits
+    assert (config.grid, config.block, config.shmem_size) == ((7, 1, 1), (64, 1, 1), 100)
+    assert kernel.entry == "entry"
+    assert gpu.loaded == [("forward", "sm_90", (("A", "x"), ("B", 1)))]
+    # on the GPU that has the tensors, whichever is current, and as PyTorch orders its work there
+    assert (current, stream, gpu.bound) == (1, "PyTorch's stream of GPU 1", [1])
+    assert gpu.current == 0
+
+
+def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
+    x = torch.zeros(6).as_subclass(OnGpu)
+    for grid in (7, 8):
+        compiler.launch("forward", "entry", dict(A=1), grid, 64, [x])
+    compiler.launch("forward", "entry", dict(A=2), 7, 64, [x])
+    compiler.launch("forward", "other", dict(A=2), 7, 32, [x])
+    assert [c.grid[0] for _, _, c, _, _ in gpu.launches] == [7, 8, 7, 7]
+    assert [c.block[0] for _, _, c, _, _ in gpu.launches] == [64, 64, 64, 32]
+    assert [(k.entry, "('A', 1)" in k.cubin) for *_, k, _ in gpu.launches] == [
+        ("entry", True), ("entry", True), ("entry", False), ("other", False),
+    ]  # fmt: skip
+    assert gpu.bound == [1]
+    assert len(gpu.loaded) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "arch"),
+    [
+        ("forward", (8, 0), "sm_80"),
+        ("forward", (9, 0), "sm_90"),
+        ("forward", (12, 1), "sm_121"),
+        ("output_hopper", (9, 0), "sm_90a"),  # whose instructions are not of sm_90
+        ("output_hopper_backward", (9, 0), "sm_90a"),
+    ],
+)
+def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability, arch, gpu):
+    gpu.capability = capability
+    compiler.launch(name, "entry", {}, 1, 32, [torch.zeros(1).as_subclass(OnGpu)])
+    assert gpu.loaded == [(name, arch, ())]
+
+
+def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
+    x = torch.zeros(1).as_subclass(OnGpu)
+    compiler.launch("forward", "entry", {}, 1, 32, [x], 48 * 1024)
+    assert gpu.asked == []
+    compiler.launch("forward", "entry", {}, 1, 32, [x], 48 * 1024 + 1)
+    attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    assert gpu.asked == [(attribute, 48 * 1024 + 1, "handle of entry", 1)]
+    gpu.answer = type(gpu.answer).CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a block: CUDA_ERROR_INVALID"):
+        compiler.launch("forward", "entry", {}, 1, 32, [x], 999999)
+    assert len(gpu.launches) == 2
+
+
+# What is missing
+
+
+@NVRTC
+def test_what_is_missing_is_named_with_the_remedy(monkeypatch):
+    unavailable = compiler.unavailable.__wrapped__
+    assert unavailable() is None
+    from cuda.bindings import nvrtc
+
+    def does_not_load():
+        raise RuntimeError("libnvrtc.so.13 not found")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "nvrtcVersion", does_not_load)
+        assert "(RuntimeError: libnvrtc.so.13 not found); `pip install cuda-core`" in unavailable()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    reason = unavailable()
+    assert "cuda.core" in reason
+    assert "`pip install cuda-core`" in reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [((7, 5), "needs compute capability 8.0; cuda:1 has 7.5"), ((8, 0), None), ((8, 9), None), ((12, 0), None)],
+)
+def test_gpus_from_sm_80_on_are_taken(capability, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(compiler, "unavailable", lambda: None)
+    found = cuda.unavailable(torch.device("cuda", 1))
+    assert found is None if reason is None else reason in found
+    monkeypatch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
+    assert reason is not None or cuda.unavailable(torch.device("cuda", 1)) == "NVRTC is missing"
