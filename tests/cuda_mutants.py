@@ -1,6 +1,6 @@
 """Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
 
-    python tests/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+python tests/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
 """
 
 from __future__ import annotations
@@ -638,7 +638,9 @@ def main() -> int:
                 by = outcome(done[1], run)
                 noticed += bool(by)
                 seconds = time.monotonic() - run.start
-                print(f"{'noticed ' if by else 'SURVIVED'} {run.mutant.file}: {run.mutant.shows} [{by}, {seconds:.0f} s]")
+                print(
+                    f"{'noticed ' if by else 'SURVIVED'} {run.mutant.file}: {run.mutant.shows} [{by}, {seconds:.0f} s]"
+                )
                 sys.stdout.flush()
                 shutil.rmtree(run.log.parent)
     print(f"{noticed} of {len(chosen)} mutants noticed")

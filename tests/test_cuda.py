@@ -1,8 +1,6 @@
 """The CUDA backend: without a GPU that every kernel compiles without spills, with one that it is right on anything."""
 
 import io
-import math
-import multiprocessing
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -83,81 +81,7 @@ def assert_no_spills(variants):
             assert spilled <= (0 if variant[1].startswith("sm_90") else 40), (variant, log)
 
 
-@NVRTC
-def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tmp_path, monkeypatch):
-    monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path))
-    file, macros, _ = next(kernels("longhorn", torch.bfloat16, 16))
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        cubins = pool.starmap(compiler.cached_cubin, [(file, "sm_90", tuple(sorted(macros.items())))] * 8)
-    assert len(set(cubins)) == 1
-    assert [f.read_bytes() for f in tmp_path.iterdir()] == cubins[:1]
-
-
-@NVRTC
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "file"))
-    file, macros, _ = next(kernels("longhorn", torch.bfloat16, 16))
-    assert compiler.cached_cubin(file, "sm_90", tuple(sorted(macros.items())))
-
-
 H200 = 132
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(kind):
-    def segment_chunks(B, D, L):
-        return variants.choose(kind, "longhorn", 2 * B, D, L, 16, 2, H200)[1]
-
-    assert segment_chunks(128, 768, 197) == segment_chunks(128, 384, 197) == 4
-    assert segment_chunks(64, 768, 6085) == 96
-    assert segment_chunks(1, 768, 6085) < 8
-
-
-@pytest.mark.parametrize(("B", "D"), [(4, 768), (4, 384), (2, 768)])
-def test_the_cost_model_cuts_sequences_so_that_no_last_wave_of_blocks_is_nearly_empty(B, D):
-    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, 6085, 16, 2, H200)
-    segments = -(-96 // segment_chunks)
-    waves = 2 * B * segments * D / (8 * variant.channels) / (H200 * variant.min_blocks * variant.warps)
-    assert waves < 1 or waves / math.ceil(waves) > 0.95
-
-
-@pytest.mark.parametrize(("B", "D", "L", "fastest"), [
-    (8, 768, 6085, [(4, 24), (4, 12)]), (4, 768, 6085, [(4, 12), (4, 6)]), (4, 384, 6085, [(4, 6)]),
-    (4, 768, 3043, [(4, 6)]), (2, 768, 9217, [(4, 9)]), (2, 768, 1025, [(4, 1)]), (1, 768, 9217, [(4, 5)]),
-    (1, 768, 3043, [(2, 3)]),
-])  # fmt: skip
-def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_within_2_percent(B, D, L, fastest):
-    """Channels of a lane and chunks of a segment, of all lengths on an H200."""
-    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, L, 16, 2, H200)
-    assert (variant.channels, segment_chunks) in fastest
-
-
-@pytest.mark.parametrize(("B", "L", "N", "itemsize", "fastest"), [
-    (2, 6085, 16, 4, (4, 9)), (1, 6085, 32, 2, (4, 9)), (8, 4097, 32, 2, (2, 65)),
-])  # fmt: skip
-def test_the_cost_model_counts_blocks_of_wide_inputs_and_long_keys_that_share_a_multiprocessor(
-    B, L, N, itemsize, fastest
-):
-    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, 768, L, N, itemsize, H200)
-    assert (variant.channels, segment_chunks) == fastest
-
-
-def test_the_cost_model_gives_a_lane_more_where_there_is_more():
-    def lane(B, D, L, itemsize=2):
-        variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, itemsize, H200)
-        return variant.states * variant.channels
-
-    assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(1, 768, 197) == lane(8, 768, 6085, 4) == 4
-
-
-def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_a_block_has_the_memory():
-    def scanners(B, L, **limits):
-        variant, _ = variants.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
-        return variant.scanners if isinstance(variant, variants.Pairs) else None
-
-    assert [scanners(8, 6085), scanners(4, 6085), scanners(4, 6085, shared_bytes=99 * 1024)] == [6, 3, 3]
-    assert [scanners(8, 6085, vectors=False), scanners(128, 197)] == [None, None]
 
 
 @pytest.mark.parametrize("L", [1, 64, 65, 127, 128, 197, 6085])
