@@ -114,8 +114,8 @@ MUTANTS = [
     ),
     Mutant(
         "common.cuh",
-        "store(to + i * APART * N + n, v);\n                if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
-        "store(to + i * APART * N + n, v);\n                if (!is_query && n == 0) keys.kk[first + i * APART] = kk;",
+        "if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
+        "if (!is_query && n == 0) keys.kk[first + i * APART] = kk;",
         "backward: key norms of a chunk's later tokens overwrite the first's",
     ),
     Mutant(
@@ -446,8 +446,8 @@ MUTANTS = [
     ),
     Mutant(
         "project.cu",
-        "        wait_for_copies<0>();\n        __syncthreads();\n        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
-        "        wait_for_copies<0>();\n        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
+        "        __syncthreads();\n        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
+        "        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
         "logits before all threads' copies of the weights are there",
     ),
     Mutant(

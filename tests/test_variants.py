@@ -1,4 +1,4 @@
-"""Which variant of a kernel runs and how it cuts sequences: the cost model against what was measured, and what bounds it."""
+"""Which variant of a kernel runs and how it cuts sequences: the cost model against what was measured, and bounds."""
 
 import itertools
 import math
@@ -70,7 +70,7 @@ def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_
     assert [scanners(8, 6085, vectors=False), scanners(128, 197)] == [None, None]
 
 
-# What was chosen when docs/benchmarks.md was measured: B, D, L, N, bytes of an element: the variant, chunks of a segment
+# What was chosen when docs/benchmarks.md was measured, for B, D, L, N and bytes of an element, and its chunks a segment
 FORWARD_CHOICES = [
     ("longhorn", (128, 768, 197, 16, 2), LONGHORN[0], 4),
     ("longhorn", (128, 384, 197, 16, 2), LONGHORN[1], 4),
@@ -231,7 +231,7 @@ def test_blocks_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             # halved only if it has to be
             of_keys = 4 * 64 * (2 * N + 1)
             assert warps == 4 or of_keys + 2 * (block_bytes - of_keys) > 99 * 1024
-            assert 1 <= blocks
+            assert blocks >= 1
             assert blocks * (block_bytes + 1024) <= 228 * 1024
             # 12 warps of 16-bit inputs with long keys have registers, of others 8
             most = (variant.min_blocks if itemsize == 2 and N >= 16 else 2) * 4 // warps
