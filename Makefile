@@ -1,6 +1,8 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
 # make test    sets everything up and runs the tests
 # make lint    checks style
+# make mutants [PATHS="vil/training/data.py kernels"] [TESTS=tests/test_data.py] [SAMPLE=200] [JOBS=2]
+#              says which changes of the code the tests would not notice
 # make timm-tests    runs timm's own tests of its models on ours
 
 PYTHON ?= python3
@@ -8,7 +10,7 @@ BIN := .venv/bin
 # one thread trains while the other core loads images: these tensors are too small to share between two
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint timm-tests
+.PHONY: demo test lint timm-tests mutants
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -31,6 +33,10 @@ test: .venv/installed
 
 timm-tests: .venv/installed
 	$(BIN)/python tests/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
+
+mutants: .venv/installed
+	$(BIN)/python tests/mutants/run.py $(PATHS) $(if $(TESTS),--tests $(TESTS)) $(if $(SAMPLE),--sample $(SAMPLE)) \
+		$(if $(JOBS),--jobs $(JOBS))
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -21,7 +21,9 @@ from processes import SMALL
 
 from vil.training import checkpoint
 
-CONTEXT = multiprocessing.get_context("forkserver")
+# the tests of a mutant are in a process that was forked from such a one
+UNDER_TEST = "__mutmut_" in os.environ.get("MUTANT_UNDER_TEST", "")
+CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 CONTEXT.set_forkserver_preload(["train_imagenet", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"])
 # eight steps an epoch, so that there is much of it to be interrupted in
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")

@@ -37,12 +37,12 @@ PUBLISHED = {  # hustvl/Vim: vim/models_mamba.py and mamba-1p1p1/mamba_ssm/modul
 }
 
 
-def rms_norm(x, weight):
-    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * weight
+def rms_norm(x, weight, eps=1e-5):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
 
 
-def direction(u, w, names):
-    """One direction, which reads u (B, L, D) from its first token to its last."""
+def recurrence_inputs(u, w, names):
+    """What the recurrence of one direction reads, from its first token to its last: v, step logits, k, q and rates."""
     width, rank = w[names["conv"] + ".weight"].shape[-1], w[names["step"] + ".weight"].shape[1]
     states = (w[names["x_proj"]].shape[0] - rank) // 2
     padded = F.pad(u.transpose(1, 2), (width - 1, 0))
@@ -50,30 +50,58 @@ def direction(u, w, names):
     v = F.silu(convolved).transpose(1, 2)
     b, k, q = F.linear(v, w[names["x_proj"]]).split([rank, states, states], dim=-1)
     logits = F.linear(b, w[names["step"] + ".weight"], w[names["step"] + ".bias"])
-    if names["A_log"] not in w:
-        return naive.longhorn(v, logits, k, q, w[names["skip"]])
-    return naive.selective(v, logits, -torch.exp(w[names["A_log"]]), k, q, w[names["skip"]])
+    return v, logits, k, q, -torch.exp(w[names["A_log"]]) if names["A_log"] in w else None
 
 
-def block(x, w, names):
-    """The whole residual block on tokens (B, L, C)."""
-    u, z = F.linear(rms_norm(x, w["norm.weight"]), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
+def scan(v, logits, k, q, rates, skip=None):
+    return naive.longhorn(v, logits, k, q, skip) if rates is None else naive.selective(v, logits, rates, k, q, skip)
+
+
+def direction(u, w, names):
+    """One direction, which reads u (B, L, D) from its first token to its last."""
+    return scan(*recurrence_inputs(u, w, names), w[names["skip"]])
+
+
+def block(x, w, names, scale=None, eps=1e-5):
+    """The whole residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
+    u, z = F.linear(rms_norm(x, w["norm.weight"], eps), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
     forward = direction(u, w, names["directions"][0])
     backward = direction(u.flip(1), w, names["directions"][1]).flip(1)
-    return x + F.linear((forward + backward) / 2 * F.silu(z), w["mixer.out_proj.weight"])
+    update = F.linear((forward + backward) / 2 * F.silu(z), w["mixer.out_proj.weight"])
+    return x + (update if scale is None else scale[:, None, None] * update)
 
 
-def model(images, w, names=OURS, stride=16):
-    """Images to logits."""
+def block_weights(w, names=OURS):
+    """The weights of each block in turn, under their names within it."""
+    i = 0
+    while any(name.startswith(prefix := names["block"].format(i)) for name in w):
+        yield {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}
+        i += 1
+
+
+def residual_stream(images, w, names=OURS, stride=16, scales=None):
+    """The tokens (B, L, C) before the first block and after each."""
     x = F.conv2d(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=stride)
     x = x.flatten(2).transpose(1, 2)
     middle = x.shape[1] // 2
     x = torch.cat([x[:, :middle], w["cls_token"].expand(len(x), -1, -1), x[:, middle:]], dim=1) + w["pos_embed"]
-    i = 0
-    while any(name.startswith(prefix := names["block"].format(i)) for name in w):
-        x = block(x, {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}, names)
-        i += 1
-    return F.linear(rms_norm(x[:, middle], w[names["norm"]]), w["head.weight"], w["head.bias"])
+    stream = [x]
+    for i, weights in enumerate(block_weights(w, names)):
+        stream.append(block(stream[-1], weights, names, scales and scales[i]))
+    return stream
+
+
+def patches_and_class_token(tokens):
+    """Tokens (B, L, C) as patches (B, L - 1, C) and class token (B, C)."""
+    middle = (tokens.shape[1] - 1) // 2
+    return torch.cat([tokens[:, :middle], tokens[:, middle + 1 :]], dim=1), tokens[:, middle]
+
+
+def model(images, w, names=OURS, stride=16, scales=None, pool="token"):
+    """Images to logits."""
+    patches, class_token = patches_and_class_token(residual_stream(images, w, names, stride, scales)[-1])
+    pooled = rms_norm(class_token, w[names["norm"]]) if pool == "token" else rms_norm(patches, w[names["norm"]]).mean(1)
+    return F.linear(pooled, w["head.weight"], w["head.bias"])
 
 
 def published_vim(embed_dim, depth, grid=(14, 14), num_classes=1000, patch_size=16, seed=0):

@@ -1,42 +1,38 @@
-"""validate.py --against: its statistics by hand, its tables, other test sets, and the whole command on two models."""
+"""What validate.py says of two models and of other test sets: statistics, tables, pictures, labels."""
 
 import csv
-import json
-import math
+import io
+import itertools
+from types import SimpleNamespace
 
+import naive_evaluation as naive
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
-from conftest import CLASSES, VAL_IMAGES
+from figures import kept_figures
 from PIL import Image
-from processes import run, script
-from timm.data import ImageNetInfo, create_transform
+from timm.data import ImageNetInfo
 
-import validate
 from vil.published import published
-from vil.training import checkpoint
-from vil.training.comparison import Comparison, Paired, Predictions
+from vil.training import comparison
+from vil.training.comparison import Comparison, Paired, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 
 
-def test_mcnemar_and_the_interval_by_their_formulas():
-    paired = Paired(both=70, only_first=10, only_second=3, neither=17)
-    assert paired.difference == pytest.approx(7.0)
-    tail = sum(math.comb(13, k) for k in range(4)) / 2**13  # as few as 3 of 13 coins
-    assert paired.p_value == pytest.approx(2 * tail)
-    # Agresti & Min: half an image more in each cell, then Wald's interval of the difference of paired proportions
-    p12, p21, n = 10.5 / 102, 3.5 / 102, 102
-    half = 1.959964 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / n)
-    assert paired.interval == pytest.approx((100 * (p12 - p21 - half), 100 * (p12 - p21 + half)), abs=1e-6)
+@pytest.mark.parametrize("cells", [(70, 10, 3, 17), (5, 0, 0, 2), (0, 2, 9, 4), (3, 400, 371, 226)])
+def test_mcnemar_and_the_interval_by_their_formulas(cells):
+    paired = Paired(*cells)
+    assert paired.difference == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
+    assert paired.p_value == pytest.approx(naive.mcnemar(*cells[1:3]))
+    assert paired.interval == pytest.approx(naive.paired_interval(*cells), abs=1e-6)
 
 
-def test_models_that_are_right_on_the_same_images_do_not_differ():
-    paired = Paired(both=5, only_first=0, only_second=0, neither=2)
-    assert (paired.difference, paired.p_value) == (0.0, 1.0)
-    assert paired.interval[0] < 0 < paired.interval[1]
+def test_an_interval_ends_where_differences_do():
+    assert Paired(both=0, only_first=1, only_second=0, neither=0).interval[1] == 100.0
+    assert Paired(both=0, only_first=0, only_second=1, neither=0).interval[0] == -100.0
+    assert Paired(both=0, only_first=0, only_second=0, neither=0).difference == 0.0
 
 
 def test_the_interval_covers_the_true_difference_in_19_of_20_experiments():
@@ -62,18 +58,125 @@ def test_known_predictions_give_the_counts_that_a_hand_count_gives():
 
 
 def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
-    known_comparison().write_tables(tmp_path / "new", {0: "ant", 1: "bee", 2: "cat"})
-    classes = list(csv.DictReader((tmp_path / "new" / "classes.csv").open()))
-    assert [(r["name"], r["images"], r["top1_first"], r["top1_second"], r["difference"]) for r in classes] == [
-        ("ant", "2", "100.0", "50.0", "50.0"),
-        ("bee", "2", "50.0", "0.0", "50.0"),
-        ("cat", "1", "0.0", "0.0", "0.0"),
+    rng, names = np.random.default_rng(0), {0: "ant", 1: "bee", 2: "cat", 4: "eel"}  # class 3 has no name
+    targets = rng.choice([0, 1, 2, 3, -1], size=90)
+    best = np.stack([rng.permuted(np.tile(np.arange(5), (90, 1)), axis=1)[:, :3] for _ in range(2)], axis=1)
+    Comparison.of(targets, best).write_tables(tmp_path / "new" / "folder", names)
+
+    files = (tmp_path / "new" / "folder" / name for name in ("classes.csv", "confusions.csv"))
+    classes, confusions = (list(csv.DictReader(file.open())) for file in files)
+    header = ["class", "name", "images", "top1_first", "top1_second", "difference", "only_first", "only_second"]
+    for target, row in enumerate(classes):
+        first, second = (best[targets == target][:, m, 0] == target for m in (0, 1))
+        _, only_first, only_second, _ = naive.paired(first, second)
+        expected = [target, names.get(target, ""), len(first), 100 * first.mean(), 100 * second.mean()]
+        expected += [100 * (only_first - only_second) / len(first), only_first, only_second]
+        assert row == dict(zip(header, map(str, expected), strict=True))
+    assert len(classes) == 4
+
+    expected = {}
+    for target, predicted in itertools.permutations(range(5), 2):
+        first, second = (int(((targets == target) & (best[:, m, 0] == predicted)).sum()) for m in (0, 1))
+        if first != second:
+            both_names = names.get(target, ""), names.get(predicted, "")
+            expected[target, predicted] = (*both_names, first, second, first - second)
+    found = {
+        (int(row["class"]), int(row["predicted"])): (row["name"], row["predicted_name"])
+        + tuple(int(row[name]) for name in ("first", "second", "difference"))
+        for row in confusions
+    }
+    assert found == expected
+    sizes = [abs(int(row["difference"])) for row in confusions]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 1
+
+
+def test_models_that_agree_have_a_table_without_confusions(tmp_path):
+    targets, best = np.array([0, 1, 1]), np.array([[[0], [0]], [[1], [1]], [[0], [0]]])
+    Comparison.of(targets, best).write_tables(tmp_path, {})
+    assert (tmp_path / "confusions.csv").read_text().split() == ["class"]
+
+
+def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
+    figures, found = kept_figures(monkeypatch), known_comparison()
+    png = found.plot(["one", "other"])
+    assert Image.open(io.BytesIO(png)).format == "PNG"
+    (figure,) = figures
+    differences, by_class = figure.axes
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in differences.lines]
+    for y, text, cells in ((0, "top-5, p = 1", (3, 1, 0, 1)), (1, "top-1, p = 0.5", (1, 2, 0, 2))):
+        (interval,) = [xs for xs, ys in lines if ys == [y, y]]
+        assert interval == pytest.approx(naive.paired_interval(*cells), abs=1e-4)
+        assert ([100 * (cells[1] - cells[2]) / 5], [y]) in lines
+        (label,) = [t for t in differences.texts if t.get_text() == text]
+        assert label.get_position() == pytest.approx((100 * (cells[1] - cells[2]) / 5, y), abs=0.2)
+    assert ([0, 0], [0, 1]) in lines  # where there is no difference
+    low, high = differences.get_ylim()
+    assert low < 0
+    assert high > 1
+    assert "one less other" in differences.get_xlabel()
+    points = sorted(map(tuple, by_class.collections[0].get_offsets().tolist()))
+    assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]  # the second model's accuracy to the right
+    assert by_class.lines[0].get_slope() == 1
+    assert by_class.get_xlabel().startswith("other")
+    assert by_class.get_ylabel().startswith("one")
+
+
+def test_speed_is_that_of_calls_after_the_first(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    class Slow(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, images):
+            self.calls += 1
+            clock.now += 10.0 if self.calls == 1 else 0.25  # the first call compiles
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_inference_mode_enabled()
+            return super().forward(images)
+
+    model, precision = Slow(4, 4), torch.autocast("cpu", torch.bfloat16)
+    assert measure_speed(model, torch.zeros(6, 4), precision) == Speed(6 / 0.25, None)
+    assert model.calls == 1 + 4  # a second of them
+    assert measure_speed(model, torch.zeros(6, 4), precision, seconds=0.0) == Speed(6 / 0.25, None)
+
+
+def model_row(**changes):
+    row = dict(model="vil_tiny", checkpoint="a.pt", top1=76.44, top1_interval=(76.07, 76.81), top5=93.25, loss=1.01234)
+    row |= dict(parameters=6_853_096, images_per_second=1234.5, peak_mib=100.4, images=50_000)
+    return row | dict(published={"ViL-tiny": (76.4, None), "ViM-tiny": (76.1, 93.0)}) | changes
+
+
+def test_the_printed_table_of_two_models():
+    second = model_row(model="vim_tiny", checkpoint=None, top1=75.0, top1_interval=(74.6, 75.4), top5=92.0)
+    second |= dict(loss=1.1, parameters=13_706_192, images_per_second=500.0, peak_mib=200.8)
+    top1 = dict(both=37000, only_first=1220, only_second=500, neither=11280)
+    top1 |= dict(difference=1.44, interval=(1.27, 1.61), p_value=1.234e-5)
+    top5 = dict(difference=-1.25, interval=(-1.5, 1.0), p_value=0.04567)
+    result = dict(models=[model_row(), second], paired=dict(top1=top1, top5=top5, agreement=80.126), notes=["a note"])
+    text = markdown(result).splitlines()
+    assert text[:12] == [
+        "|  | vil_tiny | vim_tiny | first less second (95% interval), McNemar's test |",
+        "| --- | --- | --- | --- |",
+        "| weights | a.pt | pretrained |  |",
+        "| top-1 % | 76.44 (76.07 to 76.81) | 75.00 (74.60 to 75.40) | +1.44 (+1.27 to +1.61), p = 1.23e-05 |",
+        "| top-5 % | 93.25 | 92.00 | -1.25 (-1.50 to +1.00), p = 0.0457 |",
+        "| published top-1 / top-5 % | 76.4 / - | 76.1 / 93.0 |  |",
+        "| loss | 1.0123 | 1.1000 | -0.0877 |",
+        "| parameters | 6,853,096 | 13,706,192 | 0.50 x |",
+        "| images/s | 1234 | 500 | 2.47 x |",
+        "| peak MiB | 100 | 201 | 0.50 x |",
+        "",
+        "50000 images: both right 37000, only the first 1220, only the second 500, neither 11280; "
+        "the same prediction on 80.13%.",
     ]
-    confusions = list(csv.DictReader((tmp_path / "new" / "confusions.csv").open()))
-    assert [(r["name"], r["predicted_name"], r["first"], r["second"], r["difference"]) for r in confusions] == [
-        ("ant", "bee", "0", "1", "-1"),
-        ("bee", "cat", "1", "2", "-1"),
-    ]
+    assert text[12] == "A note."
+    # on a CPU, and of classes for which nothing is published
+    result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
+    text = markdown(result)
+    assert "| peak MiB | - | - |  |" in text
+    assert "published top-1" not in text
 
 
 def test_real_labels_count_every_class_they_allow_and_leave_out_images_without_any():
@@ -112,52 +215,16 @@ def test_images_of_several_processes_are_gathered_in_the_order_of_the_split(monk
     assert best[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
 
 
-def predictions_by_hand(model, folder):
-    transform = create_transform(16, crop_pct=0.875, interpolation="bicubic")
-    paths = [path for name in CLASSES for path in sorted((folder / name).iterdir())]
-    with torch.inference_mode():
-        return np.array([int(model(transform(Image.open(path).convert("RGB"))[None]).argmax()) for path in paths])
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_command_counts_what_two_models_of_known_predictions_get_right(
-    uninterrupted, image_folder, tmp_path, processes
-):
-    first, second, out = uninterrupted / "run" / "last.pt", tmp_path / "cat.pt", tmp_path / "out.json"
-    state = torch.load(first, weights_only=True)
-    state["state_dict"]["head.bias"][2] += 1000  # says cat, whatever it sees
-    torch.save(state, second)
-    words = ["--checkpoint", str(first), "--against", str(second), "--batch-size", "5", "--workers", "1"]
-    words += ["--json", str(out), "--csv", str(tmp_path / "csv"), "--plot", str(tmp_path / "new" / "plot.png")]
-    printed = run([*script("validate.py", processes), *words]).stdout
-
-    config = checkpoint.saved_config(first)
-    model = timm.create_model("vil_tiny", num_classes=4, img_size=16, **config["model_kwargs"]).eval()
-    checkpoint.load_weights(model, first)
-    targets = np.repeat(np.arange(4), VAL_IMAGES)
-    predicted = predictions_by_hand(model, image_folder / "val")
-    right, cat = predicted == targets, targets == 2
-    expected = [right & cat, right & ~cat, ~right & cat, ~right & ~cat]
-    assert expected[1].any() or expected[2].any()
-    result = json.loads(out.read_text())
-    counts = [result["paired"]["top1"][name] for name in ("both", "only_first", "only_second", "neither")]
-    assert counts == [int(c.sum()) for c in expected]
-    assert [row["top1"] for row in result["models"]] == [pytest.approx(100 * right.mean()), 25.0]
-    assert result["paired"]["agreement"] == pytest.approx(100 * (predicted == 2).mean())
-    assert all(row["images_per_second"] > 0 for row in result["models"])
-    assert "|  | vil_tiny | vil_tiny | first less second" in printed
-    assert f"p = {Paired(*counts).p_value:.3g} |" in printed
-    rows = list(csv.DictReader((tmp_path / "csv" / "classes.csv").open()))
-    assert [(row["name"], row["top1_second"]) for row in rows] == [
-        (n, "100.0" if n == "cat" else "0.0") for n in CLASSES
-    ]
-    assert Image.open(tmp_path / "new" / "plot.png").width > 500
-
-
 def test_the_published_numbers_of_one_model():
-    assert published("vim_tiny") == (76.1, 93.0)
-    assert published("vil_small") == (80.7, None)
-    assert published("vil_base") == (None, None)
+    numbers = {name: published(name) for name in ("vil_tiny", "vim_tiny", "vil_small", "vim_small", "vim_base.a_tag")}
+    assert numbers == {
+        "vil_tiny": (76.4, None),
+        "vim_tiny": (76.1, 93.0),
+        "vil_small": (80.7, None),
+        "vim_small": (80.5, 95.1),
+        "vim_base.a_tag": (81.9, 95.8),
+    }
+    assert published("vil_base") == published("resnet50") == (None, None)
 
 
 @pytest.fixture(scope="module")
@@ -226,35 +293,3 @@ def test_the_second_model_sees_images_normalised_as_its_own():
 
     model = torch.nn.Conv2d(3, 1, 1)
     torch.testing.assert_close(Renormalized(model, given, own)(normalised(given)), model(normalised(own)))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
-        (["--against", "PLAIN"], "--against-model is not given"),
-        (["--against", "PLAIN", "--against-model", "vim_tiny"], "does not fit the model"),
-        (["--against", "no_such_model"], "cannot create the model no_such_model"),
-        (["--against", "LAST", "--against-model-kwargs", "depth=3"], "does not fit the model"),
-        (["--against", "LARGER"], "the models take images of (16, 16) and (24, 24): give one --img-size for both"),
-        (["--against", "MORE"], "the models have 4 and 6 classes"),
-        (["--real-labels"], "ReaL labels are for ImageNet's validation images"),
-    ],
-)
-def test_bad_comparisons_are_named_without_a_traceback(uninterrupted, tmp_path, words, message, monkeypatch):
-    last = str(uninterrupted / "run" / "last.pt")
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "plain.pth")
-    names = {"LAST": last, "PLAIN": str(tmp_path / "plain.pth")}
-    for name, option, value in (("LARGER", "img_size", 24), ("MORE", "num_classes", 6)):
-        other = torch.load(last, weights_only=True)
-        other["config"][option] = value
-        if name == "MORE":
-            for tensor in ("head.weight", "head.bias"):
-                other["state_dict"][tensor] = other["state_dict"][tensor].repeat_interleave(2, dim=0)[:6]
-        names[name] = str(tmp_path / f"{name}.pt")
-        torch.save(other, names[name])
-    words = ["--checkpoint", last, "--workers", "0", *(names.get(word, word) for word in words)]
-    monkeypatch.setattr("sys.argv", ["validate.py", *words])
-    with pytest.raises(SystemExit) as error:
-        validate.main()
-    assert message in str(error.value)

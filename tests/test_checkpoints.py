@@ -177,6 +177,8 @@ def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):
         timm.create_model("vim_tiny", checkpoint_path=path, **SMALL)
     with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 13"):
         pretrained(path, **SMALL)
+    with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 11"):
+        timm.create_model("vim_tiny", **SMALL).load_state_dict(published(grid=(2, 5)))
 
 
 def test_one_channel_sums_the_input_convolution(tmp_path):

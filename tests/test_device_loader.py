@@ -1,22 +1,25 @@
 """Augmentation on the training device against timm's and PIL's on the CPU: pixels, draws, batches and training."""
 
-import csv
 import functools
 import io
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import run, train_command
+from processes import SMALL
 from scipy.stats import ks_2samp
 from sklearn.datasets import load_sample_images
-from timm.data import Mixup, auto_augment, create_transform
+from timm.data import auto_augment, create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as pil
+from tqdm import tqdm
 
+from train_imagenet import Trainer
 from vil.training import batched_transforms, data, device_loader
 from vil.training.config import Config, ConfigError
 
@@ -37,17 +40,21 @@ def tensor(image):
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def difference(images, expected):
-    """The largest difference in grey levels, and the share of values that differ."""
-    levels = (images.cpu().int() - torch.stack(expected).int()).abs()
-    return levels.max().item(), (levels > 0).float().mean().item()
+def assert_levels(images, expected, most, share):
+    """No grey level is further off than `most`, and of no image more than `share` of the values at all."""
+    for image, truth in zip(images.cpu(), expected, strict=True):
+        levels = (image.int() - truth.int()).abs()
+        assert levels.max() <= most
+        assert (levels > 0).float().mean() <= share
 
 
 # pixels
 
 
-@pytest.mark.parametrize(("interpolation", "most", "share"), [("bicubic", 1, 1e-3), ("bilinear", 2, 1e-2)])
-def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, most, share):
+# Where a sum is exactly half a level, which is seldom with cubic weights, PIL's weights of 22 bits and ours of fp32
+# round it up or down as they happen to: 1.8 % of a bilinear image at most here.
+@pytest.mark.parametrize(("interpolation", "share"), [("bicubic", 1e-3), ("bilinear", 0.02)])
+def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, share):
     random.seed(0)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 1300, 3), dtype=np.uint8))
     photos = [PHOTOS[0], PHOTOS[1], noise] * 8
@@ -60,7 +67,7 @@ def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, most, sh
     images = batched_transforms.crop_resize_flip(
         [tensor(photo).to(device) for photo in photos], np.array(boxes), np.array(flips), (96, 64), interpolation
     )
-    assert difference(images, expected) <= (most, share)
+    assert_levels(images, expected, 1, share)
 
 
 def test_few_pixels_are_resized_at_a_time():
@@ -69,21 +76,25 @@ def test_few_pixels_are_resized_at_a_time():
     assert groups == [[0, 2], [5], [3], [1], [4]]
 
 
+# of the sizes that timm draws; AutoContrast, Equalize and Invert take none
+ARGUMENTS = {
+    "Posterize": [0, 1, 4],
+    "Solarize": [0, 26, 256],
+    "SolarizeAdd": [0, 99, 110],
+    "Rotate": [30.0, -27.3, 0.1],
+}
+ARGUMENTS |= {key: [0.1, 1.0, 1.87] for key in ("Color", "Contrast", "Brightness", "Sharpness")}
+ARGUMENTS |= {key: [30.2, -11.0, 0.0] for key in ("TranslateX", "TranslateY")}
+ARGUMENTS |= {key: [0.3, -0.27, 0.411] for key in ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")}
+EXACT = ("Equalize", "Invert", "Posterize", "Solarize", "SolarizeAdd")
+ENHANCING = ("Color", "Contrast", "Brightness", "Sharpness")  # a product of fp32 for one of C's double
+
+
 @pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("name", [*batched_transforms.POINTWISE, *batched_transforms.GEOMETRIC])
 def test_operations_are_those_of_timm(device, name, resample):
     """Of a batch in which each image has an argument of its own."""
-    # of the sizes that timm draws; AutoContrast, Equalize and Invert take none
-    values = {
-        "Posterize": [0, 1, 4],
-        "Solarize": [0, 26, 256],
-        "SolarizeAdd": [0, 99, 110],
-        "Rotate": [30.0, -27.3, 0.1],
-    }
-    values |= {key: [0.1, 1.0, 1.87] for key in ("Color", "Contrast", "Brightness", "Sharpness")}
-    values |= {key: [30.2, -11.0, 0.0] for key in ("TranslateX", "TranslateY")}
-    values |= {key: [0.3, -0.27, 0.411] for key in ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")}
-    arguments = [(value,) for value in values.get(name, [])] or [()] * 3
+    arguments = [(value,) for value in ARGUMENTS.get(name, [])] or [()] * 3
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 120, 3), dtype=np.uint8))
     images = [PHOTOS[0].resize((120, 80)), PHOTOS[1].resize((120, 80)), noise]
     method = getattr(Image.Resampling, resample.upper())
@@ -101,7 +112,11 @@ def test_operations_are_those_of_timm(device, name, resample):
     result = batched_transforms.apply_operations(
         batch_BCHW, batch.names, torch.from_numpy(batch.arguments).to(device), FILL, resample
     )
-    assert difference(result, expected) <= (1, 0.02)
+    # PIL drops what is behind the point: where a linear mean is a whole number, as every fifth is of pixels shifted by
+    # 0.2, a double that is a little less becomes the number below
+    whole = resample == "bilinear" and name in batched_transforms.GEOMETRIC
+    share = 0 if name in EXACT else 2e-4 if name in ENHANCING else 0.06 if whole else 0.004
+    assert_levels(result, expected, 1, share)
     assert torch.equal(batch_BCHW, given)
 
 
@@ -127,6 +142,7 @@ def watch_timm(aa, seeds):
     """What timm's transform draws by itself, noted while it transforms an image."""
     crop, flip, augment, _ = timm_transform(auto_augment=aa).transforms
     noted = device_loader.Draws()
+    assert (flip.p, len(augment.ops)) == (0.5, 15)
 
     def note_box(*arguments):
         noted.box = RandomResizedCropAndInterpolation.get_params(*arguments)
@@ -198,22 +214,6 @@ def test_a_transform_that_is_not_known_is_refused(options, message):
         device_loader.DrawingTransform(timm_transform(**options))
 
 
-def test_groups_are_mixed_as_by_timm():
-    """All of a batch's groups at once against timm's `Mixup` on one after the other."""
-    images, targets = torch.randn(20, 3, 32, 32), torch.arange(20) % 10
-    for options in ({}, {"mixup_prob": 0.5}, {"cutmix": 0.0}, {"mixup": 0.0}):
-        config = Config(reprob=0.0, **options)
-        mixed = data.BatchAugmentation(config, 10, torch.device("cpu"))(images.clone(), targets, epoch=2, position=40)
-        mixup = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob, label_smoothing=0.1, num_classes=10)
-        expected = []
-        for start in range(0, 20, data.MIXUP_GROUP):
-            group = slice(start, start + data.MIXUP_GROUP)
-            data.seed_everything(data.derive_seed(config.seed, 2, 40 + start, 1))
-            expected.append(mixup(images[group].clone(), targets[group]))
-        for ours, theirs in zip(mixed, zip(*expected)):
-            torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-6, atol=1e-6)
-
-
 # batches
 
 
@@ -223,12 +223,21 @@ def encode(image, **options):
     return file.getvalue()
 
 
+def damage_tables(jpeg):
+    """A file that looks as it should, but which no decoder takes: its first Huffman table is none."""
+    place = jpeg.index(b"\xff\xc4") + 5
+    return jpeg[:place] + b"\xff" * 16 + jpeg[place + 16 :]
+
+
+ON_DEVICE = ("grey", "full colour", "no tables")  # of the odd kinds
+
+
 @pytest.fixture(scope="module")
 def photo_folder(tmp_path_factory):
     """{train,val}/{a,b}: crops of photos as JPEG files, and some that a device does not decode or nobody can."""
     root = tmp_path_factory.mktemp("photos")
     rng = random.Random(0)
-    for split, photos in (("train", 14), ("val", 2)):
+    for split, photos in (("train", 16), ("val", 2)):
         for name, photo in zip("ab", PHOTOS):
             folder = root / split / name
             folder.mkdir(parents=True)
@@ -242,6 +251,8 @@ def photo_folder(tmp_path_factory):
         odd = {
             "grey": encode(small.convert("L")),
             "full colour": encode(small, subsampling=0),
+            "rgb": encode(small, keep_rgb=True),
+            "no tables": damage_tables(whole),
             "progressive": encode(small, progressive=True),
             "cmyk": encode(small.convert("CMYK")),
             "png": encode(small, format="PNG"),
@@ -253,41 +264,99 @@ def photo_folder(tmp_path_factory):
     return root
 
 
+LITERAL = dict(
+    scale=(0.08, 1.0),
+    ratio=(3 / 4, 4 / 3),
+    hflip=0.5,
+    color_jitter=0.3,
+    auto_augment="rand-m9-mstd0.5-inc1",
+    interpolation="bicubic",
+    mean=(0.3, 0.5, 0.6),
+    std=(0.4, 0.2, 0.3),
+)
+
+
 def training_batches(folder, device, world_size=1, rank=0, **options):
-    options = dict(data_dir=str(folder), global_batch_size=20, workers=0, aug_repeats=0) | options
+    """The loader, an epoch's (grey levels, targets), and the (index, seed) of every image."""
+    options = dict(data_dir=str(folder), global_batch_size=24, workers=0, aug_repeats=0) | options
+    options = dict(augment_on_device=True) | options
     config = Config(**options)
     dataset = data.open_split(config.data_dir, "", "train", is_training=True)
     micro_batch, _ = data.split_global_batch(config, world_size)
     batches = data.TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
-    loader = data.training_loader(dataset, config, dict(input_size=(3, 48, 48), **IMAGENET), device, batches)
-    return loader, [(levels(images), targets.tolist()) for images, targets in loader]
+    data_config = dict(input_size=(3, 48, 40), mean=LITERAL["mean"], std=LITERAL["std"])
+    loader = data.training_loader(dataset, config, data_config, device, batches)
+    keys = [key for batch in batches for key in batch]
+    return loader, [(levels(images), targets.tolist()) for images, targets in loader], keys
 
 
 def levels(images):
     """Grey levels of normalised images."""
-    mean, std = (torch.tensor(IMAGENET[name]).view(3, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(LITERAL[name]).view(3, 1, 1) for name in ("mean", "std"))
     return 255 * (images.cpu() * std + mean)
 
 
-@pytest.mark.parametrize("options", [{}, {"aa": None}, {"workers": 2, "train_interpolation": "bilinear", "hflip": 0.0}])
-def test_batches_are_those_of_timms_loader(photo_folder, device, options):
-    timm, expected = training_batches(photo_folder, device, **options)
-    ours, batches = training_batches(photo_folder, device, augment_on_device=True, **options)
+def by_timm(dataset, keys, **options):
+    """Grey levels and targets of the images by PIL and timm alone; the next image takes the place of a broken one."""
+    transform = create_transform((3, 48, 40), is_training=True, **LITERAL | options)
+    images, targets = [], []
+    for index, seed in keys:
+        for i in range(index, index + 3):
+            name = dataset.filename(i % len(dataset))
+            try:
+                image = Image.open(Path(dataset.reader.root) / name).convert("RGB")
+                break
+            except OSError:
+                pass
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        images.append(levels(transform(image)))
+        targets.append("ab".index(name[0]))
+    return torch.stack(images), targets
+
+
+@pytest.mark.parametrize(
+    ("options", "literal"),
+    [
+        ({}, {}),
+        ({"workers": 2, "train_interpolation": "bilinear", "hflip": 0.0}, {"interpolation": "bilinear", "hflip": 0.0}),
+        ({"aa": None}, {"auto_augment": None}),
+        ({"aa": None, "color_jitter": 0.9, "hflip": 1.0}, dict(auto_augment=None, color_jitter=0.9, hflip=1.0)),
+        ({"aa": "rand-m5-n3-p0.8-tweights"}, {"auto_augment": "rand-m5-n3-p0.8-tweights"}),
+        ({"scale": (0.5, 0.6), "ratio": (2.0, 2.5)}, {"scale": (0.5, 0.6), "ratio": (2.0, 2.5)}),
+    ],
+    ids=lambda options: " ".join(options) or "defaults",
+)
+def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, literal):
+    ours, batches, keys = training_batches(photo_folder, device, **options)
     assert len(batches) == len(ours) == 2
-    differences = []
-    for (images, targets), (expected_images, expected_targets) in zip(batches, expected):
-        assert targets == expected_targets
-        differences += (images - expected_images).abs().mean(dim=(1, 2, 3)).tolist()
+    images, targets = zip(*batches)
+    expected, expected_targets = by_timm(ours.dataset.dataset, keys, **literal)
+    assert [target for part in targets for target in part] == expected_targets
+    differences = (torch.cat(images) - expected).abs().mean(dim=(1, 2, 3))
     # a decoder's rounding can bring a pixel over the threshold of an operation; nvJPEG has another upsampling of chroma
     exact, most = (0.03, 0.3) if device.type == "cpu" else (1.5, 8.0)
-    assert np.median(differences) < exact
-    assert max(differences) < most
-    assert ours.dataset.skipped == timm.dataset.skipped == 4
+    assert differences.median() < exact
+    assert differences.max() < most
+    broken = [index for index, _ in keys if re.search("truncated|no ", ours.dataset.dataset.filename(index))]
+    assert len(broken) >= 4
+    # a broken file can lie behind a broken file
+    assert ours.dataset.skipped >= len(broken)
+
+
+def test_what_a_device_can_decode_is_left_to_it(photo_folder):
+    dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
+    reader = data.EncodedReader(dataset, timm_transform(), device_loader.DrawingTransform(timm_transform()))
+    for i in range(len(dataset)):
+        kind = Path(dataset.filename(i)).stem
+        encoded = isinstance(reader[i, 0][0], device_loader.EncodedImage)
+        assert encoded == (kind.isdigit() or kind in ON_DEVICE)
 
 
 def test_images_do_not_depend_on_processes(photo_folder, device):
-    (_, whole) = training_batches(photo_folder, device, augment_on_device=True)
-    parts = [training_batches(photo_folder, device, 10, rank, augment_on_device=True)[1] for rank in range(10)]
+    whole = training_batches(photo_folder, device)[1]
+    parts = [training_batches(photo_folder, device, 12, rank)[1] for rank in range(12)]
     for step, (images, targets) in enumerate(whole):
         shares = [part[step] for part in parts]
         assert targets == [target for _, share in shares for target in share]
@@ -297,16 +366,14 @@ def test_images_do_not_depend_on_processes(photo_folder, device):
 
 
 def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, monkeypatch):
-    _, expected = training_batches(photo_folder, device)
-
     def refuse(files, mode, device):
         raise RuntimeError("Error while decoding JPEG images")
 
     monkeypatch.setattr(device_loader, "decode_jpeg", refuse)
-    ours, batches = training_batches(photo_folder, device, augment_on_device=True)
-    assert [targets for _, targets in batches] == [targets for _, targets in expected]
-    assert torch.equal(torch.stack([images for images, _ in batches]), torch.stack([images for images, _ in expected]))
-    assert ours.dataset.skipped == 4
+    ours, batches, keys = training_batches(photo_folder, device)
+    expected, targets = by_timm(ours.dataset.dataset, keys)
+    assert [target for _, share in batches for target in share] == targets
+    torch.testing.assert_close(torch.cat([images for images, _ in batches]), expected, rtol=0, atol=1e-3)
 
 
 def test_a_dataset_that_streams_is_refused(photo_folder):
@@ -321,12 +388,12 @@ def test_a_dataset_that_streams_is_refused(photo_folder):
 
 
 def test_training_follows_the_curve_of_timms_loader(photo_folder, tmp_path):
-    losses = {}
+    losses = []
     for on_device in (False, True):
-        options = dict(augment_on_device=on_device, num_classes=2)
-        run(train_command(tmp_path, photo_folder, experiment=str(on_device), **options))
-        with open(tmp_path / str(on_device) / "summary.csv") as file:
-            losses[on_device] = [float(row["train_loss"]) for row in csv.DictReader(file)]
-    assert len(losses[True]) == 2
-    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
-    assert losses[True] != losses[False]  # another path it was
+        options = dict(augment_on_device=on_device, data_dir=str(photo_folder), output=str(tmp_path), workers=0)
+        trainer = Trainer(Config(**SMALL | options, experiment=str(on_device)), torch.device("cpu"), 0, 1)
+        trainer.train_one_epoch(0, tqdm(disable=True))
+        losses.append(trainer.meter.losses)
+    assert len(losses[1]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1] != losses[0]  # another path it was

@@ -218,7 +218,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
             return int(value)
         if kind is str and type(value) is int:
             return str(value)
-        if isinstance(value, kind):
+        if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # true is an int to Python
             return value
     except (TypeError, ValueError):
         pass

@@ -1,0 +1,99 @@
+"""Which functions a test reaches in any of its processes: a plugin of pytest for the copy that run.py makes.
+
+With MUTANT_UNDER_TEST=stats it writes a line for each test to REACHED/<process>.jsonl; with a mutant it gives the
+tests a group of processes and a folder of their own.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mutmut.mutation import trampoline
+
+
+def in_this_process() -> None:
+    """Has mutmut write down what is called, and know functions of a script by the name of its file."""
+    trampoline.record_trampoline_hit = record
+    trampoline.get_mutant_under_test = lambda: named_as_here(os.environ.get("MUTANT_UNDER_TEST", ""))
+
+
+def name_of_script() -> str:
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else Path(getattr(main, "__file__", "") or "").stem
+
+
+@functools.cache
+def named_as_here(mutant: str) -> str:
+    module, _, function = mutant.rpartition(".")
+    return f"__main__.{function}" if module and module == name_of_script() else mutant
+
+
+@functools.cache
+def record(function: str, caller: str | None = None) -> None:
+    if "REACHED_FILE" in os.environ:
+        module, _, name = function.rpartition(".")
+        with open(os.environ["REACHED_FILE"], "a") as file:
+            file.write(f"{name_of_script() if module == '__main__' else module}.{name}\n")
+
+
+class Reached:
+    """Writes what each test reaches. A fixture's functions and seconds are those of all tests that ask for it."""
+
+    def __init__(self, folder: Path):
+        self.results, self.file = folder / f"{os.getpid()}.jsonl", folder / f"{os.getpid()}.txt"
+        os.environ["REACHED_FILE"] = str(self.file)
+        self.of_fixture: dict[str, tuple[set[str], float]] = {}
+        self.of_test, self.seconds, self.failed = set(), 0.0, False
+
+    def take(self) -> set[str]:
+        """What was called since this was asked last."""
+        record.cache_clear()
+        names = set(self.file.read_text().split()) if self.file.exists() else set()
+        self.file.write_text("")
+        return names
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        self.of_test |= self.take()
+        begin = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            self.of_fixture[fixturedef.argname] = self.take(), time.monotonic() - begin
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds += report.duration * (report.when == "call")
+        self.failed |= report.failed
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.take()
+        self.of_test, self.seconds, self.failed = set(), 0.0, False
+        result = yield
+        self.of_test |= self.take()
+        for name in item.fixturenames:
+            functions, seconds = self.of_fixture.get(name, (set(), 0.0))
+            self.of_test |= functions
+            self.seconds += seconds
+        with open(self.results, "a") as file:
+            test = dict(test=item.nodeid, seconds=self.seconds, failed=self.failed, reached=sorted(self.of_test))
+            file.write(json.dumps(test) + "\n")
+        return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    mutant = os.environ.get("MUTANT_UNDER_TEST", "")
+    if mutant == "stats" and "REACHED" in os.environ and not config.option.collectonly:
+        in_this_process()
+        config.pluginmanager.register(Reached(Path(os.environ["REACHED"])))
+    elif "__mutmut_" in mutant:
+        config.option.basetemp = os.path.abspath(f"../temporary/{mutant}")
+        os.setpgrp()
+        signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # its time is over

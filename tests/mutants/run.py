@@ -1,0 +1,239 @@
+"""`make mutants`: which changes of the code would the tests notice? mutmut makes them, this chooses tests and reports.
+
+mutmut knows modules by their paths, so all of it happens in a copy, .mutants/mutants, in which vil/kernels is a folder.
+Two steps: every test is run once to see which functions it reaches, in any process; then every mutant of a function
+meets the tests that reach it, fastest first, until one fails. Both are kept: the next run takes only tests in files
+that have changed, and mutants that nothing has noticed. `rm -rf .mutants` forgets.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WORK = ROOT / ".mutants"
+COPY = WORK / "mutants"  # mutmut's name for it
+NOT_NOTICED = (None, 0, 5, 33)  # exit codes of pytest and mutmut: passed, no tests
+LISTED = Path(__file__).with_name("listed.txt")
+
+
+def in_copy(path: Path) -> Path:
+    return "vil" / path if path.parts[0] == "kernels" else path
+
+
+def is_mutated(path: Path) -> bool:
+    return path.suffix == ".py" and (path.parts[0] == "vil" or path.name in ("train_imagenet.py", "validate.py"))
+
+
+def copy_repository() -> list[Path]:
+    """Returns what is copied."""
+    shutil.rmtree(COPY / "tests", ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    paths = [path for path in map(Path, sorted(listed.stdout.splitlines())) if (ROOT / path).is_file()]
+    for path in paths:
+        for to in (WORK, COPY):
+            if to == WORK or not is_mutated(in_copy(path)):
+                (to / in_copy(path)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, to / in_copy(path))
+    for to in (WORK, COPY):
+        (to / "kernels").unlink(missing_ok=True)
+        (to / "kernels").symlink_to("vil/kernels")
+    return paths
+
+
+def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str, dict]:
+    """For each test its seconds and the functions it reaches, of files that have changed since they were last run."""
+    cache = WORK / "reached.json"
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    others = hashlib.sha256()
+    for path in paths:
+        if path.suffix != ".md" and not path.match("test_*.py") and not path.match("tests/mutants/*"):
+            others.update((ROOT / path).read_bytes())
+    keys = {file: hashlib.sha256(others.digest() + (COPY / file).read_bytes()).hexdigest() for file in files}
+    stale = [file for file in files if known.get(file, {}).get("key") != keys[file]]
+    if stale:
+        results = WORK / "reached"
+        shutil.rmtree(results, ignore_errors=True)
+        results.mkdir()
+        pytest = [sys.executable, "-m", "pytest", "-p", "reached", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        environment = dict(os.environ, MUTANT_UNDER_TEST="stats", REACHED=str(results))
+        subprocess.run([*pytest, "-n", str(jobs), *stale], cwd=COPY, env=environment)
+        tests = [json.loads(line) for file in results.glob("*.jsonl") for line in file.read_text().splitlines()]
+        for file in stale:
+            known[file] = dict(key=keys[file], tests=[t for t in tests if t["test"].split("::")[0] == file])
+        cache.write_text(json.dumps(known))
+    tests = {test["test"]: test for file in files for test in known[file]["tests"]}
+    for name in tests:
+        if tests[name]["failed"]:
+            print(f"fails in the copy without any mutant, and is left out: {name}")
+    return {name: test for name, test in tests.items() if not test["failed"]}
+
+
+def chosen_tests(tests: list[dict], budget: float) -> tuple[list[str], float]:
+    """Tests of about `budget` seconds: of every parametrized one the fastest first, then their others."""
+    groups = defaultdict(list)
+    for test in sorted(tests, key=lambda test: test["seconds"]):
+        groups[test["test"].split("[")[0]].append(test)
+    ranked = [(rank, test["seconds"], test["test"]) for group in groups.values() for rank, test in enumerate(group)]
+    chosen, total = [], 0.0
+    for _, seconds, name in sorted(ranked):
+        if not chosen or total + seconds < budget:
+            chosen.append(name)
+            total += seconds
+    return chosen, total
+
+
+def run_mutants(mutants, tests: dict[str, dict], jobs: int, budget: float) -> None:
+    from mutmut.__main__ import _register_mutant_result
+    from mutmut.workers.isolation import get_mutant_runner
+
+    reaching = defaultdict(list)
+    for test in tests.values():
+        for function in test["reached"]:
+            reaching[function].append(test)
+    plan = []
+    for data, name, _ in mutants:
+        chosen, seconds = chosen_tests(reaching[name.partition("__mutmut_")[0]], budget)
+        if chosen:
+            plan.append((seconds, data, name, chosen))
+        else:
+            data.exit_code_by_key[name] = 33
+            data.save()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(COPY / "tests" / "mutants"), str(COPY)])
+    runner = get_mutant_runner(jobs)
+    (WORK / "temporary").mkdir(exist_ok=True)
+    runner.startup()
+    if plan:  # a mutant that does not exist survives the longest of all
+        seconds, _, _, chosen = max(plan, key=lambda planned: planned[0])
+        runner.submit("nothing.x_nothing__mutmut_0", chosen, 10**6, seconds)
+        if code := runner.wait_for_result().exit_code:
+            sys.exit(f"without any mutant, of these tests one fails in the copy ({code}): {' '.join(chosen)}")
+    data_of = {name: data for _, data, name, _ in plan}
+    done = 0
+
+    def register():
+        nonlocal done
+        result = runner.wait_for_result()
+        _register_mutant_result(result, data_of)
+        shutil.rmtree(WORK / "temporary" / result.mutant_name, ignore_errors=True)
+        done += 1
+        if done % 10 == 0 or done == len(plan):
+            print(f"{done} of {len(plan)}", flush=True)
+
+    try:
+        for seconds, _, name, chosen in sorted(plan, key=lambda planned: planned[0]):
+            while not runner.has_capacity():
+                register()
+            runner.submit(name, chosen, math.ceil(2 * (3 * seconds + 20)), seconds)  # half of it on the wall's clock
+        runner.signal_work_complete()
+        while runner.pending_count():
+            register()
+    except KeyboardInterrupt:
+        runner.stop_all_workers()
+    finally:
+        runner.shutdown()
+
+
+def read_listed() -> list[tuple[str, str, set[str]]]:
+    """Of each block of listed.txt the file, the function and the lines of the change."""
+    blocks = []
+    for block in LISTED.read_text().split("\n\n") if LISTED.exists() else []:
+        lines = [line for line in block.splitlines() if line and not line.startswith("#")]
+        if lines:
+            path, function, _ = lines[0].split(": ", 2)
+            blocks.append((path, function, {line.strip() for line in lines[1:]}))
+    return blocks
+
+
+def report(mutants) -> None:
+    """Prints the share that was noticed, file by file, and writes the others to .mutants/survivors.txt."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.utils.format_utils import orig_function_and_class_names_from_key
+
+    listed, rows, survivors = read_listed(), {}, []
+    for data, name, _ in mutants:
+        path = str(data.path).replace("vil/kernels", "kernels")
+        row = rows.setdefault(path, dict(mutants=0, noticed=0, listed=0, left=0, untested=0))
+        row["mutants"] += 1
+        code = data.exit_code_by_key[name]
+        if code not in NOT_NOTICED:
+            row["noticed"] += 1
+            continue
+        function, owner = orig_function_and_class_names_from_key(name)
+        function = f"{owner}.{function}" if owner else function
+        diff = get_diff_for_mutant(name, path=data.path).splitlines()[2:]
+        lines = [f"{line[0]} {line[1:].strip()}" for line in diff if line[0] in "+-"]
+        if any((path, function) == block[:2] and block[2] <= set(lines) for block in listed):
+            row["listed"] += 1
+            continue
+        row["left"] += 1
+        row["untested"] += code in (5, 33)
+        reason = "no test reaches it" if code in (5, 33) else "survived"
+        survivors.append("\n".join([f"{path}: {function}: {reason}", *lines]))
+    (WORK / "survivors.txt").write_text("\n\n".join(sorted(survivors)) + "\n")
+    rows["all"] = {
+        name: sum(row[name] for row in rows.values()) for name in ("mutants", "noticed", "listed", "left", "untested")
+    }
+    print(f"{'':36}{'mutants':>8}{'noticed':>8}{'listed':>8}{'left':>8}{'no test':>8}{'score':>8}")
+    for path, row in rows.items():
+        counts = "".join(f"{row[name]:8}" for name in ("mutants", "noticed", "listed", "left", "untested"))
+        print(f"{path:36}{counts}{row['noticed'] / max(1, row['mutants'] - row['listed']):8.1%}")
+    n, share = rows["all"]["mutants"] - rows["all"]["listed"], 0.0
+    if n:  # Wilson's interval
+        share = rows["all"]["noticed"] / n
+        middle = (share + 1.92 / n) / (1 + 3.84 / n)
+        half = 1.96 / (1 + 3.84 / n) * math.sqrt(share * (1 - share) / n + 0.96 / n**2)
+        print(f"as a sample: {share:.1%} noticed, 95% interval {middle - half:.1%} to {middle + half:.1%}")
+    print(f"the others: {WORK / 'survivors.txt'}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", help="files and folders to change (all)")
+    parser.add_argument("--tests", nargs="*", help="files of tests (all)")
+    parser.add_argument("--sample", type=int, help="so many mutants, chosen at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--budget", type=float, default=30, help="seconds of tests for each mutant")
+    args = parser.parse_args()
+    WORK.mkdir(exist_ok=True)
+    paths = copy_repository()
+    os.chdir(WORK)
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(COPY / "tests" / "mutants"), str(COPY)])
+    sys.path[0] = str(COPY / "tests" / "mutants")
+
+    from mutmut import __main__ as mutmut
+    from mutmut.mutation.trampoline import set_mutant_under_test
+
+    set_mutant_under_test("mutant_generation")
+    with contextlib.redirect_stdout(io.StringIO()):
+        mutmut.copy_src_dir()
+        mutmut.setup_source_paths()
+        mutmut.create_mutants(args.jobs)
+    mutants, _ = mutmut.collect_source_file_mutation_data(mutant_names=())
+    wanted = [in_copy(Path(os.path.relpath(ROOT / path, ROOT))) for path in args.paths]
+    mutants = [m for m in mutants if not wanted or any(m[0].path == w or w in m[0].path.parents for w in wanted)]
+    if args.sample and args.sample < len(mutants):
+        mutants = random.Random(args.seed).sample(mutants, args.sample)
+    print(f"{len(mutants)} mutants")
+    files = args.tests or sorted(str(path.relative_to(COPY)) for path in (COPY / "tests").glob("test_*.py"))
+    tests = what_tests_reach(files, paths, args.jobs)
+    run_mutants([m for m in mutants if m[2] in NOT_NOTICED], tests, args.jobs, args.budget)
+    report(mutants)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Evaluation from its definition: every image through the model by itself, its logits kept, and a page of formulas.
+
+It imports nothing of ours. Images are opened by PIL and prepared by timm's own transform, built from literal options.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import create_transform
+
+
+def saved_logits(model, folder, numbers, unreadable=(), **options):
+    """(names, targets_N, logits_NC) of folder/CLASS/*, where `numbers` says which class a folder is."""
+    transform = create_transform(options.pop("input_size"), is_training=False, **options)
+    names, targets, logits = [], [], []
+    for path in sorted(Path(folder).glob("*/*")):
+        if path.name not in unreadable:
+            with torch.inference_mode():
+                logits.append(model.eval()(transform(Image.open(path).convert("RGB"))[None])[0].double().numpy())
+            names.append(path.name)
+            targets.append(numbers[path.parent.name])
+    return names, np.array(targets), np.stack(logits)
+
+
+def only(logits_NC, classes):
+    """The logits of a model that must answer with one of `classes`."""
+    restricted = np.full_like(logits_NC, -np.inf)
+    restricted[:, classes] = logits_NC[:, classes]
+    return restricted
+
+
+def right(logits_NC, allowed, most):
+    """Whether one of the `most` best classes of each image is among those allowed for it."""
+    best = np.argsort(-logits_NC, axis=1)[:, :most]
+    return np.array([bool(set(classes) & set(own)) for classes, own in zip(best.tolist(), allowed)])
+
+
+def mean_cross_entropy(logits_NC, targets_N):
+    largest = logits_NC.max(axis=1)
+    log_sums = largest + np.log(np.exp(logits_NC - largest[:, None]).sum(axis=1))
+    return float(np.mean(log_sums - logits_NC[np.arange(len(targets_N)), targets_N]))
+
+
+def numbers(logits_NC, targets_N, allowed=None):
+    """What validate.py is to report. `allowed`: the right classes of each image; images with none do not count."""
+    allowed = [{target} for target in targets_N.tolist()] if allowed is None else [set(own) for own in allowed]
+    counted = np.array([bool(own) for own in allowed])
+    top1, top5 = (right(logits_NC, allowed, most)[counted] for most in (1, 5))
+    return {
+        "images": int(counted.sum()),
+        "top1": 100 * top1.mean(),
+        "top5": 100 * top5.mean(),
+        "loss": mean_cross_entropy(logits_NC, targets_N),
+    }
+
+
+def paired(first_N, second_N):
+    """How many images both models, the first alone, the second alone and neither get right."""
+    cells = [(True, True), (True, False), (False, True), (False, False)]
+    return [sum((a, b) == cell for a, b in zip(first_N.tolist(), second_N.tolist())) for cell in cells]
+
+
+def wilson_interval(correct, n):
+    """Wilson's 95% interval of a share, in percent."""
+    p, z = correct / n, 1.959964
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return [100 * (centre + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
+
+
+def paired_interval(both, only_first, only_second, neither):
+    """Agresti and Min (2005), in points: half an image more in each cell, then Wald's of paired proportions."""
+    n = both + only_first + only_second + neither + 2
+    p12, p21 = (only_first + 0.5) / n, (only_second + 0.5) / n
+    half = 1.959964 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / n)
+    return [100 * (p12 - p21 - half), 100 * (p12 - p21 + half)]
+
+
+def mcnemar(only_first, only_second):
+    """The chance that as many fair coins fall at least as unevenly."""
+    n, fewer = only_first + only_second, min(only_first, only_second)
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
