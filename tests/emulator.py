@@ -182,23 +182,25 @@ def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def sparse_where_large():
-    """What is allocated within is sparse if it is large; of a grid's blocks only the last few run."""
-    names = "empty", "empty_like"
-    real = {name: getattr(torch, name) for name in names}
+def sparse_where_large(blocks: int = 16):
+    """What is allocated within is sparse if it is large; a `launch` that runs only so many of the last blocks."""
+    real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def empty(*size, device=None, dtype=torch.float32):
-        size = size[0] if isinstance(size[0], (tuple, list, torch.Size)) else size
-        return sparse(size, dtype) if math.prod(size) > 1 << 20 else real["empty"](size, device=device, dtype=dtype)
+        size = size[0] if isinstance(size[0], tuple | list) else size
+        return sparse(size, dtype) if math.prod(size) > 1 << 20 else real(size, device=device, dtype=dtype)
 
-    def empty_like(t, dtype=None, memory_format=None):
+    def empty_like(t, dtype=None, device=None, memory_format=None):
         return empty(t.shape, device=t.device, dtype=dtype or t.dtype)
 
+    def new_empty(t, *size, dtype=None):
+        return empty(*size, device=t.device, dtype=dtype or t.dtype)
+
     try:
-        torch.empty, torch.empty_like = empty, empty_like
-        yield functools.partial(launch, blocks=16)
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = empty, empty_like, new_empty
+        yield functools.partial(launch, blocks=blocks)
     finally:
-        torch.empty, torch.empty_like = real["empty"], real["empty_like"]
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = real, real_like, real_new
 
 
 def _bits(number: int | float) -> int:
