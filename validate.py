@@ -39,7 +39,7 @@ from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
 from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError, confirm_dataset, parse_key_values
-from vil.training.evaluation import Evaluation, autocast, default_device, evaluate
+from vil.training.evaluation import Evaluation, autocast, evaluate, known_device
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model, load_model
 from vil.training.files import write_atomically
@@ -61,7 +61,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--interpolation", help="interpolation of the resize")
     parser.add_argument("--batch-size", type=int, default=128, help="images a process holds at once (default: 128)")
     parser.add_argument("--workers", type=int, default=8, help="loader processes per process (default: 8)")
-    parser.add_argument("--device", default=default_device(), help="a GPU if there is one")
+    parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
     parser.add_argument(
@@ -87,7 +87,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     options = parse_options()
     try:
-        device = init_distributed_device(process := SimpleNamespace(device=options.device))
+        device = init_distributed_device(process := SimpleNamespace(device=known_device(options.device)))
         runs = [resolve_settings(options, "--model")]
         if options.against:
             runs.append(second_settings(options, runs[0]))

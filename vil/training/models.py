@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Any
 
@@ -33,8 +34,12 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
         created = timm.create_model(model, **arguments)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"cannot create the model {model}: {error}") from error
+    except RuntimeError as error:
+        known = difflib.get_close_matches(model, timm.list_models(), n=1) if not timm.is_model(model) else []
+        nearest = f"; did you mean {known[0]!r}?" if known else ""
+        raise ConfigError(f"cannot create the model {model}: {error}{nearest}") from error
+    except Exception as error:  # of arguments that are not what the model expects
+        raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if pretrained_path and is_first_process():
         _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
     return created
