@@ -559,11 +559,19 @@ def test_workers_start_with_their_loader(image_folder):
     assert set(multiprocessing.active_children()) - before == workers
 
 
-def test_a_worker_heeds_its_parents_signals_alone(pictures):
+def test_a_worker_heeds_its_parents_signals_alone(pictures, monkeypatch):
     """A scheduler signals every process of a job, and then images are still needed."""
-    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(data, "STALLED", 60)
+    before, threads = set(multiprocessing.active_children()), torch.get_num_threads()
     dataset = data.open_split(str(pictures), "", "validation")
-    loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+    try:
+        torch.set_num_threads(
+            threads + 2
+        )  # then PyTorch starts threads in a worker, before anything of ours runs there
+        loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint({signal.SIGTERM, signal.SIGUSR1})
     (worker,) = set(multiprocessing.active_children()) - before
     expected = [images for images, _ in loader]
     for name in ("-TERM", "-USR1"):
