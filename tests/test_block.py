@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import shutil
 
 import emulator
@@ -455,12 +456,13 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
 
 
 def close(value, truth, dtype, name):
-    """Rounded once, from sums in fp32; filters' gradients not at all."""
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
+    """But for the rounding of the result, and of the factors of what `project` multiplies."""
+    own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
+    if name == "project":
+        own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     assert value.shape == truth.shape, name
-    if value.dtype != dtype:
-        tolerance = 1e-6 if name == "convolve_backward" else max(1e-6, tolerance / 4)
-    assert relative_error(value, truth) < tolerance, name
+    rounded = relative_error(truth.to(value.dtype), truth)
+    assert relative_error(value, truth) <= math.hypot(rounded, own), name
 
 
 # B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
