@@ -190,8 +190,8 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         assert entries(**other)[0] == "convolve", other
 
 
-# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0, and
-# only the last blocks of every grid run.
+# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
+# and only the last blocks of every grid run.
 
 
 @pytest.fixture
