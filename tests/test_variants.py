@@ -238,6 +238,28 @@ def test_blocks_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             assert blocks == most or (blocks + 1) * (block_bytes + 1024) > 228 * 1024
 
 
+def test_bytes_of_a_block_are_those_of_its_structure():
+    """As the kernels assert where they are compiled."""
+
+    def block(of_lane, tile, N, itemsize, channels):
+        found = Backward(of_lane, tile, 0, 0, min_blocks=3).block(N, itemsize, channels)
+        assert [type(n) for n in found] == [int] * 3
+        return found
+
+    assert block(4, 8, 16, 2, 4) == (4, 72448, 3)
+    assert block(2, 8, 16, 2, 2) == (4, 53504, 3)
+    assert block(2, 8, 16, 4, 1) == (4, 47104, 2)
+    assert block(2, 8, 4, 4, 1) == (4, 55552, 2)
+    assert block(4, 8, 64, 2, 4) == (2, 78464, 2)
+    assert block(2, 16, 16, 4, 2) == (2, 59392, 3)
+    assert block(2, 16, 64, 4, 2) == (1, 73760, 3)
+    assert [[v.block_bytes(*rank) for rank in ([], [8], [24], [48])] for v in PAIRS] == [
+        [135936, 113408, 117504, 123648],
+        [82176, 71936, 76032, 82176],
+    ]
+    assert [v.warps for v in PAIRS] == [15, 10]
+
+
 def test_lanes_of_backward_have_no_more_channels_than_4_states_leave():
     assert [Backward(4, 8, 0, 0).lane_channels(N) for N in (4, 8, 16, 32, 64)] == [1, 2, 4, 4, 4]
     assert [Backward(2, 8, 0, 0).lane_channels(N) for N in (4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2]
