@@ -53,6 +53,68 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
             assert (x_or_copy is x) != copy
 
 
+def exactly(*tensors):
+    return [t if t is None else t.double() for t in tensors]
+
+
+def misplaced(t):
+    """The same one element behind where vectors begin."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def transposed(t):
+    """The same with its dimensions in another order in memory."""
+    return t.t().contiguous().t() if t.dim() == 2 else t
+
+
+@pytest.mark.parametrize("changed", ["norm", "in_proj", "out_proj", "pairs", "x", "transposed", "bfloat16"])
+def test_parameters_may_lie_anywhere_and_be_of_any_type_emulated(changed, poison):
+    """The weights of a block as its kernels want them, and their gradients."""
+    C, T, dtype = 8, 21, BF16
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = dict(norm=block.norm.weight, in_proj=block.mixer.in_proj.weight, out_proj=block.mixer.out_proj.weight)
+    weights = {name: misplaced(p.detach()) if name == changed else p.detach() for name, p in weights.items()}
+    x, dresidual = torch.randn(T, C), torch.randn(T, C)
+    if changed == "pairs":
+        directions = [misplaced(p) for p in directions]
+    elif changed == "x":
+        x, dresidual = misplaced(x), misplaced(dresidual)
+    elif changed == "transposed":
+        directions = [transposed(p) for p in directions]
+        weights = {name: transposed(p) for name, p in weights.items()}
+    elif changed == "bfloat16":
+        directions = [p.to(BF16) for p in directions]
+        weights = {name: p.to(BF16) for name, p in weights.items()}
+    parameters = [*weights.values(), directions]
+    doubles = *exactly(*weights.values()), exactly(*directions)
+    packed, norm = kernels.prepare(*parameters, dtype, None, x, 1e-5, True)
+    for value, truth in zip(packed, PlainKernels.pack(*doubles, torch.float64)):
+        close(value, truth, dtype, "packed")
+    # projections in the type of products, what other kernels read in fp32
+    fp32 = torch.float32
+    assert [t.dtype for t in packed] == [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
+    assert [(t.shape, t.dtype) for t in kernels.empty_weights(weights["out_proj"], directions, dtype)] == [
+        (t.shape, t.dtype) for t in packed
+    ]
+    for value, truth in zip(norm, normed(x, 1e-5)):
+        close(value, truth, dtype, "norm")
+    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    dweights = (
+        torch.randn(4 * C, C), torch.randn(3, 2, taps + 1, 2 * C), torch.randn(2, 5, P, 2 * C),
+        torch.randn(2, 7, 2 * C, R), torch.randn(2, 2, 2 * C), torch.randn(T, C).to(dtype), norm[0], norm[1], dresidual,
+    )  # fmt: skip
+    found, dx, rounded = kernels.finish_backward(*parameters[:2], directions, *dweights)
+    truths, dx_truth, _ = PlainKernels.finish_backward(*doubles[:2], doubles[3], *exactly(*dweights))
+    of = [weights["norm"], weights["in_proj"], *(p for pair in zip(directions[:6], directions[6:]) for p in pair)]
+    for value, truth, parameter in zip(found, truths, of):
+        assert value.dtype == parameter.dtype
+        assert value.is_contiguous()
+        close(value, truth.view_as(value), value.dtype, "gradient")
+    close(dx, dx_truth, dtype, "dx")
+    assert torch.equal(rounded, dx.to(dtype))
+
+
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
     """On Hopper, where out_proj adds nothing to small tokens."""
     as_hopper(monkeypatch)
@@ -190,6 +252,31 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         assert entries(**other)[0] == "convolve", other
 
 
+@pytest.mark.parametrize(
+    ("D", "R", "dtype", "one_kernel"),
+    [
+        (128, 8, BF16, True), (768, 24, BF16, True), (384, 16, torch.float16, True), (768, 32, BF16, False),
+        (896, 24, BF16, False), (192, 16, BF16, False), (128, 12, BF16, False), (128, 8, torch.float32, False),
+    ],
+)  # fmt: skip
+def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
+    D, R, dtype, one_kernel, launched, monkeypatch
+):
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
+    T, N = 1000, 16
+    dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
+    dprojected, dstep = kernels.step_backward(
+        torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
+    )
+    # a block for every two multiprocessors, or for each 16 tokens
+    assert [entry[:2] for entry in launched] == ([("step_backward", 2 * min(63, 66))] if one_kernel else [])
+    assert dprojected.shape == (2, T, R + 2 * N)
+    assert dprojected.dtype == dtype
+    assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
+    assert dstep.dtype == torch.float32
+
+
 # Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
 # and only the last blocks of every grid run.
 
@@ -208,10 +295,6 @@ def put(t, *, tokens=L):
     """Random numbers at the end of a tensor's batch, or of its tokens."""
     last = t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == tokens else t[..., -tokens:, :]
     return last.copy_(torch.randn(last.shape).to(t.dtype))
-
-
-def exactly(*tensors):
-    return [t if t is None else t.double() for t in tensors]
 
 
 def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
