@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from vil.kernels.cuda import scan, variants
+from vil.kernels.cuda import block, scan, variants
 from vil.kernels.cuda.variants import BACKWARD, BACKWARD_64, FORWARD, PAIRS, QUADS, Backward, Lanes, Pairs, Quads
 
 H200, A100 = 132, 108  # multiprocessors
@@ -298,3 +298,28 @@ def test_the_step_is_projected_by_the_scan_of_whole_long_sequences(monkeypatch):
     # nor where sequences are cut
     monkeypatch.setattr(scan, "choose", lambda *args: (PAIRS[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
+
+
+@pytest.mark.parametrize("of_block", [False, True])
+@pytest.mark.parametrize("limit", [4, 8])
+def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, of_block):
+    """Rows of channels, of tensors (G, B, L, D) or of any other number of dimensions."""
+    vector = block._vector if of_block else scan._vector
+    g = torch.Generator().manual_seed(0)
+
+    def view(multiple):
+        """Rows of multiples of so many elements, most of which begin at such."""
+        start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
+        sizes = (2, 3) if of_block else (2, 2, 3)
+        start += int(torch.randint(4, (), generator=g) == 0)
+        return torch.zeros(4096, dtype=torch.bfloat16).as_strided((*sizes, n), (*strides[: len(sizes)], 1), start)
+
+    seen = set()
+    for i in range(200):
+        tensors = [view(2 ** (i % 4)) for _ in range(2)]
+        rows = [t[place] for t in tensors for place in itertools.product(*map(range, t.shape[:-1]))]
+        starts = [row.data_ptr() // 2 for row in rows] + [len(row) for row in rows]
+        widest = next(w for w in (8, 4, 2, 1) if w <= limit and all(start % w == 0 for start in starts))
+        assert vector(limit, *tensors) == widest
+        seen.add(widest)
+    assert seen == {w for w in (1, 2, 4, 8) if w <= limit}
