@@ -51,7 +51,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--checkpoint", help="weights; timm's pretrained ones if not given")
     average = dict(action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--use-ema", **average, help="the checkpoint's moving average (default: if best.pt says so)")
+    parser.add_argument("--use-ema", **average, help="the moving average of its weights, where best.pt does not say")
     parser.add_argument("--data-dir", help="folder that holds the split")
     parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; folders and tar files if not given")
     parser.add_argument("--split", help="name of the split (default: validation)")

@@ -313,3 +313,27 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, monkeypatch, no_
     assert first == second != other
     assert re.fullmatch(r"\w{8,}", first)
     assert [rows for _, rows in pages] == [[(1, HISTORY[0]), (2, HISTORY[1])], [(3, HISTORY[2])], []]
+
+
+def test_a_log_that_fails_does_not_stop_a_run(tmp_path, monkeypatch, no_pictures, caplog):
+    """At the start, where it is tried again, or later."""
+    rows, failures = [], [ConnectionError("no network"), None, None]
+
+    def init(**options):
+        if failure := failures.pop(0):
+            raise failure
+        return SimpleNamespace(log=log)
+
+    def log(values, step):
+        if step == 2:
+            raise RuntimeError("their server is down")
+        rows.append(step)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    report = Reporter(tmp_path / "run", Config(log_wandb=True), {})
+    assert "Weights & Biases: no network; the next epoch tries again" in caplog.text
+    for epoch in (1, 2, 3):
+        report(HISTORY[:epoch])
+    assert "their server is down; training goes on" in caplog.text
+    assert rows == [1, 3]
+    assert failures == [None]

@@ -160,11 +160,16 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
     settings = dict(name=config.experiment, id=known.read_text(), resume="allow", config=saved_config, dir=folder)
     run = None
 
-    def weights_and_biases(row: dict[str, Any]) -> None:
+    def weights_and_biases(row: dict[str, Any] | None = None) -> None:
         nonlocal run
         run = run or wandb.init(project="vision-longhorn", **settings)
-        run.log(row, step=row["epoch"])
+        if row:
+            run.log(row, step=row["epoch"])
 
+    try:
+        weights_and_biases()
+    except Exception as error:  # of a package and a network that are not ours
+        _logger.warning("Weights & Biases: %s; the next epoch tries again", error)
     return weights_and_biases
 
 
