@@ -47,17 +47,14 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
 
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
     """What became of the tensors of a file that a model was started from."""
-    if isinstance(model, VisionLonghorn):
-        weights = checkpoint_filter_fn(weights, model)
     own = model.state_dict()
-    taken = [name for name in weights if name in own and torch.equal(weights[name].to(own[name]), own[name])]
-    others = {
-        "resampled or made anew": [name for name in weights if name in own and name not in taken],
-        "not in the file": [name for name in own if name not in weights],
-        "not in the model": [name for name in weights if name not in own],
-    }
+    fitted = checkpoint_filter_fn(weights, model) if isinstance(model, VisionLonghorn) else weights
+    taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
+    resampled = [n for n in taken if n in weights and weights[n].shape != own[n].shape]
+    others = {"resampled": resampled, "new": [n for n in own if n not in taken]}
+    others["not used"] = [n for n in fitted if n not in own]
     said = [f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}" for what, names in others.items() if names]
-    return "; ".join([f"{len(taken)} of {len(own)} tensors as they are", *said])
+    return "; ".join([f"{len(taken) - len(resampled)} of {len(own)} tensors as they are", *said])
 
 
 def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -> nn.Module:
