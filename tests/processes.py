@@ -96,7 +96,7 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
         for process in started:
             process.start()
         for process in started:
-            process.join(60)
+            process.join(300)
             process.kill()  # if it still runs
             process.join()
         values = [pipe.recv() if pipe.poll() else None for pipe, _ in pipes]
