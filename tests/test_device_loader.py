@@ -51,8 +51,8 @@ def assert_levels(images, expected, most, share):
 
 
 # Where a sum is exactly half a level, which is seldom with cubic weights, PIL's weights of 22 bits and ours of fp32
-# round it up or down as they happen to: 1.8 % of a bilinear image at most here.
-@pytest.mark.parametrize(("interpolation", "share"), [("bicubic", 1e-3), ("bilinear", 0.02)])
+# round it up or down as they happen to: 1.8 % of the worst bilinear image on a CPU, 1.7 % on an H200; 0.3 % of all.
+@pytest.mark.parametrize(("interpolation", "share"), [("bicubic", 1e-3), ("bilinear", 0.03)])
 def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, share):
     random.seed(0)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 1300, 3), dtype=np.uint8))
