@@ -129,6 +129,19 @@ def test_every_image_goes_through_its_own_operations_in_order(device):
     assert (result == result[:, :1, :1, :1]).all()
 
 
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_a_batch_is_transformed_where_it_is(interpolation):
+    """A tensor of no device but "meta" takes none of another for an operand."""
+    images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
+    boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
+    crops = batched_transforms.crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
+    assert (crops.device.type, crops.shape) == ("meta", (3, 3, 8, 12))
+    names = np.array([["Affine", name] for name in ("Color", "Contrast", "Solarize")])
+    arguments = torch.zeros(3, 2, 6, device="meta")
+    result = batched_transforms.apply_operations(crops, names, arguments, FILL, interpolation)
+    assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
+
+
 # draws
 
 
