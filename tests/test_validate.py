@@ -342,7 +342,9 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
         assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
     assert [model.training for model in models] == [True, False]
     assert [target for target, *_ in observed] == targets.tolist()
-    assert all(torch.equal(logits, images.bfloat16()[i]) for i, (_, *both) in enumerate(observed) for logits in both)
+    for i, (_, *logits) in enumerate(observed):
+        assert [x.dtype for x in logits] == [torch.bfloat16] * 2
+        assert all(torch.equal(x, images.bfloat16()[i]) for x in logits)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
