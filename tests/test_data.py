@@ -509,18 +509,24 @@ def test_an_unreadable_image_is_named_counted_and_replaced_by_the_next(image_fol
         _ = reader[3, 0]
 
 
-def test_evaluation_gets_a_blank_image_for_one_that_cannot_be_read(image_folder, tmp_path, caplog):
-    shutil.copytree(image_folder, tmp_path / "images")
-    truncate(tmp_path / "images" / "val" / "cat" / "2.png")
-    val = data.open_split(str(tmp_path / "images"), "", "val")
+def test_evaluation_gets_a_blank_image_for_one_that_cannot_be_read(image_folder, tmp_path, caplog, monkeypatch):
+    root = tmp_path / "images" / "val"
+    shutil.copytree(image_folder / "val", root)
+    truncate(root / "cat" / "2.png")
+    content = (root / "cat" / "4.png").read_bytes()
+    place = content.index(b"IDAT")
+    (root / "cat" / "4.png").write_bytes(content[: place - 4] + bytes([0, 0, 0, 5]) + content[place:])  # a wrong length
+    Image.new("RGB", (100, 100)).save(root / "dog" / "0.png")  # more than PIL takes for harmless
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1300)
+    val = data.open_split(str(root.parent), "", "val")
     loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
-    broken = 2 * VAL_IMAGES + 2
-    assert torch.where(targets == data.UNREADABLE)[0].tolist() == [broken]
+    broken = [2 * VAL_IMAGES + 2, 2 * VAL_IMAGES + 4, 3 * VAL_IMAGES]
+    assert torch.where(targets == data.UNREADABLE)[0].tolist() == broken
     black = -torch.tensor(DATA_CONFIG["mean"]) / torch.tensor(DATA_CONFIG["std"])
-    torch.testing.assert_close(images[broken], black.view(3, 1, 1).expand(images.shape[1:]))
-    assert data.unreadable_images(loader) == 1
-    assert os.path.join("cat", "2.png") in caplog.text
+    torch.testing.assert_close(images[broken], black.view(3, 1, 1).expand(3, *images.shape[1:]))
+    assert data.unreadable_images(loader) == 3
+    assert all(os.path.join(*name) in caplog.text for name in (("cat", "2.png"), ("cat", "4.png"), ("dog", "0.png")))
 
 
 def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import random
 from pathlib import Path
 
@@ -376,6 +377,16 @@ def test_what_a_device_can_decode_is_left_to_it(photo_folder):
         kind = Path(dataset.filename(i)).stem
         encoded = isinstance(reader[i, 0][0], device_loader.EncodedImage)
         assert encoded == (kind.isdigit() or kind in ON_DEVICE)
+
+
+def test_a_file_that_is_too_large_to_be_harmless_is_replaced(photo_folder, monkeypatch):
+    dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
+    reader = data.EncodedReader(dataset, timm_transform(), device_loader.DrawingTransform(timm_transform()))
+    pixels = [math.prod(Image.open(dataset.reader[i][0]).size) for i in range(16)]
+    largest = pixels.index(max(pixels))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", max(pixels) // 2 - 1)  # PIL refuses twice as many
+    assert isinstance(reader[largest, 0][0], torch.Tensor)  # the next one, by PIL
+    assert reader.skipped == 1
 
 
 def test_images_do_not_depend_on_processes(photo_folder, device):
