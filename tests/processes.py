@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 # the tests of a mutant are in a process that was forked from such a one
-UNDER_TEST = "__mutmut_" in os.environ.get("MUTANT_UNDER_TEST", "")
+UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 CONTEXT.set_forkserver_preload(
     ["train_imagenet", "validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]

@@ -6,6 +6,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+import cuda_mutants
 import emulator
 import naive
 import pytest
@@ -448,6 +449,15 @@ def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
         monkeypatch.setattr(variants, "SUMMARY_TRIPLES", variant)
         found.append(scan._summarize("longhorn", tensors, [False, True], segment_chunks, gradients=True))
     assert relative_error(found[0], found[1].double()) < tolerance
+
+
+def test_every_mutant_of_the_sources_can_be_planted():
+    """Each text is there once; every file has one, but for what is Hopper's own, which emulator.cpp replaces."""
+    for file, shows, before, after in cuda_mutants.MUTANTS:
+        assert (compiler.SOURCES / file).read_text().count(before) == 1, (file, shows)
+        assert before != after
+    files = {path.name for path in compiler.SOURCES.glob("*.cu*")}
+    assert files - {"hopper.cuh"} == {mutant.file for mutant in cuda_mutants.MUTANTS}
 
 
 # With a GPU
