@@ -70,6 +70,7 @@ def assert_same_output_and_gradients(module, actual, expected):
 def test_parameter_counts(name, parameters):
     model = timm.create_model(name, device="meta")
     assert sum(p.numel() for p in model.parameters()) == parameters
+    assert all(p.is_meta for p in model.parameters())
     assert not list(model.buffers())
 
 
@@ -543,6 +544,7 @@ def test_a_model_of_another_dtype(name, dtype):
     x = random_images(2, 3, 48, 48)
     expected = reference(x)
     model = small(name, dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
     model.load_state_dict(reference.state_dict())
     residual = []
     model.blocks[0].register_forward_hook(lambda module, args, output: residual.append(output.dtype))
