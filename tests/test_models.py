@@ -534,7 +534,8 @@ def test_autocast_is_close_to_fp32_and_keeps_the_residual_stream_in_fp32(name):
         actual = model(x)
     assert dtypes == {(torch.float32, torch.float32)}
     assert (actual - expected).norm() / expected.norm() < 0.02
-    assert all(g.isfinite().all() for g in gradients(actual.float(), model))
+    for found, truth in zip(gradients(actual.float(), model), gradients(expected, model)):
+        assert (found - truth).norm() / truth.norm() < 0.1
 
 
 @KINDS
