@@ -63,12 +63,13 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.setattr(info, "__file__", str(package / "info.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))  # which may be inside a checkout
     monkeypatch.chdir(tmp_path)
     unknown = "unknown: not run from a git checkout"
     assert info.git_commit() == unknown
     git(checkout, "init", "--quiet")
-    (checkout / "other").touch()
-    git(checkout, "add", "other")
+    (package / "other").touch()
+    git(checkout, "add", "vil/other")
     git(checkout, "commit", "--quiet", "-m", "without the package")
     assert info.git_commit() == unknown  # installed inside a repository that does not know of it
     git(checkout, "add", "vil")
@@ -78,7 +79,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
     git(checkout, "tag", "-a", "v1", "-m", "a tag, which names no commit")
     (checkout / "new").write_text("a file that git does not know makes no difference")
     assert info.git_commit() == head
-    (checkout / "other").write_text("changed")
+    (package / "other").write_text("changed")
     assert info.git_commit() == head + "-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
     assert info.git_commit() == unknown
