@@ -181,6 +181,15 @@ def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
 
 
+@functools.cache
+def has_sparse() -> bool:
+    """Whether this machine gives memory that is not touched; some reserve it."""
+    try:
+        return sparse((1 << 40,)).numel() > 0
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def sparse_where_large(blocks: int = 16):
     """What is allocated within is sparse if it is large; a `launch` that runs only so many of the last blocks."""
