@@ -362,9 +362,9 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
         tensor[1, 1] = t[0]
         return tensor
 
-    x, logits, k, q, dy = (large(t, 8 * (i + 1)) for i, t in enumerate((x, logits, k, q, dy)))
-    tensors = x, logits, k, q, *(t if t is None else torch.stack([t.float()] * 2) for t in (A, skip, bias))
     with emulator.sparse_where_large() as launch:
+        x, logits, k, q, dy = (large(t, 8 * (i + 1)) for i, t in enumerate((x, logits, k, q, dy)))
+        tensors = x, logits, k, q, *(t if t is None else torch.stack([t.float()] * 2) for t in (A, skip, bias))
         monkeypatch.setattr(scan, "launch", launch)
         of_lanes = variants.FORWARD[recurrence][0], 1
         _, states = scan.forward(recurrence, *tensors, [True, True], True, of_lanes)

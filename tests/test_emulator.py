@@ -119,3 +119,18 @@ def test_some_of_the_last_blocks_run_of_a_grid_that_is_too_large_for_all(launch)
     assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # in floats
     launch("last", y, grid=1, blocks=5)
     assert y.tolist() == [0, 1]
+
+
+@pytest.mark.skipif(not emulator.has_sparse(), reason="needs memory that is not reserved")
+def test_sparse_tensors_cannot_be_copied_by_mistake():
+    with emulator.sparse_where_large():
+        x = torch.empty(2**34)
+        x[-1] = 1
+        assert x[-3:].tolist() == [0, 0, 1]
+        with pytest.raises(RuntimeError, match="memory"):
+            x.clone()
+        del x
+        with pytest.raises(RuntimeError, match="memory"):
+            torch.zeros(2**31)
+        assert torch.zeros(2**20).sum() == 0
+    assert torch.empty(3).shape == (3,)
