@@ -84,17 +84,15 @@ class Run:
         except FileNotFoundError:  # or between two renamings
             return None
 
-<<<<<<< HEAD
     def wait_until_it_heeds_signals(self) -> None:
         """All processes, as from when they have something to save."""
         while self.is_running() and not all(map(_heeds_signals, self.ranks)):
             time.sleep(0.001)
-=======
+
     def wait_for_words(self, words: str) -> None:
         """Returns once the log has them, or the run is over."""
         while self.is_running() and not (self.log.exists() and words in self.log.read_text()):
             time.sleep(0.01)
->>>>>>> main
 
     def wait_for_a_save_to_begin(self) -> None:
         while not any(self.folder.glob(".last.pt.*")) and self.is_running():

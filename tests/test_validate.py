@@ -101,7 +101,9 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
         shared = ["--batch-size", "7", "--workers", "0", "--device", "cpu", "--json", str(out)]
         monkeypatch.setattr("sys.argv", ["validate.py", *shared, *words])
         validate.main()
-        return json.loads(out.read_text()) if out.exists() else None, capsys.readouterr().out
+        printed = capsys.readouterr()
+        command.errors = printed.err
+        return json.loads(out.read_text()) if out.exists() else None, printed.out
 
     return command
 
@@ -288,18 +290,14 @@ def test_results_go_to_the_standard_output_and_to_new_folders(models, command, t
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
     words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
     _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")
-<<<<<<< HEAD
     result = json.loads(printed)  # and nothing else: what people read goes to the standard error
     assert result["paired"]["agreement"] == 100.0
-    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["classes.csv", "confusions.csv"]
-=======
-    result = json.loads(printed[printed.index("\n{") :])
+    table = command.errors
     for row in result["models"]:
-        assert f"{row['top1']:.2f} ({row['top1_interval'][0]:.2f} to " in printed
+        assert f"{row['top1']:.2f} ({row['top1_interval'][0]:.2f} to " in table
     tables = {path.name: list(csv.DictReader(path.open())) for path in (tmp_path / "a" / "b").iterdir()}
     assert tables.keys() == {"classes.csv", "confusions.csv"}
     assert [row["name"] for row in tables["classes.csv"]] == list(NUMBERS)
->>>>>>> main
     assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
     assert figures[0].axes[0].get_xlabel().startswith("vil_tiny less vit_tiny_patch16_224")
 
