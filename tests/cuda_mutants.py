@@ -1,6 +1,6 @@
 """Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
 
-    python tests/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+python tests/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ MUTANTS = [
     ),
     Mutant(
         "common.cuh",
-        "store(to + i * APART * N + n, v);\n                if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
-        "store(to + i * APART * N + n, v);\n                if (!is_query && n == 0) keys.kk[first + i * APART] = kk;",
+        "if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
+        "if (!is_query && n == 0) keys.kk[first + i * APART] = kk;",
         "backward: key norms of a chunk's later tokens overwrite the first's",
     ),
     Mutant(
@@ -446,8 +446,8 @@ MUTANTS = [
     ),
     Mutant(
         "project.cu",
-        "        wait_for_copies<0>();\n        __syncthreads();\n        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
-        "        wait_for_copies<0>();\n        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
+        "        __syncthreads();\n        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
+        "        if (chunk + 1 < chunks) fetch_step(chunk + 1);",
         "logits before all threads' copies of the weights are there",
     ),
     Mutant(
@@ -564,6 +564,252 @@ MUTANTS = [
         "",
         "the convolutions' gradients lack their biases",
     ),
+    Mutant(
+        "common.cuh",
+        "min(first + i * APART, tokens - 1)",
+        "(first + i * APART)",
+        "keys behind the last token are read",
+    ),
+    Mutant(
+        "types.cuh",
+        "p[2].bits | unsigned(p[3].bits) << 16",
+        "p[3].bits | unsigned(p[2].bits) << 16",
+        "keys that no vector can read: two states exchanged",
+    ),
+    Mutant(
+        "lanes.cuh",
+        "biases[at.g * D + at.warp_d + c + i]",
+        "biases[at.warp_d + c + i]",
+        "few states a lane: both directions have the first one's bias",
+    ),
+    Mutant(
+        "lanes.cuh",
+        "wait_for_copies<STAGES - 2>();",
+        "wait_for_copies<STAGES - 1>();",
+        "a tile is read before it has arrived",
+    ),
+    Mutant(
+        "forward.cu",
+        "if (keep && at.valid && t > 0)",
+        "if (keep && at.valid && t > begin)",
+        "the state at the start of a segment is not kept",
+    ),
+    Mutant(
+        "forward.cu",
+        "for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];",
+        "for (int i = 1; i < CHAINS - 1; i++) y[j].at[c] += sums[i][c];",
+        "a sum over states lacks some",
+    ),
+    Mutant(
+        "summary.cu",
+        "decay[n + i][c] *= decay_t;",
+        "decay[n + i][c] = decay_t;",
+        "a segment's decay is that of its last token",
+    ),
+    Mutant(
+        "summary.cu",
+        "GRADIENTS ? k.at[i] : k.at[i] * k.at[i]",
+        "k.at[i]",
+        "states between segments decay by k in place of k^2",
+    ),
+    Mutant(
+        "backward.cu",
+        "if (turn >= 0) copies.start(to.dy",
+        "if (turn > 0) copies.start(to.dy",
+        "the last tile of each chunk has another one's dy",
+    ),
+    Mutant(
+        "backward.cu",
+        "        stage_gates(gradients, warp, warp.stage[stage], &block.keys.kk[start], at);\n        __syncwarp();",
+        "        stage_gates(gradients, warp, warp.stage[stage], &block.keys.kk[start], at);",
+        "gates are read before other lanes have written them",
+    ),
+    Mutant(
+        "backward.cu",
+        "if (at.valid && j < tokens) {",
+        "if (at.valid) {",
+        "gradients of tokens behind the last are written",
+    ),
+    Mutant(
+        "backward.cu",
+        "            buffer ^= 1;\n",
+        "",
+        "dk and dq of a tile are overwritten while other warps add them up",
+    ),
+    Mutant(
+        "quads.cu",
+        "if (t + at.c < end && channels > 0)",
+        "if (t + at.c < L && channels > 0)",
+        "a segment writes some of the next one's outputs",
+    ),
+    Mutant(
+        "quads.cu",
+        "at.segment - 1, 2 * at.p, at.d, B, segments - 1, D",
+        "0, 2 * at.p, at.d, B, segments - 1, D",
+        "every segment starts from the state behind the first",
+    ),
+    Mutant(
+        "pairs.cu",
+        "pack(fp16{}, a_0[j] * a_1, 0)",
+        "pack(fp16{}, -a_0[j] * a_1, 0)",
+        "the decay of two tokens has a wrong sign",
+    ),
+    Mutant(
+        "pairs.cu",
+        "            staging.stage(block.states[1], block.tiles[1]);\n            sync_stagers();",
+        "            sync_stagers();\n            staging.stage(block.states[1], block.tiles[1]);",
+        "the second tile's factors of states are late",
+    ),
+    Mutant(
+        "pairs.cu",
+        "step_projs + (at.g * D + d + 8 * i) * RANK",
+        "step_projs + (d + 8 * i) * RANK",
+        "both directions project the step by the first one's weights",
+    ),
+    Mutant(
+        "pairs.cu",
+        "at.segment - 1, 2 * at.p, d, B, segments - 1, D",
+        "0, 2 * at.p, d, B, segments - 1, D",
+        "every segment starts from the state behind the first",
+    ),
+    Mutant(
+        "pairs.cu",
+        "if (t >= begin && t < end) store(to[i].at(t), values[i]);",
+        "if (t < end) store(to[i].at(t), values[i]);",
+        "a segment writes an output of the one before it",
+    ),
+    Mutant(
+        "pairs.cu",
+        "for (int i = 0; i < 2; i++, t0 += TILE) copy_results();",
+        "for (int i = 0; i < 1; i++, t0 += TILE) copy_results();",
+        "the last tile's outputs are not written",
+    ),
+    Mutant(
+        "summary_triples.cu",
+        "exists(warp_d + lane % ROW * VECTOR < D)",
+        "exists(true)",
+        "channels behind the last are read",
+    ),
+    Mutant(
+        "summary_triples.cu",
+        "((at.g * B + at.b) * boundaries + at.boundary) * tiles_of(tokens)",
+        "((at.g * B + at.b) * boundaries) * tiles_of(tokens)",
+        "gradients between segments: all have the first boundary's keys",
+    ),
+    Mutant(
+        "block.cu",
+        "for (unsigned r = row; r < 2 * D; r += TOGETHER * ROWS)",
+        "for (unsigned r = row; r < D; r += TOGETHER * ROWS)",
+        "the gradients of the norm and of in_proj lack z's half",
+    ),
+    Mutant(
+        "block.cu",
+        "from = row < rank ? row : row + padded_rank - rank;",
+        "from = row;",
+        "keys' and queries' gradients of x_proj are the wrong rows",
+    ),
+    Mutant(
+        "block.cu",
+        "gradient.at[c] = 0.5f * g * zs.at[c] * s;",
+        "gradient.at[c] = g * zs.at[c] * s;",
+        "dy is that of the sum of both directions",
+    ),
+    Mutant(
+        "block.cu",
+        "put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + tap",
+        "put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + TAPS - 1 - tap",
+        "the gradients of a filter's taps are in the wrong order",
+    ),
+    Mutant(
+        "block.cu",
+        "    dgated += token * D, means += token * D,",
+        "    dgated += int(token * D), means += int(token * D),",
+        "tensors of more than 2^31 elements: wrong gradients of the gate",
+    ),
+    Mutant(
+        "convolve.cu",
+        "v_1 = v_0 + (B * H - begin_1) * D",
+        "v_1 = v_0 + int(B * H - begin_1) * int(D)",
+        "tensors of more than 2^31 elements: the second direction's outputs get lost",
+    ),
+    Mutant(
+        "convolve.cu",
+        "i64 copied_b = copied / stretches;",
+        "int copied_b = copied / stretches;",
+        "tensors of more than 2^31 elements: gradients of other images",
+    ),
+    Mutant(
+        "convolve.cu",
+        "t_1 = t - int(L - H);",
+        "t_1 = t;",
+        "the middle token's block: the second direction's gradients belong to other tokens",
+    ),
+    Mutant(
+        "convolve.cu",
+        "if (t + i < end && t + i >= begin_1)",
+        "if (t + i < end)",
+        "the middle token's block: outputs before the second direction's first token",
+    ),
+    Mutant(
+        "project.cu",
+        "u += b * L * u_stride;",
+        "u += int(b * L * u_stride);",
+        "tensors of more than 2^31 elements: other images",
+    ),
+    Mutant(
+        "project.cu",
+        "row[m] = sequence * (L + BACK) + t - first + BACK - onward * BACK;",
+        "row[m] = sequence * (L + BACK) + t - first + BACK - BACK;",
+        "the second direction's window begins in the wrong place",
+    ),
+    Mutant(
+        "step.cu",
+        "dlogits += g * tokens * CHANNELS,",
+        "dlogits += int(g * tokens * CHANNELS),",
+        "tensors of more than 2^31 elements: the second direction's gradients",
+    ),
+    Mutant(
+        "output.cu",
+        "left = all - token, at = i64(token) * D + piece",
+        "left = all - token, at = token * D + piece",
+        "tensors of more than 2^31 elements: other tokens",
+    ),
+    Mutant(
+        "output.cu",
+        "sum = sum + load<4>(&parts[w][row][c]);",
+        "sum = w < WARPS - 1 ? sum + load<4>(&parts[w][row][c]) : sum;",
+        "few tokens: the product lacks the last channels",
+    ),
+    Mutant(
+        "output_hopper.cu",
+        "*y_0 = y + (i64(first) * D + chunk * CHUNK + piece * 8)",
+        "*y_0 = y + (first * D + chunk * CHUNK + piece * 8)",
+        "Hopper: tensors of more than 2^31 elements: other tokens",
+    ),
+    Mutant(
+        "output_hopper.cu",
+        "if (token + i * 8 >= end) continue;",
+        "if (token + i * 8 >= all) continue;",
+        "Hopper: norms of tokens that belong to another group",
+    ),
+    Mutant(
+        "output_hopper_backward.cu",
+        "of_y.at[j] = 0.5f * dgated * silu;",
+        "of_y.at[j] = dgated * silu;",
+        "Hopper: dy is that of the sum of both directions",
+    ),
+    Mutant(
+        "output_hopper_backward.cu",
+        "scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;",
+        "scale[i] = scales && token + i * 8 < end ? scales[token / L] : 1;",
+        "Hopper: drop-path of the image before",
+    ),
+    Mutant(
+        "ring.cuh",
+        "turn = turn + 1 < 2 * PLACES ? turn + 1 : 0;",
+        "turn = turn + 1 < PLACES ? turn + 1 : 0;",
+        "Hopper: a place is read again before it is filled again",
+    ),
 ]  # fmt: skip
 
 
@@ -638,7 +884,9 @@ def main() -> int:
                 by = outcome(done[1], run)
                 noticed += bool(by)
                 seconds = time.monotonic() - run.start
-                print(f"{'noticed ' if by else 'SURVIVED'} {run.mutant.file}: {run.mutant.shows} [{by}, {seconds:.0f} s]")
+                print(
+                    f"{'noticed ' if by else 'SURVIVED'} {run.mutant.file}: {run.mutant.shows} [{by}, {seconds:.0f} s]"
+                )
                 sys.stdout.flush()
                 shutil.rmtree(run.log.parent)
     print(f"{noticed} of {len(chosen)} mutants noticed")

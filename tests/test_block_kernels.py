@@ -1,0 +1,227 @@
+"""Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
+
+import functools
+import shutil
+
+import emulator
+import pytest
+import torch
+from test_block import PlainKernels, close, in_tiles, make_block
+from vil.kernels.cuda import block as kernels
+
+from vil.block import LonghornMixer
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
+
+
+def as_hopper(monkeypatch, multiprocessors=1):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+
+
+def small_tokens(T, C):
+    """Tokens whose mean squares are 0, far below an eps of 1e-5, about that and far above."""
+    return torch.randn(T, C) * torch.tensor([0, 1e-4, 3e-3, 1.0])[torch.arange(T) % 4, None]
+
+
+def normed(x, eps):
+    scale = 1 / torch.sqrt(x.double().square().mean(-1) + eps)
+    return x.double() * scale[:, None], scale
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
+    block, x = make_block(LonghornMixer, 8), small_tokens(21, 8)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    for dtype in (torch.float32, BF16):
+        for copy in (True, False):
+            _, (xhat, scale, x_or_copy) = kernels.prepare(*weights, directions, dtype, None, x, eps, copy)
+            for value, truth in zip((xhat, scale), normed(x, eps)):
+                close(value, truth, dtype, "norm")
+            assert torch.equal(x_or_copy, x)
+            assert (x_or_copy is x) != copy
+
+
+def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
+    """On Hopper, where out_proj adds nothing to small tokens."""
+    as_hopper(monkeypatch)
+    B, L, C = 2, 96, 192
+    x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
+    y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
+    tiles = kernels.empty_tiles(B * L, out_proj, BF16).zero_()
+    for eps in (1e-5, 1e-2):
+        out, _, norm = kernels.gated_product(x, y, uz[..., 2 * C :], None, out_proj, tiles, True, eps)
+        assert torch.equal(out, x)
+        for value, truth in zip(norm, normed(x, eps)):
+            close(value, truth, BF16, "norm")
+
+
+@pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
+def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
+    """Stretches of even and odd numbers of tiles, one after the other in the same memory."""
+    conv, conv_bias, P = torch.randn(2, D, 4), torch.randn(2, D), 16
+    u, x_proj = torch.randn(B, L, D).to(dtype), torch.randn(2, P, D).to(dtype)
+    for H in (L, L // 2 + 1):
+        dv, dprojected = torch.randn(2, B, H, D).to(dtype), torch.randn(2, B * H, P).to(dtype)
+        inputs = u, dv, dprojected, x_proj, conv, conv_bias
+        expected = torch.empty(B, L, D, dtype=torch.float64)
+        truth = PlainKernels.convolve_backward(*(t.double() for t in inputs), expected)
+        du = torch.empty_like(u)
+        dfilters = kernels.convolve_backward(*(t.clone() for t in inputs), du)
+        close(dfilters.sum(0, keepdim=True), truth, dtype, "filters")
+        close(du, expected, dtype, "du")
+
+
+# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0. Only
+# the last blocks of every grid run.
+
+
+@pytest.fixture
+def large(monkeypatch):
+    with emulator.sparse_where_large() as launch:
+        monkeypatch.setattr(kernels, "launch", launch)
+        yield lambda *size, dtype=BF16: emulator.sparse(size, dtype)
+
+
+L = 50
+
+
+def put(t, *, tokens=L):
+    """Random numbers at the end of a tensor's batch, or of its tokens."""
+    last = t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == tokens else t[..., -tokens:, :]
+    return last.copy_(torch.randn(last.shape).to(t.dtype))
+
+
+def exactly(*tensors):
+    return [t if t is None else t.double() for t in tensors]
+
+
+def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
+    B, D = 2**21 + 3, 40
+    y, uz, dgated, mean = large(2, B, L, D), large(B, L, 2 * D), large(B, L, D), large(B, L, D)
+    scale, z = torch.rand(B), uz[..., D:]
+    of_y, of_uz, of_dgated, of_mean = (put(t) for t in (y, uz, dgated, mean))
+    of_z, of_scale = of_uz[..., D:], scale[-1:]
+    gated, found = kernels.gate(y, z, scale, True)
+    truth, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, of_scale), True)
+    close(gated[-1:], truth, BF16, "gated")
+    close(found[-1:], mean_truth, BF16, "mean")
+    duz = large(B, L, 2 * D)
+    gated = kernels.gate_backward(dgated, mean, z, scale, *duz.chunk(2, dim=-1))
+    expected = torch.empty(1, L, 2 * D, dtype=torch.float64)
+    truth = PlainKernels.gate_backward(
+        *exactly(of_dgated, of_mean, of_z, of_scale), *expected.chunk(2, dim=-1)
+    )  # fmt: skip
+    close(gated[-1:], truth, BF16, "gated")
+    close(duz[-1:], expected, BF16, "duz")
+
+
+def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
+    C, T = 8, 2**29 + 41
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    x = large(T, C, dtype=torch.float32)
+    of_x = put(x)
+    _, (xhat, scale, copy) = kernels.prepare(*weights, directions, BF16, None, x, 1e-5, True)
+    for value, truth in zip((xhat[-L:], scale[-L:]), normed(of_x, 1e-5)):
+        close(value, truth, BF16, "norm")
+    assert torch.equal(copy[-L:], of_x)
+    packed = PlainKernels.pack(*weights, directions, torch.float32)
+    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    dxhat, dresidual = large(T, C), large(T, C, dtype=torch.float32)
+    of_dxhat, of_dresidual = put(dxhat), put(dresidual)
+    _, dx, rounded = kernels.finish_backward(
+        *weights[:2], directions, torch.randn(4 * C, C), torch.randn(1, 2, taps + 1, 2 * C),
+        torch.randn(2, 1, P, 2 * C), torch.randn(2, 1, 2 * C, R), torch.randn(2, 2, 2 * C), dxhat, xhat, scale,
+        dresidual,
+    )  # fmt: skip
+    g, v, r, d = exactly(of_dxhat, xhat[-L:], scale[-L:], of_dresidual)
+    close(dx[-L:], d + r[:, None] * (g - v * (g * v).mean(-1, keepdim=True)), BF16, "dx")
+    assert torch.equal(rounded[-L:], dx[-L:].to(BF16))
+
+
+@pytest.mark.parametrize("D", [40, 64])  # for the kernel of convolutions alone, and with projections
+def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
+    B, P, R = 2**21 + 3, 16, 8
+    uz = large(B, L, 2 * D)
+    put(uz)
+    u, of_u = uz[..., :D], uz[-1:, :, :D]
+    conv, conv_bias = torch.randn(2, D, 4), torch.randn(2, D)
+    x_proj, step_proj = torch.randn(2, P, D).to(BF16), torch.randn(2, D, R).to(BF16)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda a, b: a.new_zeros(()).expand(*a.shape[:2], b.shape[2]))
+        v, projected, logits = kernels.project(u, conv, conv_bias, x_proj, step_proj, L)
+    truths = PlainKernels.project(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
+    close(v[:, -1:], truths[0], BF16, "v")
+    if D == 64:
+        close(projected[:, -L:], truths[1], BF16, "project")
+        close(logits[:, -L:], truths[2], BF16, "project")
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one group of stretches
+    dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), large(B, L, 2 * D)[..., D:]
+    of_dv, of_dprojected = put(dv), put(dprojected)
+    dfilters = kernels.convolve_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
+    expected = torch.empty(1, L, D, dtype=torch.float64)
+    truth = PlainKernels.convolve_backward(
+        *exactly(of_u, of_dv, of_dprojected, x_proj, conv, conv_bias), expected
+    )  # fmt: skip
+    close(du[-1:], expected, BF16, "du")
+    close(dfilters[-16:].sum(0, keepdim=True), truth, BF16, "filters")
+
+
+def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one tile
+    T, D, R, N = 2**25 + 5, 128, 8, 4
+    dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
+    of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
+    step, of_step, step_proj = projected[..., :R], of_step[..., :R], torch.randn(2, D, R).to(BF16)
+    dprojected, dstep = kernels.step_backward(dlogits, step, step_proj, dk, dq)
+    truths = PlainKernels.step_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
+    close(dprojected[1, -L:], truths[0][1], BF16, "dprojected")
+    close(dstep[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep")
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_offsets_of_more_than_32_bits_of_gated_products_emulated(hopper, large, monkeypatch):
+    B, C, D = 2**18 + 1, 192, 384
+    T = B * L
+    monkeypatch.setattr(kernels, "launch", functools.partial(emulator.launch, blocks=6))
+    if hopper:
+        as_hopper(monkeypatch, -(-T // 128))  # each group has tokens once
+    else:
+        monkeypatch.setattr(kernels, "_multiprocessors", lambda device: -(-T // 96))
+    x, y, uz, scale = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D), torch.rand(B)
+    of_x, of_y, of_z = put(x), put(y), put(uz)[..., D:]
+    out_proj = torch.randn(C, D).to(BF16)
+    tiles = in_tiles(out_proj) if hopper else None
+    out, mean, norm = kernels.gated_product(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
+    gated, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, scale[-1:]), True)
+    truth = of_x + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
+    torch.testing.assert_close(out[-L:].double(), truth, atol=2e-2, rtol=1e-4)
+    close(mean[-1:], mean_truth, BF16, "mean")
+    for value, expected in zip(norm, normed(out[-L:], 1e-5)):
+        close(value[-L:], expected, BF16, "norm")
+    if not hopper:
+        return
+    # for three slices of channels, of each block two rounds of two groups of 64 tokens
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3 * -(-T // 256))
+    dout, duz = large(T, C), large(B, L, 2 * D)
+    of_dout, expected = put(dout), torch.empty(1, L, 2 * D, dtype=torch.float64)
+    gated = kernels.gated_product_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
+    truth = PlainKernels.gated_product_backward(
+        *exactly(of_dout, out_proj, mean[-1:], of_z, scale[-1:]), *expected.chunk(2, dim=-1)
+    )  # fmt: skip
+    close(gated[-1:], truth, BF16, "gated")
+    close(duz[-1:], expected, BF16, "duz")

@@ -536,7 +536,8 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
     assert [position for _, position in whole] == list(range(0, 64, 8))
     assert len(whole) == batches.accumulation * batches.steps == 2 * (4 * TRAIN_IMAGES // 16)
     assert [position for _, position in targets(epoch=2, first_step=2)] == list(range(32, 64, 8))
-    assert train.reader.epoch_count.value == 2  # from which its shuffle follows
+    assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
+    assert data.open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
     loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
     images, labels = (torch.cat(parts) for parts in zip(*loader))
     assert labels.bincount().tolist() == [VAL_IMAGES] * 4

@@ -316,7 +316,7 @@ class Guess(torch.nn.Module):
 def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
     ticks = iter([100.0, 104.0])
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    images, targets = torch.randn(10, 7), torch.arange(10) % 7
+    images, targets = torch.stack([torch.randperm(7) for _ in range(10)]).float(), torch.arange(10) % 7
     targets[[2, 6]] = -1  # unreadable
     models, observed = [Guess().train(), Guess().eval()], []
     results = evaluation.evaluate(

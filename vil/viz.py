@@ -240,7 +240,8 @@ def main() -> None:
     torch.manual_seed(0)
     untrained, model = build().eval(), build().eval()
     checkpoint.load_weights(model, options.checkpoint, bool(checkpoint.says_average_is_best(options.checkpoint)))
-    data_config = resolve_data_config({name: config[name] for name in ("img_size", "crop_pct")}, model=model)
+    evaluation = {name: config.get(name) for name in ("img_size", "crop_pct", "interpolation")}
+    data_config = resolve_data_config(evaluation, model=model)
     transform = create_transform(**data_config)
     folders = [sorted(path.rglob("*.*")) if path.is_dir() else [path] for path in options.images]
     files = [path for files in zip(*folders) for path in files]  # one of each folder, then the next of each
@@ -260,7 +261,7 @@ def main() -> None:
         for token in ("centre", "class")
     }
     plot_receptive_fields(fields).savefig(options.out / "fields.png", dpi=110)
-    print(f"{options.out / 'scans.png'}: {count} images; {options.out / 'fields.png'}: over {len(images)} images")
+    print(f"{options.out / 'scans.png'}: {len(shown)} images; {options.out / 'fields.png'}: over {len(images)} images")
 
 
 if __name__ == "__main__":
