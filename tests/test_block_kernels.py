@@ -84,8 +84,114 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0. Only
-# the last blocks of every grid run.
+# Which kernels run, as if on an H200 or an A100
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(entry, blocks, bytes of shared memory) of every launch, of which none runs."""
+    found = []
+
+    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+        found.append((entry, grid, shared_bytes))
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("T", "C", "hopper", "entry", "blocks"),
+    [
+        (16, 192, False, "gated_product_of_few", 4),
+        (33 * 16, 192, False, "gated_product_of_few", 132),
+        (33 * 16 + 1, 192, False, "gate", None),
+        (16 * 16, 384, False, "gated_product_of_few", 128),
+        (17 * 16, 384, False, "gate", None),
+        (80 * 132 - 1, 192, False, "gate", None),
+        (80 * 132, 192, False, "gated_product", 110),
+        (96 * 133, 384, False, "gated_product", 132),
+        (64 * 132 - 1, 384, True, "gate", None),
+        (64 * 132, 384, True, "gated_product_by_wgmma", 132),
+    ],
+)
+def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x)
+
+    def entries(D=2 * C, dtype=BF16, columns=C):
+        x, out_proj = torch.empty(T, columns)[:, :C], torch.empty(C, D, dtype=dtype)
+        y, z = torch.empty(2, 1, T, D, dtype=dtype), torch.empty(1, T, 2 * D, dtype=dtype)[..., D:]
+        launched.clear()
+        tiles = kernels.empty_tiles(T, out_proj, dtype)
+        takes_tiles = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
+        assert (tiles is not None) == takes_tiles
+        out, _, norm = kernels.gated_product(x, y, z, None, out_proj, tiles, True, 1e-5)
+        fused = kernels.fuses_product(x, D, dtype)
+        assert (out.data_ptr() == x.data_ptr()) != fused
+        assert len(norm) == (2 if takes_tiles else 0)
+        ((entry, grid, _),) = launched
+        return entry, grid if fused else None
+
+    assert entries() == entries(dtype=torch.float16) == (entry, blocks)
+    # other widths and types, and rows that vectors cannot read
+    if entry != "gated_product_by_wgmma":
+        assert entries(columns=C + 1)[0] == "gate"
+    assert entries(dtype=torch.float32)[0] == entries(D=3 * C)[0] == "gate"
+
+
+def test_a_block_with_less_shared_memory_multiplies_narrow_models_only(launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 99 * 1024)
+    fused = {C: kernels.fuses_product(torch.empty(80 * 132, C), 2 * C, BF16) for C in (192, 384, 768)}
+    assert fused == {192: True, 384: False, 768: False}
+
+
+@pytest.mark.parametrize(("T", "blocks"), [(1, 1), (128, 1), (129, 1), (1000, 3), (8448, 132), (25217, 132), (99, 7)])
+def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, blocks):
+    rounds, tokens = kernels._shares(T, blocks)
+    assert 1 <= tokens <= 64
+    assert rounds * 2 * blocks * tokens >= T > rounds * 2 * blocks * (tokens - 1)
+    assert (rounds - 1) * 2 * blocks * 64 < T
+
+
+@pytest.mark.parametrize(("T", "parts"), [(96, 16), (15, 15), (34, 2), (17, 1), (1, 1)])
+def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
+    a, b = torch.randn(2, T, 5), torch.randn(2, T, 3)
+    found = kernels.products_over_tokens(a, b)
+    assert found.shape == (2, parts, 5, 3)
+    for part, products in enumerate(found.unbind(1)):
+        tokens = slice(part * T // parts, (part + 1) * T // parts)
+        torch.testing.assert_close(products, torch.einsum("gtm,gtn->gmn", a[:, tokens], b[:, tokens]))
+
+
+def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2)
+
+    def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
+        u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
+        launched.clear()
+        kernels.project(
+            u, torch.empty(2, D, taps), torch.empty(2, D), torch.zeros(2, R + 2 * N, D, dtype=dtype),
+            torch.zeros(2, D, R, dtype=dtype), L,
+        )  # fmt: skip
+        ((entry, grid, _),) = launched
+        return entry, grid
+
+    assert entries() == entries(dtype=torch.float16) == ("project", 2)
+    assert entries(B=3, L=97) == ("project", 4)  # of 147 pairs of tokens 48 each
+    assert entries(B=2, L=96, R=40, N=24) == ("project", 4)  # P = 88: 48 tokens a block
+    assert entries(L=95)[0] == "convolve"  # too few tokens for two blocks of 96
+    assert entries(B=16, L=24)[0] == "project"
+    assert entries(B=16, L=23)[0] == "convolve"  # a block's tokens would be of more than five sequences
+    for other in (
+        dict(D=96), dict(R=40, N=32), dict(taps=3), dict(dtype=torch.float32), dict(stride=68, start=0),
+        dict(stride=128, start=4),
+    ):  # fmt: skip
+        assert entries(**other)[0] == "convolve", other
+
+
+# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
+# and only the last blocks of every grid run.
 
 
 @pytest.fixture
