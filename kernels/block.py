@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import gpu
-from .checks import check, check_choice
+from .checks import check, check_choice, check_given, once_a_kind
 from .cuda import block as kernels
 from .gpu import aligned
 from .kept import boundaries
@@ -150,6 +150,7 @@ def _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
     residual is a row of a table that `check` takes, which begins with it.
     """
     check_choice("recurrence", recurrence, gpu.RECURRENCES)
+    check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{residual[0]: residual[1]})
     rows, dtype = _DIRECTIONS[recurrence], norm_C.dtype
     check_choice("the dtype of norm_C,", dtype, gpu.DTYPES)
     _check_length("directions", directions, len(rows))
@@ -178,6 +179,7 @@ def _check_length(name: str, tensors: list[Tensor], *lengths: int) -> None:
         raise ValueError(f"{name} must hold {' or '.join(map(str, lengths))} tensors; it holds {len(tensors)}")
 
 
+@once_a_kind
 def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype) -> None:
     residual = "x_BLC", x_BLC, "BLC", FP32
     sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
@@ -187,6 +189,7 @@ def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj
     check(sizes, residual, *zip(("normed[0]", "normed[1]"), normed, ("TC", "T"), (dtype, FP32)))
 
 
+@once_a_kind
 def _check_backward(
     recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
 ) -> None:  # fmt: skip
@@ -197,13 +200,13 @@ def _check_backward(
     uz_BLE, padding = saved[0], -sizes["R"] % 8
     dtype = uz_BLE.dtype
     check_choice("the dtype of saved[0] (uz),", dtype, gpu.DTYPES)
-    sizes.update(
-        {"0": 0, "2": 2, "U": sizes["E"] // (1 + middle), "r": sizes["R"] + padding, "p": sizes["P"] + padding}
-    )
+    sizes.update({"0": 0, "2": 2, "r": sizes["R"] + padding, "p": sizes["P"] + padding})
     check(sizes, residual, ("rounded_BMC", rounded_BMC, "BMC", dtype), (rows[0][0], uz_BLE, "BLU", dtype))
-    L = sizes["L"]
-    if sizes["M"] != (1 if middle else L):
-        raise ValueError(f"dx_BMC must be of {1 if middle else L} tokens; it is of {sizes['M']}")
+    L, expected = sizes["L"], (1, sizes["D"]) if middle else (sizes["L"], sizes["E"])
+    if (sizes["M"], sizes["U"]) != expected:
+        found = f"{sizes['M']} and {sizes['U']}"
+        need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
+        raise ValueError(f"with middle={middle} dx_BMC must have {need}, not {found}")
     sizes.update(T=sizes["B"] * L, S=boundaries(_reads(L, middle)))
     check(sizes, residual, *((name, t, layout, own or dtype) for (name, layout, own), t in zip(rows, saved)))
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+KINDS = 4096  # that are remembered
 
 
 def check(sizes: dict[str, int], *table: tuple[str, Tensor | None, str, torch.dtype | None]) -> None:
@@ -30,7 +34,40 @@ def check(sizes: dict[str, int], *table: tuple[str, Tensor | None, str, torch.dt
             raise ValueError(f"{name} must have shape ({', '.join(layout)}) with {expected}; got {shapes}")
 
 
+def check_given(**tensors: Tensor | None) -> None:
+    """Raises a ValueError that names the first that is None, which PyTorch lets pass for any tensor of an operator."""
+    for name, t in tensors.items():
+        if t is None:
+            raise ValueError(f"{name} must be a tensor; it is None")
+
+
 def check_choice(name: str, value: object, choices: Iterable) -> None:
     """Raises a ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} {value!r} is none of {[*choices]}")
+
+
+_kind_of = attrgetter("shape", "dtype", "device")
+
+
+def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
+    """Runs a check of tensors and lists of them by their shapes, dtypes and devices once for all that have the same."""
+    passed: set[tuple] = set()
+
+    @functools.wraps(check)
+    def checked(*arguments) -> None:
+        kind = tuple([
+            _kind_of(a) if isinstance(a, Tensor) else tuple(map(_kind_of, a)) if isinstance(a, (list, tuple)) else a
+            for a in arguments
+        ])  # fmt: skip
+        try:
+            if kind in passed:
+                return
+        except TypeError:  # a compiler's symbolic sizes
+            return check(*arguments)
+        check(*arguments)
+        if len(passed) >= KINDS:
+            passed.clear()
+        passed.add(kind)
+
+    return checked

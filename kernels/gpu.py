@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check, check_choice
+from .checks import check, check_choice, check_given, once_a_kind
 from .kept import boundaries
 
 BACKENDS = ("auto", "cuda", "triton")
@@ -122,10 +122,16 @@ torch.library.define(
 scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 
 
-def _check(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, dy=None, states=None) -> None:
+@once_a_kind
+def _check(backend, recurrence, x, logits, k, q, rates, skip, bias, directions, backward=False, dy=None, states=None):
     """Raises a ValueError that names what kernels cannot run over, unless they can over all of these."""
     check_choice("backend", backend, BACKENDS)
     check_choice("recurrence", recurrence, RECURRENCES)
+    check_given(x_GBLD=x, logits_GBLD=logits, k_GBLN=k, q_GBLN=q)
+    if backward:
+        check_given(dy_GBLD=dy, states_GBSND=states)
+    if (rates is None) != (recurrence == "longhorn"):
+        raise ValueError(f"rates_GDN {'are needed by' if rates is None else 'are not of'} the {recurrence} recurrence")
     sizes: dict[str, int] = {}
     of_x, fp32 = ("x_GBLD", x, "GBLD", x.dtype), torch.float32
     check(
@@ -133,13 +139,10 @@ def _check(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, dy=
         ("q_GBLN", q, "GBLN", x.dtype), ("dy_GBLD", dy, "GBLD", x.dtype), ("rates_GDN", rates, "GDN", fp32),
         ("skip_GD", skip, "GD", fp32), ("bias_GD", bias, "GD", fp32),
     )  # fmt: skip
-    if states is not None:
-        sizes["S"] = boundaries(sizes["L"])
-        check(sizes, of_x, ("states_GBSND", states, "GBSND", fp32))
-    if (rates is None) != (recurrence == "longhorn"):
-        raise ValueError(f"rates_GDN {'are needed by' if rates is None else 'are not of'} the {recurrence} recurrence")
-    if len(reverse) != sizes["G"]:
-        raise ValueError(f"reverse must hold a bool for each of {sizes['G']} directions; it holds {len(reverse)}")
+    sizes["S"] = boundaries(sizes["L"])
+    check(sizes, of_x, ("states_GBSND", states, "GBSND", fp32))
+    if directions != sizes["G"]:
+        raise ValueError(f"reverse must hold a bool for each of {sizes['G']} directions; it holds {directions}")
     if reason := _unfit(backend, x, sizes["N"], sizes["G"]):
         raise ValueError(reason)
     check_choice("the number of states in k_GBLN,", sizes["N"], STATE_SIZES)
@@ -156,20 +159,20 @@ def aligned(t: Tensor | None) -> Tensor | None:
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
     """y and, if `keep`, the states between chunks of tokens (G, B, chunks - 1, N, D), else an empty tensor."""
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse))
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
-    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse)
-    rates, skip, bias = aligned(rates), aligned(skip), aligned(bias)
-    return _module(backend, x.device).forward(recurrence, x, logits, k, q, rates, skip, bias, list(reverse), keep)
+    parameters = aligned(rates), aligned(skip), aligned(bias)
+    return _module(backend, x.device).forward(recurrence, x, logits, k, q, *parameters, list(reverse), keep)
 
 
 @torch.library.impl("vil::scan_backward", ("CPU", "CUDA"))
 def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
     """Gradients of x, logits, k, q, rates (empty without rates), and of skip and bias as one tensor (G, 2, D)."""
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse), True, dy, states)
     if x.numel() == 0:
         found = _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse)
         return tuple(torch.zeros_like(t) for t in found)
-    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, dy, states)
     parameters = aligned(rates), aligned(skip), aligned(bias), aligned(states)
     return _module(backend, x.device).backward(recurrence, dy, x, logits, k, q, *parameters, list(reverse))
 
@@ -189,7 +192,7 @@ def scan_backward_over_logits(recurrence, dy, x, logits, k, q, rates, skip, bias
 
 @torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse)
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse))
     G, B, L, D = x.shape
     kept = (G, B, boundaries(L), k.shape[-1], D) if keep else (0,)
     return x.new_empty(x.shape), x.new_empty(kept, dtype=torch.float32)
@@ -197,7 +200,7 @@ def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse,
 
 @torch.library.register_fake("vil::scan_backward")
 def _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
-    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, dy, states)
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse), True, dy, states)
     G, _, _, D = x.shape
     drates = x.new_empty((0,) if rates is None else rates.shape, dtype=torch.float32)
     dchannels = x.new_empty((G, 2, D), dtype=torch.float32)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check, check_choice
+from .checks import check, check_choice, check_given, once_a_kind
 
 # Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
 SEGMENT_TOKENS = 16
@@ -144,9 +144,13 @@ _INPUTS = {
 }  # fmt: skip
 
 
-def _check(recurrence, q_GLBN, inputs, dy_GLBD=None, kept_GSBND=None) -> None:
+@once_a_kind
+def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, kept_GSBND=None) -> None:
     """Raises a ValueError that names what the operators cannot scan."""
     check_choice("recurrence", recurrence, RECURRENCES)
+    check_given(q_GLBN=q_GLBN)
+    if backward:
+        check_given(dy_GLBD=dy_GLBD, kept_GSBND=kept_GSBND)
     rows = _INPUTS[recurrence]
     if len(inputs) != len(rows):
         raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, not {len(inputs)}")
@@ -189,7 +193,7 @@ def _scan_backward(
     recurrence: str, dy_GLBD: Tensor, kept_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns dq_GLBN and the gradient of each input."""
-    _check(recurrence, q_GLBN, inputs, dy_GLBD, kept_GSBND)
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
     G, L, B, N = q_GLBN.shape
     dq_GLBN = torch.empty_like(q_GLBN)
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
@@ -237,7 +241,7 @@ def _(recurrence, q_GLBN, inputs, keep):
 
 @_scan_backward.register_fake
 def _(recurrence, dy_GLBD, kept_GSBND, q_GLBN, inputs):
-    _check(recurrence, q_GLBN, inputs, dy_GLBD, kept_GSBND)
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
     return torch.empty_like(q_GLBN), [torch.empty_like(t) for t in inputs]
 
 

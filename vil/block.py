@@ -239,6 +239,14 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """`module.modules()` in a quarter of its time."""
+    parts = [module]
+    for child in module._modules.values():
+        parts += parts_of(child)
+    return parts
+
+
 def runs_fused(block: Block, x_BLC: Tensor) -> bool:
     """Whether `fused_block` stands for this block here: on an NVIDIA GPU, with every part as it was built."""
     mixer = block.mixer
@@ -246,7 +254,7 @@ def runs_fused(block: Block, x_BLC: Tensor) -> bool:
         return False
     if not block_operator.supports(x_BLC, mixer.state_size):
         return False
-    parts = [part for part in block.modules() if part is not block and part is not block.drop_path]
+    parts = [part for name, child in block._modules.items() if name != "drop_path" for part in parts_of(child)]
     if any(type(part) not in FUSED_PARTS or hooked(part) for part in parts):
         return False
     weights = [weight for part in parts for weight in part._parameters.values() if weight is not None]

@@ -110,11 +110,17 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
 
     Arguments are tensors (or None), passed as pointers, and ints and floats, passed in 64 bits.
     """
-    places = {a.get_device() for a in arguments if isinstance(a, torch.Tensor)}
+    values, places = [], set()
+    for a in arguments:
+        if isinstance(a, torch.Tensor):
+            places.add(a.get_device())
+            values.append(a.data_ptr())
+        else:
+            values.append(0 if a is None else +a)
     index = max(places)
     if len(places) > 1 or index < 0:
         found = ", ".join(sorted({str(a.device) for a in arguments if isinstance(a, torch.Tensor)}))
-        raise ValueError(f"{entry} runs over tensors on one GPU, not on {found}; move them to one")
+        raise ValueError(f"{entry} needs its tensors on one GPU; they are on {found}")
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return launch(name, entry, macros, grid, block, arguments, shared_bytes)
@@ -123,7 +129,6 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
     kernel = _kernel(name, entry, index, tuple(macros.items()), shared_bytes)
     # what torch.cuda.current_stream gives, in a tenth of its time
     stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
-    values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
     _launcher()(stream, _config(grid, block, shared_bytes), kernel, *values)
 
 
