@@ -22,6 +22,7 @@ from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
 
 GPU = torch.cuda.is_available()
+RECURRENCES = ("longhorn", "selective")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -103,7 +104,7 @@ CALLS = {
     "block_backward of the middle": lambda recurrence: block_backward_call(recurrence, middle=True),
 }
 calls = pytest.mark.parametrize("call", CALLS)
-recurrences = pytest.mark.parametrize("recurrence", gpu.RECURRENCES)
+recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
 
 
 def run(call, named):
@@ -428,7 +429,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("call", "options"), OPTIONS)
 def test_compilers_are_told_what_comes_out(call, options, on_a_cpu):
     """Shapes, dtypes and how results lie in memory."""
-    for recurrence in gpu.RECURRENCES:
+    for recurrence in RECURRENCES:
         named = CALLS[call](recurrence) | options
         with FakeTensorMode() as mode:
             foretold = run(call, tree_map_only(torch.Tensor, mode.from_tensor, named))
@@ -464,7 +465,7 @@ LAYOUT = dict(x="GBLD", logits="GBLD", k="GBLN", q="GBLN", rates="GDN", skip="GD
 
 def random_scan(draw):
     """Arguments of a scan of which some may be of another size than the others, and whether none is."""
-    recurrence, new = draw.choice(gpu.RECURRENCES), random_tensors(draw.randrange(2**31))
+    recurrence, new = draw.choice(RECURRENCES), random_tensors(draw.randrange(2**31))
     common = {
         letter: draw.choice(sizes) if letter != "N" or draw.random() < 0.1 else 4 for letter, sizes in SIZES.items()
     }
@@ -649,7 +650,7 @@ def test_tensors_on_two_gpus_are_refused_and_blocks_run_on_each():
     with pytest.raises(RuntimeError, match="device"):
         block(x)
     for call in ("scan", "scan_backward", "block", "block_backward"):
-        for recurrence in gpu.RECURRENCES:
+        for recurrence in RECURRENCES:
             named = tree_map_only(torch.Tensor, torch.Tensor.cuda, CALLS[call](recurrence))
             for place in places(named):
                 wrong = changed(named, place, lambda t: t.to("cuda:1"))
