@@ -1,5 +1,5 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
-# make test    sets everything up and runs the tests
+# make test    sets everything up and runs the tests, in random order and on all cores
 # make lint    checks style
 # make mutants [PATHS="vil/training/data.py kernels"] [TESTS=tests/test_data.py] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
@@ -30,7 +30,7 @@ demo: .venv/installed data/digits
 	@echo "training curve: $(CURDIR)/output/digits/curve.png"
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 timm-tests: .venv/installed
 	$(BIN)/python tests/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes

@@ -47,7 +47,7 @@ class Run:
         for process in self.ranks:
             process.start()
 
-    def wait(self, seconds: float = 60) -> list[int]:
+    def wait(self, seconds: float = 300) -> list[int]:
         """The exit codes of all processes, which must end by themselves; -9 for one that SIGKILL ended."""
         end = time.monotonic() + seconds
         for process in self.ranks:
@@ -84,6 +84,18 @@ class Run:
         except FileNotFoundError:  # or between two renamings
             return None
 
+<<<<<<< HEAD
+    def wait_until_it_heeds_signals(self) -> None:
+        """All processes, as from when they have something to save."""
+        while self.is_running() and not all(map(_heeds_signals, self.ranks)):
+            time.sleep(0.001)
+=======
+    def wait_for_words(self, words: str) -> None:
+        """Returns once the log has them, or the run is over."""
+        while self.is_running() and not (self.log.exists() and words in self.log.read_text()):
+            time.sleep(0.01)
+>>>>>>> main
+
     def wait_for_a_save_to_begin(self) -> None:
         while not any(self.folder.glob(".last.pt.*")) and self.is_running():
             pass
@@ -105,3 +117,12 @@ def _train(rank: int, processes: int, port: int, config: str, log: str, prepare:
         prepare()
     sys.argv = ["train_imagenet.py", "-c", config]
     train_imagenet.main()
+
+
+def _heeds_signals(process) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -49,7 +49,7 @@ def test_without_an_interval_none_is_due(clock):
     assert not timer.due(10**12)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number):
     timer = CheckpointTimer(None, step=0)
     assert (timer.due(1), timer.stop) == (False, False)
@@ -86,7 +86,8 @@ def meet(rank):
     outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist()]
 
     calls = []
-    outcomes.append(processes.from_first_process(lambda: calls.append(rank) or {"rank": rank}))
+    sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
+    outcomes.append(str(processes.from_first_process(lambda: calls.append(rank) or sent)))
 
     def refuse():
         calls.append(rank)
@@ -94,15 +95,18 @@ def meet(rank):
 
     try:
         processes.from_first_process(refuse)
-    except ConfigError as error:
+    except (ConfigError, processes.FirstProcessError) as error:
         outcomes.append(str(error))
     processes.leave_processes()
     return [*outcomes, calls, dist.is_initialized()]
 
 
+FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0, 1, 2])}"
+
+
 def test_processes_add_up_and_hear_what_the_first_one_did():
     for rank, ended in enumerate(in_processes(3, meet)):
-        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], {"rank": 0}, "rank 0 refuses"]
+        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], FROM_FIRST, "rank 0 refuses"]
         assert ended.value == [*said, [0, 0] if rank == 0 else [], False], ended.errors
         assert (ended.status, ended.errors) == (0, "")
 

@@ -247,9 +247,24 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     assert "over 64 images" in said
     assert "over 1 images" in command(tmp_path / "many" / "05.png")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit):
-        command(tmp_path / "empty")
-    assert f"there are no images in {tmp_path / 'empty'}" in capsys.readouterr().err
+    (tmp_path / "text.png").write_text("no picture")
+    torch.save(weights, tmp_path / "plain.pth")
+    for words, message in (
+        ([tmp_path / "empty"], f"--images: there are no images in {tmp_path / 'empty'}"),
+        (
+            [tmp_path / "missing.png"],
+            f"--images: {tmp_path / 'missing.png'} cannot be read as an image: .*No such file",
+        ),
+        ([tmp_path / "text.png"], f"--images: {tmp_path / 'text.png'} cannot be read as an image"),
+        ([tmp_path / "many", "--blocks", 0, 1], "--blocks: there is no block 1; the model has 0 to 0"),
+        (
+            [tmp_path / "many", "--checkpoint", tmp_path / "plain.pth"],
+            "plain.pth is not a checkpoint of train_imagenet",
+        ),
+        ([tmp_path / "many", "--checkpoint", tmp_path / "text.png"], "text.png cannot be read as a checkpoint"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+            command(*words)
 
 
 def test_other_models_and_tokens_are_refused(images):
