@@ -46,7 +46,7 @@ class Run:
         for process in self.ranks:
             process.start()
 
-    def wait(self, seconds: float = 60) -> list[int]:
+    def wait(self, seconds: float = 300) -> list[int]:
         """The exit codes of all processes, which must end by themselves; -9 for one that SIGKILL ended."""
         end = time.monotonic() + seconds
         for process in self.ranks:
@@ -82,6 +82,11 @@ class Run:
             return (self.folder / "last.pt").stat().st_ino
         except FileNotFoundError:  # or between two renamings
             return None
+
+    def wait_for_words(self, words: str) -> None:
+        """Returns once the log has them, or the run is over."""
+        while self.is_running() and not (self.log.exists() and words in self.log.read_text()):
+            time.sleep(0.01)
 
     def wait_for_a_save_to_begin(self) -> None:
         while not (self.folder / "last.pt.tmp").exists() and self.is_running():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 # the tests of a mutant are in a process that was forked from such a one
-UNDER_TEST = "__mutmut_" in os.environ.get("MUTANT_UNDER_TEST", "")
+UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
 CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
 CONTEXT.set_forkserver_preload(
     ["train_imagenet", "validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]
@@ -96,7 +96,7 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
         for process in started:
             process.start()
         for process in started:
-            process.join(60)
+            process.join(300)
             process.kill()  # if it still runs
             process.join()
         values = [pipe.recv() if pipe.poll() else None for pipe, _ in pipes]
@@ -118,6 +118,8 @@ def become(rank, processes, port, stdout, stderr):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
+    # pytest may have put something else there
+    sys.stdout, sys.stderr = (open(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 
 
 def free_port() -> int:

@@ -1,6 +1,7 @@
 """Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
 
 import functools
+import math
 import shutil
 
 import emulator
@@ -53,6 +54,68 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
             assert (x_or_copy is x) != copy
 
 
+def exactly(*tensors):
+    return [t if t is None else t.double() for t in tensors]
+
+
+def misplaced(t):
+    """The same one element behind where vectors begin."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def transposed(t):
+    """The same with its dimensions in another order in memory."""
+    return t.t().contiguous().t() if t.dim() == 2 else t
+
+
+@pytest.mark.parametrize("changed", ["norm", "in_proj", "out_proj", "pairs", "x", "transposed", "bfloat16"])
+def test_parameters_may_lie_anywhere_and_be_of_any_type_emulated(changed, poison):
+    """The weights of a block as its kernels want them, and their gradients."""
+    C, T, dtype = 8, 21, BF16
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = dict(norm=block.norm.weight, in_proj=block.mixer.in_proj.weight, out_proj=block.mixer.out_proj.weight)
+    weights = {name: misplaced(p.detach()) if name == changed else p.detach() for name, p in weights.items()}
+    x, dresidual = torch.randn(T, C), torch.randn(T, C)
+    if changed == "pairs":
+        directions = [misplaced(p) for p in directions]
+    elif changed == "x":
+        x, dresidual = misplaced(x), misplaced(dresidual)
+    elif changed == "transposed":
+        directions = [transposed(p) for p in directions]
+        weights = {name: transposed(p) for name, p in weights.items()}
+    elif changed == "bfloat16":
+        directions = [p.to(BF16) for p in directions]
+        weights = {name: p.to(BF16) for name, p in weights.items()}
+    parameters = [*weights.values(), directions]
+    doubles = *exactly(*weights.values()), exactly(*directions)
+    packed, norm = kernels.prepare(*parameters, dtype, None, x, 1e-5, True)
+    for value, truth in zip(packed, PlainKernels.pack(*doubles, torch.float64)):
+        close(value, truth, dtype, "packed")
+    # projections in the type of products, what other kernels read in fp32
+    fp32 = torch.float32
+    assert [t.dtype for t in packed] == [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
+    assert [(t.shape, t.dtype) for t in kernels.empty_weights(weights["out_proj"], directions, dtype)] == [
+        (t.shape, t.dtype) for t in packed
+    ]
+    for value, truth in zip(norm, normed(x, 1e-5)):
+        close(value, truth, dtype, "norm")
+    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    dweights = (
+        torch.randn(4 * C, C), torch.randn(3, 2, taps + 1, 2 * C), torch.randn(2, 5, P, 2 * C),
+        torch.randn(2, 7, 2 * C, R), torch.randn(2, 2, 2 * C), torch.randn(T, C).to(dtype), norm[0], norm[1], dresidual,
+    )  # fmt: skip
+    found, dx, rounded = kernels.finish_backward(*parameters[:2], directions, *dweights)
+    truths, dx_truth, _ = PlainKernels.finish_backward(*doubles[:2], doubles[3], *exactly(*dweights))
+    of = [weights["norm"], weights["in_proj"], *(p for pair in zip(directions[:6], directions[6:]) for p in pair)]
+    for value, truth, parameter in zip(found, truths, of):
+        assert value.dtype == parameter.dtype
+        assert value.is_contiguous()
+        close(value, truth.view_as(value), value.dtype, "gradient")
+    close(dx, dx_truth, dtype, "dx")
+    assert torch.equal(rounded, dx.to(dtype))
+
+
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
     """On Hopper, where out_proj adds nothing to small tokens."""
     as_hopper(monkeypatch)
@@ -84,12 +147,189 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
-# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0. Only
-# the last blocks of every grid run.
+# Which kernels run, as if on an H200 or an A100
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(entry, blocks, bytes of shared memory) of every launch, of which none runs."""
+    found = []
+
+    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+        found.append((entry, grid, shared_bytes))
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("T", "C", "hopper", "entry", "blocks"),
+    [
+        (16, 192, False, "gated_product_of_few", 4),
+        (33 * 16, 192, False, "gated_product_of_few", 132),
+        (33 * 16 + 1, 192, False, "gate", None),
+        (16 * 16, 384, False, "gated_product_of_few", 128),
+        (17 * 16, 384, False, "gate", None),
+        (80 * 132 - 1, 192, False, "gate", None),
+        (80 * 132, 192, False, "gated_product", 110),
+        (96 * 133, 384, False, "gated_product", 132),
+        (64 * 132 - 1, 384, True, "gate", None),
+        (64 * 132, 384, True, "gated_product_by_wgmma", 132),
+    ],
+)
+def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x)
+
+    def entries(D=2 * C, dtype=BF16, columns=C):
+        x, out_proj = torch.empty(T, columns)[:, :C], torch.empty(C, D, dtype=dtype)
+        y, z = torch.empty(2, 1, T, D, dtype=dtype), torch.empty(1, T, 2 * D, dtype=dtype)[..., D:]
+        launched.clear()
+        tiles = kernels.empty_tiles(T, out_proj, dtype)
+        takes_tiles = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
+        assert (tiles is not None) == takes_tiles
+        out, _, norm = kernels.gated_product(x, y, z, None, out_proj, tiles, True, 1e-5)
+        fused = kernels.fuses_product(x, D, dtype)
+        assert (out.data_ptr() == x.data_ptr()) != fused
+        assert len(norm) == (2 if takes_tiles else 0)
+        ((entry, grid, _),) = launched
+        return entry, grid if fused else None
+
+    assert entries() == entries(dtype=torch.float16) == (entry, blocks)
+    # other widths and types, and rows that vectors cannot read
+    if entry != "gated_product_by_wgmma":
+        assert entries(columns=C + 1)[0] == "gate"
+    assert entries(dtype=torch.float32)[0] == entries(D=3 * C)[0] == "gate"
+
+
+def test_a_block_with_less_shared_memory_multiplies_narrow_models_only(launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 99 * 1024)
+    fused = {C: kernels.fuses_product(torch.empty(80 * 132, C), 2 * C, BF16) for C in (192, 384, 768)}
+    assert fused == {192: True, 384: False, 768: False}
+
+
+@pytest.mark.parametrize(("T", "blocks"), [(1, 1), (128, 1), (129, 1), (1000, 3), (8448, 132), (25217, 132), (99, 7)])
+def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, blocks):
+    rounds, tokens = kernels._shares(T, blocks)
+    assert 1 <= tokens <= 64
+    assert rounds * 2 * blocks * tokens >= T > rounds * 2 * blocks * (tokens - 1)
+    assert (rounds - 1) * 2 * blocks * 64 < T
+
+
+@pytest.mark.parametrize(("T", "parts"), [(96, 16), (15, 15), (34, 2), (17, 1), (1, 1)])
+def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
+    a, b = torch.randn(2, T, 5), torch.randn(2, T, 3)
+    found = kernels.products_over_tokens(a, b)
+    assert found.shape == (2, parts, 5, 3)
+    for part, products in enumerate(found.unbind(1)):
+        tokens = slice(part * T // parts, (part + 1) * T // parts)
+        torch.testing.assert_close(products, torch.einsum("gtm,gtn->gmn", a[:, tokens], b[:, tokens]))
+
+
+def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2)
+
+    def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
+        u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
+        launched.clear()
+        kernels.project(
+            u, torch.empty(2, D, taps), torch.empty(2, D), torch.zeros(2, R + 2 * N, D, dtype=dtype),
+            torch.zeros(2, D, R, dtype=dtype), L,
+        )  # fmt: skip
+        ((entry, grid, _),) = launched
+        return entry, grid
+
+    assert entries() == entries(dtype=torch.float16) == ("project", 2)
+    assert entries(B=3, L=97) == ("project", 4)  # of 147 pairs of tokens 48 each
+    assert entries(B=2, L=96, R=40, N=24) == ("project", 4)  # P = 88: 48 tokens a block
+    assert entries(L=95)[0] == "convolve"  # too few tokens for two blocks of 96
+    assert entries(B=16, L=24)[0] == "project"
+    assert entries(B=16, L=23)[0] == "convolve"  # a block's tokens would be of more than five sequences
+    for other in (
+        dict(D=96), dict(R=40, N=32), dict(taps=3), dict(dtype=torch.float32), dict(stride=68, start=0),
+        dict(stride=128, start=4),
+    ):  # fmt: skip
+        assert entries(**other)[0] == "convolve", other
+
+
+@pytest.mark.parametrize(
+    ("D", "R", "dtype", "one_kernel"),
+    [
+        (128, 8, BF16, True), (768, 24, BF16, True), (384, 16, torch.float16, True), (768, 32, BF16, False),
+        (896, 24, BF16, False), (192, 16, BF16, False), (128, 12, BF16, False), (128, 8, torch.float32, False),
+    ],
+)  # fmt: skip
+def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
+    D, R, dtype, one_kernel, launched, monkeypatch
+):
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
+    T, N = 1000, 16
+    dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
+    dprojected, dstep = kernels.step_backward(
+        torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
+    )
+    # a block for every two multiprocessors, or for each 16 tokens
+    assert [entry[:2] for entry in launched] == ([("step_backward", 2 * min(63, 66))] if one_kernel else [])
+    assert dprojected.shape == (2, T, R + 2 * N)
+    assert dprojected.dtype == dtype
+    assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
+    assert dstep.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "P", "dtype", "forward", "backward"),
+    [
+        # blocks and bytes of shared memory; of the kernels of convolutions alone the tokens of a stretch, and parts
+        ((128, 197, 768), 56, BF16, ("project", 264, 70728), (384, 46080, 200, 32)),
+        ((64, 577, 384), 80, BF16, ("project", 771, 67464), (264, 50176, 116, 44)),
+        ((8, 6085, 768), 56, BF16, ("project", 508, 70728), (396, 46080, 188, 33)),
+        ((1, 6085, 768), 56, BF16, ("convolve", 572, 0, 16), (384, 46080, 48, 32)),
+        ((1, 197, 384), 48, BF16, ("convolve", 19, 0, 8), (42, 41984, 8, 7)),
+        ((2, 50, 100), 40, torch.float32, ("convolve", 3, 0, 8), (8, 56320, 8, 4)),
+        ((1, 1, 64), 48, BF16, ("convolve", 1, 0, 4), (1, 41984, 8, 1)),
+    ],
+)
+def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype, forward, backward, monkeypatch):
+    (B, L, D), found = shape, []
+
+    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+        found.append((entry, grid, shared_bytes, [a for a in arguments if isinstance(a, int)]))
+
+    def empty(*size, dtype=dtype, **kwargs):
+        return torch.zeros((), dtype=dtype).expand(*size)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "_vector", lambda limit, u: math.gcd(limit, D))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size: empty(*size))
+    monkeypatch.setattr(torch, "bmm", lambda a, b: empty(*a.shape[:2], b.shape[2]))
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda *tensors: None)
+    u, x_proj = torch.zeros(D, dtype=dtype).expand(B, L, D), empty(2, P, D)
+    conv, bias = torch.zeros(2, D, 4), torch.zeros(2, D)
+    kernels.project(u, conv, bias, x_proj, empty(2, D, 8), L)
+    ((*first, numbers),) = found
+    assert (*first, *([numbers[-1]] if first[0] == "convolve" else [])) == forward
+    found.clear()
+    dfilters = kernels.convolve_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
+    ((_, grid, shared_bytes, (*_, stretch, parts)),) = found
+    assert (grid, shared_bytes, stretch, parts) == backward
+    assert dfilters.shape == (parts, 2, 5, D)
+    assert stretch % 4 == 0
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # of four stretches
+    assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
+
+
+# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
+# and only the last blocks of every grid run.
 
 
 @pytest.fixture
 def large(monkeypatch):
+    if not emulator.has_sparse():
+        pytest.skip("needs memory that is not reserved")
     with emulator.sparse_where_large() as launch:
         monkeypatch.setattr(kernels, "launch", launch)
         yield lambda *size, dtype=BF16: emulator.sparse(size, dtype)
@@ -102,10 +342,6 @@ def put(t, *, tokens=L):
     """Random numbers at the end of a tensor's batch, or of its tokens."""
     last = t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == tokens else t[..., -tokens:, :]
     return last.copy_(torch.randn(last.shape).to(t.dtype))
-
-
-def exactly(*tensors):
-    return [t if t is None else t.double() for t in tensors]
 
 
 def test_offsets_of_more_than_32_bits_of_gates_emulated(large):

@@ -78,6 +78,16 @@ def test_two_gpus_train_as_one(start, options):
     assert two == pytest.approx(one, rel=2e-3)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gradients_in_float16_are_measured_and_clipped_without_their_scale(start, processes):
+    truth = finished(start("float32", 1, amp=False, clip_grad=0.5))["history"]
+    for row, expected in zip(
+        finished(start("float16", processes, amp_dtype="float16", clip_grad=0.5))["history"], truth
+    ):
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)
+
+
 @pytest.mark.parametrize("options", [{}, SUMMED], ids=str)
 def test_cuda_graphs_train_as_eager_mode(start, options):
     eager = losses(finished(start("eager", 1, **options)))

@@ -18,10 +18,8 @@ from timm.data import create_transform
 import train_imagenet
 from train_imagenet import DivergenceError, Trainer
 from vil.training import checkpoint
-from vil.training import summary
-from vil.training.config import Config, ConfigError
+from vil.training.config import Config
 from vil.training.interruption import PreemptedError
-from vil.training.summary import Reporter
 
 CPU = torch.device("cpu")
 MEASURED = ("images_per_second", "data_wait_percent", "peak_memory_gib")  # these differ from run to run
@@ -42,11 +40,6 @@ def trained(image_folder, output, **options):
 def whole(image_folder, tmp_path_factory):
     """A run of two epochs that nothing interrupts."""
     return trained(image_folder, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(summary, "plot_history", lambda history: b"")  # which takes longer than the runs
 
 
 def main(monkeypatch, capsys, *words):
@@ -88,30 +81,6 @@ def test_noise_takes_the_place_of_a_dataset(tmp_path):
     (row,) = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
     assert row["train_loss"] > 0
     assert row["data_wait_percent"] < 50
-
-
-def test_logs_are_written_when_asked_for(tmp_path, monkeypatch):
-    history = [{"epoch": 1, "train_loss": 2.5}, {"epoch": 2, "train_loss": 1.5}]
-    config = Config(log_tensorboard=True)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
-        with pytest.raises(ConfigError, match="log_tensorboard needs a package: pip install tensorboard"):
-            Reporter(tmp_path, config, {})
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    report = Reporter(tmp_path, config, {})
-    for rows in (history[:1], history):
-        report(rows)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 2.5), (2, 1.5)]
-
-
-def test_a_summary_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
-    report = Reporter(tmp_path / "run", Config(), {})
-    shutil.rmtree(tmp_path / "run")
-    report([{"epoch": 1, "train_loss": 2.5}])
-    assert "could not write the summary" in caplog.text
 
 
 def test_info_names_versions_and_commit():

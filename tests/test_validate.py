@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -85,7 +86,14 @@ def models(tmp_path_factory, folders):
 @pytest.fixture
 def command(models, folders, tmp_path, monkeypatch, capsys):
     """Runs validate.py in this process; returns what it wrote as JSON and what it printed."""
-    monkeypatch.setattr(validate, "measure_speed", lambda model, *_: Speed(float(parameters(model)), None))
+
+    def speed(model, images, precision):  # says whose, of which images
+        assert len(images) == 7
+        with precision:
+            assert model(images).shape == (7, model.num_classes)
+        return Speed(float(parameters(model)), None)
+
+    monkeypatch.setattr(validate, "measure_speed", speed)
 
     def command(*words):
         out = tmp_path / "results.json"
@@ -102,9 +110,9 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def pretrained(file, num_classes):
+def pretrained(file, num_classes, **changes):
     """Arguments with which timm takes weights for pretrained ones of a small model, and images as in `OWN`."""
-    known = {name: list(value) if isinstance(value, tuple) else value for name, value in OWN.items()}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
     cfg = json.dumps(dict(file=file, num_classes=num_classes, **known)).replace("{", "{{").replace("}", "}}")
     return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
 
@@ -208,15 +216,12 @@ def check_comparison(result, names, targets, logits, allowed=None):
 @pytest.mark.parametrize("case", ["pretrained", "plain", "EMA"])
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
-    if case == "pretrained":
+    if case == "pretrained":  # only the deviations differ
+        arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
-        words += ["--num-classes", "12", "--against-model-kwargs", *pretrained("MODELS/vit.pth", 12), "--split", "val"]
-        split, own, difference = (
-            "val",
-            dict(mean=OWN["mean"], std=OWN["std"]),
-            "crop_mode center; the second's own is squash",
-        )
-        weights = ["{models}/vil.pt", None]
+        words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
+        own, difference = dict(std=OWN["std"]), "crop_mode center; the second's own is squash"
+        split, weights = "val", ["{models}/vil.pt", None]
     elif case == "plain":  # of the first's size and classes
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
@@ -279,14 +284,18 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
-    shutil.copy(models[0] / "vil.pt", tmp_path / "weights")  # a file by any name
+    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a file by any name
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
+    words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
     _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")
     result = json.loads(printed[printed.index("\n{") :])
-    assert result["paired"]["agreement"] == 100.0
-    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["classes.csv", "confusions.csv"]
+    for row in result["models"]:
+        assert f"{row['top1']:.2f} ({row['top1_interval'][0]:.2f} to " in printed
+    tables = {path.name: list(csv.DictReader(path.open())) for path in (tmp_path / "a" / "b").iterdir()}
+    assert tables.keys() == {"classes.csv", "confusions.csv"}
+    assert [row["name"] for row in tables["classes.csv"]] == list(NUMBERS)
     assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
-    assert "vil_tiny less vil_tiny" in figures[0].axes[0].get_xlabel()
+    assert figures[0].axes[0].get_xlabel().startswith("vil_tiny less vit_tiny_patch16_224")
 
 
 def test_the_line_sets_the_result_beside_the_published_numbers():
@@ -333,7 +342,9 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
         assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
     assert [model.training for model in models] == [True, False]
     assert [target for target, *_ in observed] == targets.tolist()
-    assert all(torch.equal(logits, images.bfloat16()[i]) for i, (_, *both) in enumerate(observed) for logits in both)
+    for i, (_, *logits) in enumerate(observed):
+        assert [x.dtype for x in logits] == [torch.bfloat16] * 2
+        assert all(torch.equal(x, images.bfloat16()[i]) for x in logits)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -350,6 +361,24 @@ def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
 def test_no_image_says_nothing():
     nothing = Evaluation(images=0, top1_correct=0, top5_correct=0, loss=0.0, unreadable=3, images_per_second=9)
     assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
+
+
+def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("sys.argv", ["validate.py", "--help"])
+    with pytest.raises(SystemExit):
+        validate.main()
+    printed = capsys.readouterr().out
+    lines = re.findall(r"^  (?:-h, )?--([\w-]+)(.*(?:\n {4,}.*)*)", printed, re.MULTILINE)
+    explained = {name.replace("-", "_"): re.split(r"\s{2,}", text)[-1] for name, text in lines}
+    monkeypatch.setattr("sys.argv", ["validate.py"])
+    defaults = vars(validate.parse_options())
+    assert explained.keys() == {"help", *defaults}
+    for name, text in explained.items():
+        assert len(text.split()) > 1, name
+        if stated := re.search(r"\(default: (.*)\)", text):
+            assert str(defaults[name] or "validation") == stated[1]
+    assert (defaults["amp"], defaults["model_kwargs"], defaults["device"]) == (True, [], evaluation.default_device())
 
 
 @pytest.mark.parametrize("word", ["--against-model", "--csv", "--plot"])
@@ -376,7 +405,10 @@ VIL_PT = ["--checkpoint", "{models}/vil.pt"]
         ([*VIL_PT, "--data-dir", "{tmp}/less"], "has 11 classes but num_classes is 12"),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
-        ([*VIL_PT, "--against", "nowhere.bin", "--against-model", "vil_tiny"], "there is no checkpoint nowhere.bin"),
+        *(
+            ([*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"], f"no checkpoint nowhere{end}")
+            for end in (".pth", ".tar", ".safetensors", ".bin")
+        ),
         ([*VIL_PT, "--against", "{models}/vit.pth"], "--against-model is not given"),
         ([*VIL_PT, "--against", "{models}/vit.pth", "--against-model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--against", "no_such_model"], "cannot create the model no_such_model"),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from vil.kernels.cuda import scan, variants
+from vil.kernels.cuda import block, scan, variants
 from vil.kernels.cuda.variants import BACKWARD, BACKWARD_64, FORWARD, PAIRS, QUADS, Backward, Lanes, Pairs, Quads
 
 H200, A100 = 132, 108  # multiprocessors
@@ -238,6 +238,28 @@ def test_blocks_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
             assert blocks == most or (blocks + 1) * (block_bytes + 1024) > 228 * 1024
 
 
+def test_bytes_of_a_block_are_those_of_its_structure():
+    """As the kernels assert where they are compiled."""
+
+    def block(of_lane, tile, N, itemsize, channels):
+        found = Backward(of_lane, tile, 0, 0, min_blocks=3).block(N, itemsize, channels)
+        assert [type(n) for n in found] == [int] * 3
+        return found
+
+    assert block(4, 8, 16, 2, 4) == (4, 72448, 3)
+    assert block(2, 8, 16, 2, 2) == (4, 53504, 3)
+    assert block(2, 8, 16, 4, 1) == (4, 47104, 2)
+    assert block(2, 8, 4, 4, 1) == (4, 55552, 2)
+    assert block(4, 8, 64, 2, 4) == (2, 78464, 2)
+    assert block(2, 16, 16, 4, 2) == (2, 59392, 3)
+    assert block(2, 16, 64, 4, 2) == (1, 73760, 3)
+    assert [[v.block_bytes(*rank) for rank in ([], [8], [24], [48])] for v in PAIRS] == [
+        [135936, 113408, 117504, 123648],
+        [82176, 71936, 76032, 82176],
+    ]
+    assert [v.warps for v in PAIRS] == [15, 10]
+
+
 def test_lanes_of_backward_have_no_more_channels_than_4_states_leave():
     assert [Backward(4, 8, 0, 0).lane_channels(N) for N in (4, 8, 16, 32, 64)] == [1, 2, 4, 4, 4]
     assert [Backward(2, 8, 0, 0).lane_channels(N) for N in (4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2]
@@ -276,3 +298,28 @@ def test_the_step_is_projected_by_the_scan_of_whole_long_sequences(monkeypatch):
     # nor where sequences are cut
     monkeypatch.setattr(scan, "choose", lambda *args: (PAIRS[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
+
+
+@pytest.mark.parametrize("of_block", [False, True])
+@pytest.mark.parametrize("limit", [4, 8])
+def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, of_block):
+    """Rows of channels, of tensors (G, B, L, D) or of any other number of dimensions."""
+    vector = block._vector if of_block else scan._vector
+    g = torch.Generator().manual_seed(0)
+
+    def view(multiple):
+        """Rows of multiples of so many elements, most of which begin at such."""
+        start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
+        sizes = (2, 3) if of_block else (2, 2, 3)
+        start += int(torch.randint(4, (), generator=g) == 0)
+        return torch.zeros(4096, dtype=torch.bfloat16).as_strided((*sizes, n), (*strides[: len(sizes)], 1), start)
+
+    seen = set()
+    for i in range(200):
+        tensors = [view(2 ** (i % 4)) for _ in range(2)]
+        rows = [t[place] for t in tensors for place in itertools.product(*map(range, t.shape[:-1]))]
+        starts = [row.data_ptr() // 2 for row in rows] + [len(row) for row in rows]
+        widest = next(w for w in (8, 4, 2, 1) if w <= limit and all(start % w == 0 for start in starts))
+        assert vector(limit, *tensors) == widest
+        seen.add(widest)
+    assert seen == {w for w in (1, 2, 4, 8) if w <= limit}

@@ -5,6 +5,7 @@ tests a group of processes and a folder of their own.
 """
 
 import functools
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from mutmut.mutation import trampoline
+
+NOTICED = os.path.abspath("../noticed.txt")
 
 
 def in_this_process() -> None:
@@ -49,6 +52,12 @@ class Reached:
         os.environ["REACHED_FILE"] = str(self.file)
         self.of_fixture: dict[str, tuple[set[str], float]] = {}
         self.of_test, self.seconds, self.failed = set(), 0.0, False
+
+    def pytest_collection_finish(self):
+        processes = importlib.import_module("processes")
+        first = processes.CONTEXT.Process(target=int)  # whose server takes its time, which is no test's
+        first.start()
+        first.join()
 
     def take(self) -> set[str]:
         """What was called since this was asked last."""
@@ -86,6 +95,20 @@ class Reached:
         return result
 
 
+class Noticed:
+    """Writes which test notices the mutant, and how."""
+
+    def __init__(self, mutant: str):
+        self.mutant = mutant
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            how = crash.message.split("\n")[0] if crash else ""
+            with open(NOTICED, "a") as file:
+                file.write(f"{self.mutant} {report.nodeid} {how}\n")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
@@ -94,6 +117,7 @@ def pytest_configure(config):
         config.pluginmanager.register(Reached(Path(os.environ["REACHED"])))
     elif "__mutmut_" in mutant:
         in_this_process()
+        config.pluginmanager.register(Noticed(mutant))
         config.option.basetemp = os.path.abspath(f"../temporary/{mutant}")
         os.setpgrp()
         signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # its time is over

@@ -37,6 +37,7 @@ from .synthetic import SyntheticImages, SyntheticLoader
 _logger = logging.getLogger(__name__)
 
 STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
+SCHEDULERS_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
 IMAGE_ERRORS = (OSError, SyntaxError, Image.DecompressionBombError)  # PIL's ways to say that a file is broken
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
@@ -392,7 +393,12 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         # A thread of PyTorch's that enters Python, as DDP's do, holds a lock, which Python below 3.12 takes into a fork
         # and then waits for: so the workers start here, before there are such threads.
         if workers:
-            iter(loader)
+            # blocked here already: threads that PyTorch starts in a worker before its `worker_init_fn` inherit it
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
+            try:
+                iter(loader)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         loader.batch_sampler.ready = True
     if draw:
         return DeviceLoader(loader, draw, data_config, device)
@@ -408,16 +414,15 @@ class Prefetcher(PrefetchLoader):
 
 def _heed_the_parent_alone(worker: int) -> None:
     """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
-    signals = (signal.SIGTERM, signal.SIGUSR1)
     parent = multiprocessing.parent_process().pid
 
     def wait() -> None:
         while True:
-            notice = signal.sigwaitinfo(signals)
+            notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
             if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
                 os._exit(0)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
     threading.Thread(target=wait, daemon=True).start()
 
 
