@@ -20,10 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import gpu
+from .checks import check, check_choice, check_given, once_a_kind
 from .cuda import block as kernels
+from .gpu import aligned
 from .kept import boundaries
 
 REVERSE = [False, True]
+TAPS = (2, 3, 4)  # of the convolutions that there are kernels for
+WEIGHTS = 2**32 - 1  # elements of in_proj, counted in 32 bits
+FP32 = torch.float32
 
 torch.library.define(
     "vil::block",
@@ -40,8 +45,15 @@ torch.library.define(
 
 def supports(x_BLC: Tensor, state_size: int) -> bool:
     """Whether `block` takes this residual stream and this number of states, on this machine."""
-    kind = x_BLC.dtype == torch.float32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
+    kind = x_BLC.dtype == FP32 and x_BLC.numel() > 0 and state_size in gpu.STATE_SIZES
     return kind and gpu.runs_cuda(x_BLC.device)
+
+
+def supports_weights(weights: list[Tensor], taps: int, device: torch.device) -> bool:
+    """Whether `block` takes these, all of one dtype, and this many taps for a residual stream on this device."""
+    dtype = weights[0].dtype
+    kind = dtype in gpu.DTYPES and taps in TAPS
+    return kind and all(t.dtype == dtype and t.device == device for t in weights)
 
 
 def block(
@@ -110,6 +122,95 @@ class Weights(NamedTuple):
         return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (k_2TN, q_2TN, step_2TR)), logits_2BHD]
 
 
+# What lists of tensors hold and the letters of their dimensions: E 2D, P R + 2N, K taps, S states between chunks, r and
+# p the padded R and P, U columns of uz, 0 none. Where there is no dtype, it is that of the weights or products.
+_DIRECTION = [
+    ("conv", "D1K"), ("conv_bias", "D"), ("x_proj", "PD"), ("step_proj", "DR"), ("step_bias", "D"), ("skip", "D"),
+    ("A_log", "DN"),
+]  # fmt: skip
+_DIRECTIONS = {
+    recurrence: [(f"directions[{i}] ({name})", layout) for i, (name, layout) in enumerate(2 * _DIRECTION[:tensors])]
+    for recurrence, tensors in (("longhorn", 6), ("selective", 7))
+}
+_SAVED = {
+    recurrence: [
+        ("saved[0] (uz)", "BLU", None), ("saved[1] (mean)", "BMD", None), ("saved[2] (states)", "2BSND", FP32),
+        ("saved[3] (in_proj)", "EC", None), ("saved[4] (out_proj)", "CD", None), ("saved[5] (conv)", "2DK", FP32),
+        ("saved[6] (conv_bias)", "2D", FP32), ("saved[7] (x_proj)", "2pD", None), ("saved[8] (step_proj)", "2Dr", None),
+        ("saved[9] (step_bias)", "2D", FP32), ("saved[10] (skip)", "2D", FP32), ("saved[11] (rates)", rates, FP32),
+        ("saved[12] (xhat)", "TC", None), ("saved[13] (scale)", "T", FP32),
+    ]
+    for recurrence, rates in (("longhorn", "0"), ("selective", "2DN"))
+}  # fmt: skip
+
+
+def _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions) -> dict[str, int]:
+    """The sizes of a block whose kernels there are; else a ValueError that names what does not fit.
+
+    residual is a row of a table that `check` takes, which begins with it.
+    """
+    check_choice("recurrence", recurrence, gpu.RECURRENCES)
+    check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{residual[0]: residual[1]})
+    rows, dtype = _DIRECTIONS[recurrence], norm_C.dtype
+    check_choice("the dtype of norm_C,", dtype, gpu.DTYPES)
+    _check_length("directions", directions, len(rows))
+    sizes = {"1": 1}
+    check(
+        sizes, residual, ("scale_B", scale_B, "B", FP32), ("norm_C", norm_C, "C", dtype),
+        ("out_proj", out_proj, "CD", dtype), ("in_proj", in_proj, "EC", dtype),
+        *((name, t, layout, dtype) for (name, layout), t in zip(rows, directions)),
+    )  # fmt: skip
+    C, D, E, P, R = (sizes[letter] for letter in "CDEPR")
+    N = sizes.setdefault("N", (P - R) // 2)
+    if 0 in (residual[1].numel(), D, R):
+        raise ValueError(f"{residual[0]}, out_proj and step_proj must not be empty")
+    if E != 2 * D or P != R + 2 * N:
+        raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, not {E} and {P}")
+    check_choice("the number of states in x_proj,", N, gpu.STATE_SIZES)
+    check_choice("the number of taps in conv,", sizes["K"], TAPS)
+    if D > gpu.CHANNELS or E * C > WEIGHTS:
+        limits = f"{gpu.CHANNELS} channels and in_proj of {WEIGHTS} elements"
+        raise ValueError(f"the kernels take up to D = {limits}, not {D} and {E * C}")
+    return sizes
+
+
+def _check_length(name: str, tensors: list[Tensor], *lengths: int) -> None:
+    if len(tensors) not in lengths:
+        raise ValueError(f"{name} must hold {' or '.join(map(str, lengths))} tensors; it holds {len(tensors)}")
+
+
+@once_a_kind
+def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype) -> None:
+    residual = "x_BLC", x_BLC, "BLC", FP32
+    sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
+    check_choice("dtype", dtype, gpu.DTYPES)
+    _check_length("normed", normed, 0, 2)
+    sizes["T"] = sizes["B"] * sizes["L"]
+    check(sizes, residual, *zip(("normed[0]", "normed[1]"), normed, ("TC", "T"), (dtype, FP32)))
+
+
+@once_a_kind
+def _check_backward(
+    recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+) -> None:  # fmt: skip
+    residual = "dx_BMC", dx_BMC, "BMC", FP32
+    sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
+    rows = _SAVED[recurrence]
+    _check_length("saved", saved, len(rows))
+    uz_BLE, padding = saved[0], -sizes["R"] % 8
+    dtype = uz_BLE.dtype
+    check_choice("the dtype of saved[0] (uz),", dtype, gpu.DTYPES)
+    sizes.update({"0": 0, "2": 2, "r": sizes["R"] + padding, "p": sizes["P"] + padding})
+    check(sizes, residual, ("rounded_BMC", rounded_BMC, "BMC", dtype), (rows[0][0], uz_BLE, "BLU", dtype))
+    L, expected = sizes["L"], (1, sizes["D"]) if middle else (sizes["L"], sizes["E"])
+    if (sizes["M"], sizes["U"]) != expected:
+        found = f"{sizes['M']} and {sizes['U']}"
+        need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
+        raise ValueError(f"with middle={middle} dx_BMC must have {need}, not {found}")
+    sizes.update(T=sizes["B"] * L, S=boundaries(_reads(L, middle)))
+    check(sizes, residual, *((name, t, layout, own or dtype) for (name, layout, own), t in zip(rows, saved)))
+
+
 def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
     half = len(directions) // 2
     A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
@@ -133,6 +234,8 @@ def _block(
 
     Of the norm nothing unless `hand_over` and it comes with the output. normed is the same for x, or nothing.
     """
+    _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
+    normed, scale_B = [aligned(t) for t in normed], aligned(scale_B)
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     x_TC = x_BLC.contiguous().view(-1, C)
     tiles = None if middle else kernels.empty_tiles(B * L, out_proj, dtype)
@@ -175,8 +278,11 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
 
     rounded_BMC is dx_BMC in the products' dtype, if somebody has it.
     """
-    uz_BLE, mean_BMD, states, *weights, xhat_TC, scale_T = saved
-    weights = Weights(*weights)
+    _check_backward(
+        recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+    )  # fmt: skip
+    uz_BLE, mean_BMD, states, *weights, xhat_TC, scale_T = [aligned(t) for t in saved]
+    weights, scale_B = Weights(*weights), aligned(scale_B)
     (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
     u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
     duz_BLE = torch.zeros_like(uz_BLE) if middle else torch.empty_like(uz_BLE)
@@ -239,12 +345,14 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 def _fake_block(
     recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
 ):  # fmt: skip
+    _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
     M, H, E = (1 if middle else L), _reads(L, middle), (D if middle else 2 * D)
     y_BMC = x_BLC.new_empty(B, M, C)
     norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    next_normed = norm if hand_over and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device) else []
+    hand_over = hand_over and not middle and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
+    next_normed = norm if hand_over else []
     if not keep:
         return y_BMC, next_normed, []
     kept = (2, B, boundaries(H), N, D)
@@ -259,6 +367,9 @@ def _fake_block(
 def _fake_block_backward(
     recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
 ):
+    _check_backward(
+        recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+    )  # fmt: skip
     uz_BLE, *_, xhat_TC, _ = saved
     B, L, _ = uz_BLE.shape
     gradients = [t.new_empty(t.shape) for t in (norm_C, in_proj, out_proj, *directions)]
@@ -298,7 +409,8 @@ class _Block(torch.autograd.Function):
 def _rounded(dx_BMC: Tensor, dtype: torch.dtype) -> Tensor | None:
     """What the block behind has left on its gradient of x: the same in its dtype; None if it is not that any more."""
     rounded_TC, version = getattr(dx_BMC, "rounded", (dx_BMC, None))
-    return rounded_TC if rounded_TC.dtype == dtype and version == dx_BMC._version and rounded_TC.numel() else None
+    valid = rounded_TC.dtype == dtype and version == dx_BMC._version and rounded_TC.numel()
+    return rounded_TC.view(dx_BMC.shape) if valid else None
 
 
 def _below_autograd(*arguments):

@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check, check_choice, check_given, once_a_kind
 from .kept import boundaries
 
+BACKENDS = ("auto", "cuda", "triton")
+RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIRECTIONS = 63  # which of them are reversed is a mask of 64 bits
@@ -32,18 +35,7 @@ class Backend:
 
     def unsupported(self, x: Tensor, state_size: int, directions: int) -> str | None:
         """Why the inputs do not fit, or None."""
-        interpreted = self.name == "triton" and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        if x.device.type != "cuda" and not interpreted:
-            return f"the {self.name} backend needs tensors on a GPU; x is on {x.device}"
-        if x.dtype not in DTYPES:
-            return f"the {self.name} backend takes float16, bfloat16 and float32; x is {x.dtype}"
-        if state_size > STATE_SIZES[-1] or directions > DIRECTIONS:
-            limits = f"{STATE_SIZES[-1]} states and {DIRECTIONS} directions"
-            return f"the {self.name} backend takes up to {limits}, not {state_size} and {directions}"
-        *_, L, D = x.shape
-        if L > TOKENS or D > CHANNELS:
-            return f"the {self.name} backend takes up to {TOKENS} tokens and {CHANNELS} channels, not {L} and {D}"
-        return None
+        return _unreachable(self.name, x.device) or _unfit(self.name, x, state_size, directions)
 
     def longhorn_scan(self, x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD, reverse) -> Tensor:
         """y_GBLD of `vil.kernels.longhorn_scan` for G directions."""
@@ -71,9 +63,32 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
     return t if t.shape[-1] == state_size else F.pad(t, (0, state_size - t.shape[-1]))
 
 
+def _unreachable(backend: str, device: torch.device) -> str | None:
+    """Why the backend's kernels cannot read what is on this device, or None."""
+    interpreted = backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cuda" or interpreted:
+        return None
+    return f"the {backend} backend needs tensors on a GPU; x is on {device}"
+
+
+def _unfit(backend: str, x: Tensor, state_size: int, directions: int) -> str | None:
+    """Why the backend's kernels do not take these, wherever they are, or None."""
+    *_, L, D = x.shape
+    if x.dtype not in DTYPES:
+        return f"the {backend} backend takes float16, bfloat16 and float32; x is {x.dtype}"
+    if state_size > STATE_SIZES[-1] or directions > DIRECTIONS:
+        limits = f"{STATE_SIZES[-1]} states and {DIRECTIONS} directions"
+        return f"the {backend} backend takes up to {limits}, not {state_size} and {directions}"
+    if L > TOKENS or D > CHANNELS:
+        return f"the {backend} backend takes up to {TOKENS} tokens and {CHANNELS} channels, not {L} and {D}"
+    return None
+
+
 @functools.cache
 def _module(backend: str, device: torch.device) -> ModuleType:
-    """What runs the backend on this device; a RuntimeError if nothing does."""
+    """What runs the backend on this device; a ValueError or RuntimeError if nothing does."""
+    if reason := _unreachable(backend, device):
+        raise ValueError(reason)
     if backend == "triton" or torch.version.hip:
         return importlib.import_module(".triton_scan", __package__)
     cuda = importlib.import_module(".cuda", __package__)
@@ -107,21 +122,59 @@ torch.library.define(
 scan, scan_backward = torch.ops.vil.scan, torch.ops.vil.scan_backward
 
 
+@once_a_kind
+def _check(backend, recurrence, x, logits, k, q, rates, skip, bias, directions, backward=False, dy=None, states=None):
+    """Raises a ValueError that names what kernels cannot run over, unless they can over all of these."""
+    check_choice("backend", backend, BACKENDS)
+    check_choice("recurrence", recurrence, RECURRENCES)
+    check_given(x_GBLD=x, logits_GBLD=logits, k_GBLN=k, q_GBLN=q)
+    if backward:
+        check_given(dy_GBLD=dy, states_GBSND=states)
+    if (rates is None) != (recurrence == "longhorn"):
+        raise ValueError(f"rates_GDN {'are needed by' if rates is None else 'are not of'} the {recurrence} recurrence")
+    sizes: dict[str, int] = {}
+    of_x, fp32 = ("x_GBLD", x, "GBLD", x.dtype), torch.float32
+    check(
+        sizes, of_x, ("logits_GBLD", logits, "GBLD", x.dtype), ("k_GBLN", k, "GBLN", x.dtype),
+        ("q_GBLN", q, "GBLN", x.dtype), ("dy_GBLD", dy, "GBLD", x.dtype), ("rates_GDN", rates, "GDN", fp32),
+        ("skip_GD", skip, "GD", fp32), ("bias_GD", bias, "GD", fp32),
+    )  # fmt: skip
+    sizes["S"] = boundaries(sizes["L"])
+    check(sizes, of_x, ("states_GBSND", states, "GBSND", fp32))
+    if directions != sizes["G"]:
+        raise ValueError(f"reverse must hold a bool for each of {sizes['G']} directions; it holds {directions}")
+    if reason := _unfit(backend, x, sizes["N"], sizes["G"]):
+        raise ValueError(reason)
+    check_choice("the number of states in k_GBLN,", sizes["N"], STATE_SIZES)
+
+
+def aligned(t: Tensor | None) -> Tensor | None:
+    """As kernels read parameters: without gaps, and from where the widest instruction can."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
 @torch.library.impl("vil::scan", ("CPU", "CUDA"))
 def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
     """y and, if `keep`, the states between chunks of tokens (G, B, chunks - 1, N, D), else an empty tensor."""
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse))
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
-    return _module(backend, x.device).forward(recurrence, x, logits, k, q, rates, skip, bias, list(reverse), keep)
+    parameters = aligned(rates), aligned(skip), aligned(bias)
+    return _module(backend, x.device).forward(recurrence, x, logits, k, q, *parameters, list(reverse), keep)
 
 
 @torch.library.impl("vil::scan_backward", ("CPU", "CUDA"))
 def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
     """Gradients of x, logits, k, q, rates (empty without rates), and of skip and bias as one tensor (G, 2, D)."""
-    tensors = dy, x, logits, k, q, rates, skip, bias, states
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse), True, dy, states)
     if x.numel() == 0:
-        return tuple(torch.zeros_like(t) for t in _fake_scan_backward(backend, recurrence, *tensors, reverse))
-    return _module(backend, x.device).backward(recurrence, *tensors, list(reverse))
+        found = _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse)
+        return tuple(torch.zeros_like(t) for t in found)
+    parameters = aligned(rates), aligned(skip), aligned(bias), aligned(states)
+    return _module(backend, x.device).backward(recurrence, dy, x, logits, k, q, *parameters, list(reverse))
 
 
 def scan_from_step(recurrence, x, step, step_proj, k, q, skip, bias, reverse, keep):
@@ -139,6 +192,7 @@ def scan_backward_over_logits(recurrence, dy, x, logits, k, q, rates, skip, bias
 
 @torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse))
     G, B, L, D = x.shape
     kept = (G, B, boundaries(L), k.shape[-1], D) if keep else (0,)
     return x.new_empty(x.shape), x.new_empty(kept, dtype=torch.float32)
@@ -146,6 +200,7 @@ def _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse,
 
 @torch.library.register_fake("vil::scan_backward")
 def _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
+    _check(backend, recurrence, x, logits, k, q, rates, skip, bias, len(reverse), True, dy, states)
     G, _, _, D = x.shape
     drates = x.new_empty((0,) if rates is None else rates.shape, dtype=torch.float32)
     dchannels = x.new_empty((G, 2, D), dtype=torch.float32)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import gpu, reference
+from .checks import check, check_choice
 
 # A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
 BACKENDS = {"cuda": gpu.CUDA, "triton": gpu.TRITON, "reference": reference}
@@ -117,8 +118,7 @@ def selective_scan(
 def _backend(name: str, x: Tensor, state_size: int, directions: int):
     if name == "auto":
         return reference if gpu.AUTO.unsupported(x, state_size, directions) else gpu.AUTO
-    if name not in BACKENDS:
-        raise ValueError(f"backend {name!r} is none of {['auto', *BACKENDS]}")
+    check_choice("backend", name, ["auto", *BACKENDS])
     backend = BACKENDS[name]
     if backend is not reference and (reason := backend.unsupported(x, state_size, directions)):
         raise ValueError(reason)
@@ -132,22 +132,11 @@ def _stack(reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]):
     """
     stacked = not isinstance(reverse, bool)
     reverse = list(reverse) if stacked else [reverse]
-    named = {name: (layout, t) for layout, tensors in layouts.items() for name, t in tensors.items()}
-    sizes: dict[str, int] = {"G": len(reverse)}
-    x = named["x"][1]
-    for name, (layout, t) in named.items():
-        if t is None:
-            continue
-        if not t.is_floating_point():
-            raise ValueError(f"{name} is {t.dtype}; it must be a floating-point tensor")
-        if t.device != x.device:
-            raise ValueError(f"{name} is on {t.device} but x on {x.device}; move them to one device")
-        layout = "G" + layout if stacked else layout
-        if t.dim() != len(layout) or any(sizes.setdefault(dim, n) != n for dim, n in zip(layout, t.shape)):
-            shapes = ", ".join(f"{n} {tuple(s.shape)}" for n, (_, s) in named.items() if s is not None)
-            expected = ", ".join(f"{dim} = {n}" for dim, n in sizes.items() if dim in layout)
-            raise ValueError(f"{name} must have shape ({', '.join(layout)}) with {expected}; got {shapes}")
-    tensors = [t for _, t in named.values()]
+    prefix = "G" if stacked else ""
+    check({"G": len(reverse)}, *(
+        (name, t, prefix + layout, None) for layout, tensors in layouts.items() for name, t in tensors.items()
+    ))  # fmt: skip
+    tensors = [t for named in layouts.values() for t in named.values()]
     if not stacked:
         tensors = [t if t is None else t.unsqueeze(0) for t in tensors]
     return tensors, reverse, stacked

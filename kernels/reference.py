@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check, check_choice, check_given, once_a_kind
+
 # Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
 SEGMENT_TOKENS = 16
 # The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a
@@ -134,6 +136,30 @@ def _finish(y_GLBD: Tensor, x_GBLD: Tensor, skip_GD: Tensor | None, reverse: lis
 RECURRENCES: dict[str, type[Recurrence]] = {"longhorn": Longhorn, "selective": SelectiveStateSpace}
 
 
+_INPUTS = {
+    "longhorn": [("inputs[0] (x)", "GLBD"), ("inputs[1] (beta_logits)", "GLBD"), ("inputs[2] (k)", "GLBN")],
+    "selective": [
+        ("inputs[0] (x)", "GLBD"), ("inputs[1] (dt)", "GLBD"), ("inputs[2] (b)", "GLBN"), ("inputs[3] (A)", "GND"),
+    ],
+}  # fmt: skip
+
+
+@once_a_kind
+def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, kept_GSBND=None) -> None:
+    """Raises a ValueError that names what the operators cannot scan."""
+    check_choice("recurrence", recurrence, RECURRENCES)
+    check_given(q_GLBN=q_GLBN)
+    if backward:
+        check_given(dy_GLBD=dy_GLBD, kept_GSBND=kept_GSBND)
+    rows = _INPUTS[recurrence]
+    if len(inputs) != len(rows):
+        raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, not {len(inputs)}")
+    of_q, dtype, sizes = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype, {}
+    check(sizes, of_q, *((name, t, layout, dtype) for (name, layout), t in zip(rows, inputs)))
+    sizes["S"] = -(-sizes["L"] // SEGMENT_TOKENS)
+    check(sizes, of_q, ("dy_GLBD", dy_GLBD, "GLBD", dtype), ("kept_GSBND", kept_GSBND, "GSBND", dtype))
+
+
 def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q_GLBN, *inputs))
     return _scan_forward(recurrence, q_GLBN, list(inputs), keep)[0]
@@ -144,6 +170,7 @@ def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
 @torch.library.custom_op("vil::reference_scan", mutates_args=())
 def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
     """Returns y_GLBD and, if `keep`, the state before every `SEGMENT_TOKENS` tokens for backward (else none)."""
+    _check(recurrence, q_GLBN, inputs)
     G, L, B, N = q_GLBN.shape
     D = inputs[0].shape[-1]
     y_GLBD = q_GLBN.new_empty(G, L, B, D)
@@ -166,6 +193,7 @@ def _scan_backward(
     recurrence: str, dy_GLBD: Tensor, kept_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns dq_GLBN and the gradient of each input."""
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
     G, L, B, N = q_GLBN.shape
     dq_GLBN = torch.empty_like(q_GLBN)
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
@@ -205,6 +233,7 @@ def _run(recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Ten
 
 @_scan_forward.register_fake
 def _(recurrence, q_GLBN, inputs, keep):
+    _check(recurrence, q_GLBN, inputs)
     G, L, B, N = q_GLBN.shape
     D = inputs[0].shape[-1]
     return q_GLBN.new_empty(G, L, B, D), q_GLBN.new_empty(G, -(-L // SEGMENT_TOKENS) if keep else 0, B, N, D)
@@ -212,6 +241,7 @@ def _(recurrence, q_GLBN, inputs, keep):
 
 @_scan_backward.register_fake
 def _(recurrence, dy_GLBD, kept_GSBND, q_GLBN, inputs):
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
     return torch.empty_like(q_GLBN), [torch.empty_like(t) for t in inputs]
 
 

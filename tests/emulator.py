@@ -12,6 +12,7 @@ import resource
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -97,15 +98,22 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
 
 
 def _compiled(program: str) -> Path:
-    """The library of a program, compiled once for all processes and runs of the tests."""
-    library = CACHE / (hashlib.sha256(f"{_compiler()}{COMMAND}{program}".encode()).hexdigest() + ".so")
-    if not library.exists():
+    def compile_program(library):
+        subprocess.run([*COMMAND, "-x", "c++", "-", "-o", library], input=program, text=True, check=True)
+
+    return kept(f"{_compiler()}{COMMAND}{program}", ".so", compile_program)
+
+
+def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
+    """The file that `make` writes, made once for all processes and runs of the tests."""
+    file = CACHE / (hashlib.sha256(key.encode()).hexdigest() + suffix)
+    if not file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=CACHE)
         os.close(descriptor)
-        subprocess.run([*COMMAND, "-x", "c++", "-", "-o", temporary], input=program, text=True, check=True)
-        os.replace(temporary, library)
-    return library
+        make(Path(temporary))
+        os.replace(temporary, file)
+    return file
 
 
 @functools.cache

@@ -108,6 +108,9 @@ def test_what_torch_load_returns_can_be_given_to_load_state_dict():
     model = timm.create_model("vim_tiny", **SMALL)
     model.load_state_dict({"model": weights, "epoch": 299})
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, weights["layers.1.mixer.in_proj.weight"])
+    assigned = timm.create_model("vim_tiny", device="meta", **SMALL)
+    assert not any(assigned.load_state_dict(weights, assign=True))  # neither missing nor unexpected
+    assert assigned.blocks[1].norm.weight.data_ptr() == weights["layers.1.norm.weight"].data_ptr()
 
 
 def test_another_number_of_classes_gets_a_new_head(tmp_path):

@@ -5,7 +5,7 @@ both; `quads.cu` and `pairs.cu` are forward on tensor cores, for few and long se
 summary; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`,
 `convolve.cu`, `project.cu`, `step.cu`, `output.cu` and, on Hopper, `output_hopper.cu` and `output_hopper_backward.cu`,
 which `block` launches.
-`types.cuh` is what all share; `compiler` compiles and caches them.
+`types.cuh` is what all share; `compiler` compiles them, `cache` keeps what it has compiled.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import tempfile
 import threading
 from pathlib import Path
 
 import torch
+
+from . import cache
 
 SOURCES = Path(__file__).parent
 OLDEST = (8, 0)
@@ -62,28 +62,15 @@ def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], 
 
 
 def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:
-    """The same from the disk cache, which it fills. `VIL_CACHE_DIR` says where; the user's cache otherwise."""
+    """The same from the cache on disk, which it fills. `VIL_CACHE_DIR` says where; the user's cache otherwise."""
     from cuda.bindings import nvrtc
 
-    key = repr((source(name), arch, macros, nvrtc.nvrtcVersion()[1:]))
-    directory = Path(
-        os.environ.get("VIL_CACHE_DIR")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vision-longhorn"
-    )
-    path = directory / f"{name}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
-    cubin = compile_cubin(name, arch, macros)
-    try:
-        # a process that reads sees the whole file or none: written under a name of its own, then renamed
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a read-only home costs a compilation a process, no more
+    key = repr((source(name), arch, macros, nvrtc.nvrtcVersion()[1:])).encode()
+    entry = f"{name}-{arch}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
+    cubin = cache.read(entry, key)
+    if cubin is None:
+        cubin = compile_cubin(name, arch, macros)
+        cache.write(entry, key, cubin)
     return cubin
 
 
@@ -119,11 +106,21 @@ def _config(grid: int, block: int, shared_bytes: int):
 
 
 def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments: list, shared_bytes: int = 0) -> None:
-    """Runs a kernel of `name`.cu on the device of the first tensor argument and on PyTorch's stream there.
+    """Runs a kernel of `name`.cu on the GPU of the tensor arguments and on PyTorch's stream there.
 
     Arguments are tensors (or None), passed as pointers, and ints and floats, passed in 64 bits.
     """
-    index = next(a for a in arguments if isinstance(a, torch.Tensor)).device.index
+    values, places = [], set()
+    for a in arguments:
+        if isinstance(a, torch.Tensor):
+            places.add(a.get_device())
+            values.append(a.data_ptr())
+        else:
+            values.append(0 if a is None else +a)
+    index = max(places)
+    if len(places) > 1 or index < 0:
+        found = ", ".join(sorted({str(a.device) for a in arguments if isinstance(a, torch.Tensor)}))
+        raise ValueError(f"{entry} needs its tensors on one GPU; they are on {found}")
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return launch(name, entry, macros, grid, block, arguments, shared_bytes)
@@ -132,7 +129,6 @@ def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments
     kernel = _kernel(name, entry, index, tuple(macros.items()), shared_bytes)
     # what torch.cuda.current_stream gives, in a tenth of its time
     stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
-    values = [0 if a is None else a.data_ptr() if isinstance(a, torch.Tensor) else +a for a in arguments]
     _launcher()(stream, _config(grid, block, shared_bytes), kernel, *values)
 
 

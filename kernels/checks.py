@@ -1,0 +1,73 @@
+"""What operators check of the tensors that they are given, before anything reads one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+KINDS = 4096  # that are remembered
+
+
+def check(sizes: dict[str, int], *table: tuple[str, Tensor | None, str, torch.dtype | None]) -> None:
+    """Raises a ValueError that names the first tensor that does not fit, unless all do.
+
+    Args:
+        sizes: Of dimensions, by their letters. Those that it lacks are taken from the first tensor that has them.
+        table: Name, tensor (None passes), the letters of its dimensions and its dtype, or None for any floating one.
+            The device of the first is that of all.
+    """
+    device = table[0][1].device
+    for name, t, layout, dtype in table:
+        if t is None:
+            continue
+        if t.dtype != dtype and (dtype is not None or not t.is_floating_point()):
+            raise ValueError(f"{name} is {t.dtype}; it must be {dtype or 'a floating-point tensor'}")
+        if t.device != device:
+            raise ValueError(f"{name} is on {t.device} but {table[0][0]} on {device}; move them to one device")
+        if t.dim() != len(layout) or any(sizes.setdefault(letter, n) != n for letter, n in zip(layout, t.shape)):
+            shapes = ", ".join(f"{n} {tuple(other.shape)}" for n, other, *_ in table if other is not None)
+            expected = ", ".join(f"{letter} = {n}" for letter, n in sizes.items() if letter in layout)
+            raise ValueError(f"{name} must have shape ({', '.join(layout)}) with {expected}; got {shapes}")
+
+
+def check_given(**tensors: Tensor | None) -> None:
+    """Raises a ValueError that names the first that is None, which PyTorch lets pass for any tensor of an operator."""
+    for name, t in tensors.items():
+        if t is None:
+            raise ValueError(f"{name} must be a tensor; it is None")
+
+
+def check_choice(name: str, value: object, choices: Iterable) -> None:
+    """Raises a ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is none of {[*choices]}")
+
+
+_kind_of = attrgetter("shape", "dtype", "device")
+
+
+def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
+    """Runs a check of tensors and lists of them by their shapes, dtypes and devices once for all that have the same."""
+    passed: set[tuple] = set()
+
+    @functools.wraps(check)
+    def checked(*arguments) -> None:
+        kind = tuple([
+            _kind_of(a) if isinstance(a, Tensor) else tuple(map(_kind_of, a)) if isinstance(a, (list, tuple)) else a
+            for a in arguments
+        ])  # fmt: skip
+        try:
+            if kind in passed:
+                return
+        except TypeError:  # a compiler's symbolic sizes
+            return check(*arguments)
+        check(*arguments)
+        if len(passed) >= KINDS:
+            passed.clear()
+        passed.add(kind)
+
+    return checked
