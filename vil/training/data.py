@@ -36,11 +36,11 @@ from torch.utils.data import DataLoader, Dataset
 from .config import Config, ConfigError
 from .device_loader import DeviceLoader, DrawingTransform, EncodedImage, collate_encoded, is_plain_jpeg
 from .images import (
-    MOST_BYTES,
     UNREADABLE,
     UnfitImageError,
     Unreadable,
     UnreadableSplitError,
+    check_length,
     open_image,
     read_image,
     restrict_pillow,
@@ -272,7 +272,8 @@ class EncodedReader(ImageReader):
         try:
             file, target = self._open(index)
             with file:
-                data = file.read(MOST_BYTES + 1)
+                check_length(file)
+                data = file.read()
             header = open_image(io.BytesIO(data))
         except Exception:  # `finish` says so
             return self.finish(key)

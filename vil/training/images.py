@@ -42,11 +42,16 @@ def read_image(file: BinaryIO) -> Image.Image:
     return _to_rgb(open_image(file))
 
 
+def check_length(file: BinaryIO) -> None:
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if length > MOST_BYTES:
+        raise UnfitImageError(f"{length} bytes, more than {MOST_BYTES}")
+
+
 def open_image(file: BinaryIO) -> Image.Image:
     """What Pillow makes of a file's header, if what it announces is within the limits."""
-    size = file.seek(0, os.SEEK_END)
-    if size > MOST_BYTES:
-        raise UnfitImageError(f"{size} bytes, more than {MOST_BYTES}")
+    check_length(file)
     image = Image.open(file, formats=FORMATS)
     width, height = image.size
     if width * height > MOST_PIXELS:
@@ -57,21 +62,29 @@ def open_image(file: BinaryIO) -> Image.Image:
         part = image.tag_v2.get(322, 0) * image.tag_v2.get(323, 0)
         if part > max(width * height, 2**22):
             raise UnfitImageError(f"tiles of {part} pixels in an image of {width}x{height}")
-    # so few bytes cannot have many scans over so few pixels; most files are below that, and not searched
-    elif image.format in ("JPEG", "MPO") and size * width * height > 2**36:
-        position = file.tell()
-        file.seek(0)
-        scans = file.read().count(b"\xff\xda")
-        file.seek(position)
-        if scans > MOST_SCANS:
-            raise UnfitImageError(f"a JPEG of {scans} scans, more than {MOST_SCANS}")
+    elif image.format in ("JPEG", "MPO") and (scans := _scans(image, file)) > MOST_SCANS:
+        raise UnfitImageError(f"{scans} scans, more than {MOST_SCANS}")
     return image
+
+
+def _scans(image: Image.Image, file: BinaryIO) -> int:
+    """How often a JPEG may have its decoder go over all pixels; Pillow has read it up to the first scan's data."""
+    place = file.tell()
+    file.seek(max(0, place - 8 - 2 * image.layers))
+    has_all_components = file.read(5) == bytes((0xFF, 0xDA, 0, 6 + 2 * image.layers, image.layers))
+    file.seek(0)
+    scans = 1 if has_all_components and "progressive" not in image.info else file.read().count(b"\xff\xda")
+    file.seek(place)
+    return scans
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode in 8 bits: the higher ones of more, which Pillow would clip at 255."""
     mode = image.mode
     if not mode.startswith(("I", "F")):
+        if mode == "RGB" and image.format == "JPEG":
+            image.load()
+            return image  # its conversion is a copy, which would take a tenth of the time
         return image.convert("RGB")
     if mode == "F" or (mode == "I" and image.format not in ("PNG", "PPM")):
         raise UnfitImageError(f"pixels of mode {mode!r} in {image.format} have no range from black to white")
