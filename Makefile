@@ -3,6 +3,7 @@
 # make lint    checks style
 # make mutants [PATHS="vil/training/data.py kernels"] [TESTS=tests/test_data.py] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
+# make cuda-mutants [WORDS="pairs.cu Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
 # make timm-tests    runs timm's own tests of its models on ours
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := .venv/bin
 # one thread trains while the other core loads images: these tensors are too small to share between two
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint timm-tests mutants
+.PHONY: demo test lint timm-tests mutants cuda-mutants
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -37,6 +38,9 @@ timm-tests: .venv/installed
 mutants: .venv/installed
 	$(BIN)/python tests/mutants/run.py $(PATHS) $(if $(TESTS),--tests $(TESTS)) $(if $(SAMPLE),--sample $(SAMPLE)) \
 		$(if $(JOBS),--jobs $(JOBS))
+
+cuda-mutants: .venv/installed
+	$(BIN)/python tests/cuda_mutants.py $(if $(JOBS),--jobs $(JOBS)) $(WORDS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

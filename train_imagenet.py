@@ -49,7 +49,7 @@ from tqdm import tqdm
 import vil  # noqa: F401  registers the models
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
-from vil.training.evaluation import autocast, default_device, evaluate
+from vil.training.evaluation import autocast, evaluate, known_device
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.models import create_model
 from vil.training.files import FolderInUseError, FolderLock
@@ -76,7 +76,7 @@ def main() -> None:
     status = 0
     try:
         config = load_config(__doc__, saved_options=checkpoint.saved_config)
-        Trainer(config, *join_processes(config.device or default_device())).run()
+        Trainer(config, *join_processes(known_device(config.device))).run()
     except PreemptedError as notice:
         if is_first_process():
             print(notice, file=sys.stderr)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +39,7 @@ from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
 from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError, confirm_dataset, parse_key_values
-from vil.training.evaluation import Evaluation, autocast, default_device, evaluate
+from vil.training.evaluation import Evaluation, autocast, evaluate, known_device
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model, load_model
 from vil.training.files import write_atomically
@@ -50,7 +51,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--checkpoint", help="weights; timm's pretrained ones if not given")
     average = dict(action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--use-ema", **average, help="the checkpoint's moving average (default: if best.pt says so)")
+    parser.add_argument("--use-ema", **average, help="the moving average of its weights, where best.pt does not say")
     parser.add_argument("--data-dir", help="folder that holds the split")
     parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; folders and tar files if not given")
     parser.add_argument("--split", help="name of the split (default: validation)")
@@ -60,7 +61,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--interpolation", help="interpolation of the resize")
     parser.add_argument("--batch-size", type=int, default=128, help="images a process holds at once (default: 128)")
     parser.add_argument("--workers", type=int, default=8, help="loader processes per process (default: 8)")
-    parser.add_argument("--device", default=default_device(), help="a GPU if there is one")
+    parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
     parser.add_argument(
@@ -86,7 +87,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     options = parse_options()
     try:
-        device = init_distributed_device(process := SimpleNamespace(device=options.device))
+        device = init_distributed_device(process := SimpleNamespace(device=known_device(options.device)))
         runs = [resolve_settings(options, "--model")]
         if options.against:
             runs.append(second_settings(options, runs[0]))
@@ -96,6 +97,9 @@ def main() -> None:
             report(runs, models, outcome, options)
     except (ConfigError, checkpoint.CheckpointError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\nstopped: nothing was written", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -106,6 +110,11 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     saved = checkpoint.saved_config(options.checkpoint) if options.checkpoint else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
     settings = {name: getattr(options, name) or saved.get(name) for name in names}
+    if not options.data_dir and not settings["dataset"] and not Path(settings["data_dir"] or ".").is_dir():
+        raise ConfigError(
+            f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, is not a folder here: give "
+            "--data-dir"
+        )
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
     settings["model_kwargs"] = {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
@@ -213,10 +222,11 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
     rows = [as_dict(*parts) for parts in zip(runs, models, outcome.results)]
     if options.against:
         result = as_comparison(rows, outcome)
-        print(markdown(result))
+        text = markdown(result)
     else:
         result = rows[0]
-        print(validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes))
+        text = validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes)
+    print(text, file=sys.stderr if options.json == "-" else sys.stdout)
     if options.csv:
         outcome.comparison.write_tables(options.csv, outcome.class_names)
     if options.plot:

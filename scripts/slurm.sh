@@ -19,8 +19,10 @@ cd "${SLURM_SUBMIT_DIR:?submit this with sbatch from the repository}"
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=1
-srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
-    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first:29500" --max-restarts=3 \
+# a static rendezvous: the other one unpickles what anybody on the network may write (docs/security.md)
+srun --kill-on-bad-exit=1 bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
+    --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
+    --master-addr="$first" --master-port="$((20000 + SLURM_JOB_ID % 10000))" --max-restarts=3 \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     train_imagenet.py --resume auto "$@" &
 step=$!

@@ -50,6 +50,11 @@ def uninterrupted(tmp_path_factory, image_folder):
 
 
 @pytest.fixture
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")  # which takes longer than small runs
+
+
+@pytest.fixture
 def poison(monkeypatch):
     """Every new tensor is NaN until it is written."""
 

@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
+import mmap
 import os
 import re
 import struct
@@ -168,6 +170,37 @@ def _guarded(entry: str, tensors: list[torch.Tensor]):
             which = [i for i, t in enumerate(tensors) if t.untyped_storage().data_ptr() == start]
             raise RuntimeError(f"{entry} writes outside of its tensors {which}")
         content.copy_(now)
+
+
+def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
+    """Zeros amid zeros, terabytes of them if need be: only what is written takes memory."""
+    stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]
+    elements, around = 1 + sum((n - 1) * s for n, s in zip(size, stride)), 1 << 33
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
+    memory = mmap.mmap(-1, elements * dtype.itemsize + 2 * around, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
+
+
+@contextlib.contextmanager
+def sparse_where_large(blocks: int = 16):
+    """What is allocated within is sparse if it is large; a `launch` that runs only so many of the last blocks."""
+    real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def empty(*size, device=None, dtype=torch.float32):
+        size = size[0] if isinstance(size[0], tuple | list) else size
+        return sparse(size, dtype) if math.prod(size) > 1 << 20 else real(size, device=device, dtype=dtype)
+
+    def empty_like(t, dtype=None, device=None, memory_format=None):
+        return empty(t.shape, device=t.device, dtype=dtype or t.dtype)
+
+    def new_empty(t, *size, dtype=None):
+        return empty(*size, device=t.device, dtype=dtype or t.dtype)
+
+    try:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = empty, empty_like, new_empty
+        yield functools.partial(launch, blocks=blocks)
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = real, real_like, real_new
 
 
 def _bits(number: int | float) -> int:

@@ -6,25 +6,18 @@ The processes are forked from one that has imported everything, and talk over gl
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from processes import SMALL
+from processes import CONTEXT, SMALL, become, free_port
 
 from vil.training import checkpoint
 
-# the tests of a mutant are in a process that was forked from such a one
-UNDER_TEST = "__mutmut_" in os.environ.get("MUTANT_UNDER_TEST", "")
-CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
-CONTEXT.set_forkserver_preload(["train_imagenet", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"])
 # eight steps an epoch, so that there is much of it to be interrupted in
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
 
@@ -91,6 +84,11 @@ class Run:
         except FileNotFoundError:  # or between two renamings
             return None
 
+    def wait_until_it_heeds_signals(self) -> None:
+        """All processes, as from when they have something to save."""
+        while self.is_running() and not all(map(_heeds_signals, self.ranks)):
+            time.sleep(0.001)
+
     def wait_for_a_save_to_begin(self) -> None:
         while not any(self.folder.glob(".last.pt.*")) and self.is_running():
             pass
@@ -104,27 +102,20 @@ class Run:
         return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
 
 
-def free_port() -> int:
-    """A port below those that connections take by themselves, one of which may take this one before it is used."""
-    for port in random.sample(range(20000, 32000), 100):
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("localhost", port))
-            return port
-    raise OSError("no port is free")
-
-
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:
-    import torch
-
     import train_imagenet
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
-    torch.set_num_threads(1)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(file, standard)
+    become(rank, processes, port, log, log)
     if prepare:
         prepare()
     sys.argv = ["train_imagenet.py", "-c", config]
     train_imagenet.main()
+
+
+def _heeds_signals(process) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

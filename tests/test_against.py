@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from figures import kept_figures
 from PIL import Image
+from processes import in_processes
 from timm.data import ImageNetInfo
 
 from vil.published import published
-from vil.training import comparison
+from vil.training import comparison, processes
 from vil.training.comparison import Comparison, Paired, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
@@ -196,23 +197,23 @@ def test_predictions_keep_five_classes_of_each_model_in_order():
     assert (best == logits.transpose(0, 1).topk(5).indices.numpy()).all()
 
 
-def test_images_of_several_processes_are_gathered_in_the_order_of_the_split(monkeypatch):
-    """Which ReaL labels an image gets depends on it. Process r of two sees images r, r + 2, ..."""
-    shares = []
-    for images in ([0, 2, 4], [1, 3]):
-        share = Predictions()
-        share(torch.tensor(images), [F.one_hot(torch.tensor(images), 6).float()] * 2)
-        shares.append(share.gather())
-
-    def all_gather_object(parts, mine):
-        parts[:] = shares
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+def gathered(rank, images):
+    processes.join_processes("cpu")
+    share = Predictions()
+    mine = torch.tensor(range(rank, images, 3))
+    for part in mine.split(2):
+        share(part, [F.one_hot(part, 8).float(), F.one_hot((part + 1) % 8, 8).float()])
     targets, best = share.gather()
-    assert targets.tolist() == [0, 1, 2, 3, 4]
-    assert best[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    processes.leave_processes()
+    return targets.tolist(), best[:, 0, 0].tolist(), best[:, 1, 0].tolist()
+
+
+@pytest.mark.parametrize("images", [8, 7, 6, 3])
+def test_images_of_several_processes_are_gathered_in_the_order_of_the_split(images):
+    """Which ReaL labels an image gets depends on it. Process r of three sees images r, r + 3, ..."""
+    for ended in in_processes(3, gathered, images):
+        in_order = list(range(images))
+        assert ended.value == (in_order, in_order, [(i + 1) % 8 for i in in_order]), ended.errors
 
 
 def test_the_published_numbers_of_one_model():

@@ -1,0 +1,416 @@
+"""Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
+
+import functools
+import shutil
+
+import emulator
+import pytest
+import torch
+from test_block import PlainKernels, close, in_tiles, make_block
+from vil.kernels.cuda import block as kernels
+
+from vil.block import LonghornMixer
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
+
+
+def as_hopper(monkeypatch, multiprocessors=1):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+
+
+def small_tokens(T, C):
+    """Tokens whose mean squares are 0, far below an eps of 1e-5, about that and far above."""
+    return torch.randn(T, C) * torch.tensor([0, 1e-4, 3e-3, 1.0])[torch.arange(T) % 4, None]
+
+
+def normed(x, eps):
+    scale = 1 / torch.sqrt(x.double().square().mean(-1) + eps)
+    return x.double() * scale[:, None], scale
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
+    block, x = make_block(LonghornMixer, 8), small_tokens(21, 8)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    for dtype in (torch.float32, BF16):
+        for copy in (True, False):
+            _, (xhat, scale, x_or_copy) = kernels.prepare(*weights, directions, dtype, None, x, eps, copy)
+            for value, truth in zip((xhat, scale), normed(x, eps)):
+                close(value, truth, dtype, "norm")
+            assert torch.equal(x_or_copy, x)
+            assert (x_or_copy is x) != copy
+
+
+def exactly(*tensors):
+    return [t if t is None else t.double() for t in tensors]
+
+
+def misplaced(t):
+    """The same one element behind where vectors begin."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def transposed(t):
+    """The same with its dimensions in another order in memory."""
+    return t.t().contiguous().t() if t.dim() == 2 else t
+
+
+@pytest.mark.parametrize("changed", ["norm", "in_proj", "out_proj", "pairs", "x", "transposed", "bfloat16"])
+def test_parameters_may_lie_anywhere_and_be_of_any_type_emulated(changed, poison):
+    """The weights of a block as its kernels want them, and their gradients."""
+    C, T, dtype = 8, 21, BF16
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = dict(norm=block.norm.weight, in_proj=block.mixer.in_proj.weight, out_proj=block.mixer.out_proj.weight)
+    weights = {name: misplaced(p.detach()) if name == changed else p.detach() for name, p in weights.items()}
+    x, dresidual = torch.randn(T, C), torch.randn(T, C)
+    if changed == "pairs":
+        directions = [misplaced(p) for p in directions]
+    elif changed == "x":
+        x, dresidual = misplaced(x), misplaced(dresidual)
+    elif changed == "transposed":
+        directions = [transposed(p) for p in directions]
+        weights = {name: transposed(p) for name, p in weights.items()}
+    elif changed == "bfloat16":
+        directions = [p.to(BF16) for p in directions]
+        weights = {name: p.to(BF16) for name, p in weights.items()}
+    parameters = [*weights.values(), directions]
+    doubles = *exactly(*weights.values()), exactly(*directions)
+    packed, norm = kernels.prepare(*parameters, dtype, None, x, 1e-5, True)
+    for value, truth in zip(packed, PlainKernels.pack(*doubles, torch.float64)):
+        close(value, truth, dtype, "packed")
+    # projections in the type of products, what other kernels read in fp32
+    fp32 = torch.float32
+    assert [t.dtype for t in packed] == [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
+    assert [(t.shape, t.dtype) for t in kernels.empty_weights(weights["out_proj"], directions, dtype)] == [
+        (t.shape, t.dtype) for t in packed
+    ]
+    for value, truth in zip(norm, normed(x, 1e-5)):
+        close(value, truth, dtype, "norm")
+    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    dweights = (
+        torch.randn(4 * C, C), torch.randn(3, 2, taps + 1, 2 * C), torch.randn(2, 5, P, 2 * C),
+        torch.randn(2, 7, 2 * C, R), torch.randn(2, 2, 2 * C), torch.randn(T, C).to(dtype), norm[0], norm[1], dresidual,
+    )  # fmt: skip
+    found, dx, rounded = kernels.finish_backward(*parameters[:2], directions, *dweights)
+    truths, dx_truth, _ = PlainKernels.finish_backward(*doubles[:2], doubles[3], *exactly(*dweights))
+    of = [weights["norm"], weights["in_proj"], *(p for pair in zip(directions[:6], directions[6:]) for p in pair)]
+    for value, truth, parameter in zip(found, truths, of):
+        assert value.dtype == parameter.dtype
+        assert value.is_contiguous()
+        close(value, truth.view_as(value), value.dtype, "gradient")
+    close(dx, dx_truth, dtype, "dx")
+    assert torch.equal(rounded, dx.to(dtype))
+
+
+def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
+    """On Hopper, where out_proj adds nothing to small tokens."""
+    as_hopper(monkeypatch)
+    B, L, C = 2, 96, 192
+    x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
+    y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
+    tiles = kernels.empty_tiles(B * L, out_proj, BF16).zero_()
+    for eps in (1e-5, 1e-2):
+        out, _, norm = kernels.gated_product(x, y, uz[..., 2 * C :], None, out_proj, tiles, True, eps)
+        assert torch.equal(out, x)
+        for value, truth in zip(norm, normed(x, eps)):
+            close(value, truth, BF16, "norm")
+
+
+@pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
+def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
+    """Stretches of even and odd numbers of tiles, one after the other in the same memory."""
+    conv, conv_bias, P = torch.randn(2, D, 4), torch.randn(2, D), 16
+    u, x_proj = torch.randn(B, L, D).to(dtype), torch.randn(2, P, D).to(dtype)
+    for H in (L, L // 2 + 1):
+        dv, dprojected = torch.randn(2, B, H, D).to(dtype), torch.randn(2, B * H, P).to(dtype)
+        inputs = u, dv, dprojected, x_proj, conv, conv_bias
+        expected = torch.empty(B, L, D, dtype=torch.float64)
+        truth = PlainKernels.convolve_backward(*(t.double() for t in inputs), expected)
+        du = torch.empty_like(u)
+        dfilters = kernels.convolve_backward(*(t.clone() for t in inputs), du)
+        close(dfilters.sum(0, keepdim=True), truth, dtype, "filters")
+        close(du, expected, dtype, "du")
+
+
+# Which kernels run, as if on an H200 or an A100
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(entry, blocks, bytes of shared memory) of every launch, of which none runs."""
+    found = []
+
+    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+        found.append((entry, grid, shared_bytes))
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("T", "C", "hopper", "entry", "blocks"),
+    [
+        (16, 192, False, "gated_product_of_few", 4),
+        (33 * 16, 192, False, "gated_product_of_few", 132),
+        (33 * 16 + 1, 192, False, "gate", None),
+        (16 * 16, 384, False, "gated_product_of_few", 128),
+        (17 * 16, 384, False, "gate", None),
+        (80 * 132 - 1, 192, False, "gate", None),
+        (80 * 132, 192, False, "gated_product", 110),
+        (96 * 133, 384, False, "gated_product", 132),
+        (64 * 132 - 1, 384, True, "gate", None),
+        (64 * 132, 384, True, "gated_product_by_wgmma", 132),
+    ],
+)
+def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x)
+
+    def entries(D=2 * C, dtype=BF16, columns=C):
+        x, out_proj = torch.empty(T, columns)[:, :C], torch.empty(C, D, dtype=dtype)
+        y, z = torch.empty(2, 1, T, D, dtype=dtype), torch.empty(1, T, 2 * D, dtype=dtype)[..., D:]
+        launched.clear()
+        tiles = kernels.empty_tiles(T, out_proj, dtype)
+        takes_tiles = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
+        assert (tiles is not None) == takes_tiles
+        out, _, norm = kernels.gated_product(x, y, z, None, out_proj, tiles, True, 1e-5)
+        fused = kernels.fuses_product(x, D, dtype)
+        assert (out.data_ptr() == x.data_ptr()) != fused
+        assert len(norm) == (2 if takes_tiles else 0)
+        ((entry, grid, _),) = launched
+        return entry, grid if fused else None
+
+    assert entries() == entries(dtype=torch.float16) == (entry, blocks)
+    # other widths and types, and rows that vectors cannot read
+    if entry != "gated_product_by_wgmma":
+        assert entries(columns=C + 1)[0] == "gate"
+    assert entries(dtype=torch.float32)[0] == entries(D=3 * C)[0] == "gate"
+
+
+def test_a_block_with_less_shared_memory_multiplies_narrow_models_only(launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 99 * 1024)
+    fused = {C: kernels.fuses_product(torch.empty(80 * 132, C), 2 * C, BF16) for C in (192, 384, 768)}
+    assert fused == {192: True, 384: False, 768: False}
+
+
+@pytest.mark.parametrize(("T", "blocks"), [(1, 1), (128, 1), (129, 1), (1000, 3), (8448, 132), (25217, 132), (99, 7)])
+def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, blocks):
+    rounds, tokens = kernels._shares(T, blocks)
+    assert 1 <= tokens <= 64
+    assert rounds * 2 * blocks * tokens >= T > rounds * 2 * blocks * (tokens - 1)
+    assert (rounds - 1) * 2 * blocks * 64 < T
+
+
+@pytest.mark.parametrize(("T", "parts"), [(96, 16), (15, 15), (34, 2), (17, 1), (1, 1)])
+def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
+    a, b = torch.randn(2, T, 5), torch.randn(2, T, 3)
+    found = kernels.products_over_tokens(a, b)
+    assert found.shape == (2, parts, 5, 3)
+    for part, products in enumerate(found.unbind(1)):
+        tokens = slice(part * T // parts, (part + 1) * T // parts)
+        torch.testing.assert_close(products, torch.einsum("gtm,gtn->gmn", a[:, tokens], b[:, tokens]))
+
+
+def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2)
+
+    def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
+        u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
+        launched.clear()
+        kernels.project(
+            u, torch.empty(2, D, taps), torch.empty(2, D), torch.zeros(2, R + 2 * N, D, dtype=dtype),
+            torch.zeros(2, D, R, dtype=dtype), L,
+        )  # fmt: skip
+        ((entry, grid, _),) = launched
+        return entry, grid
+
+    assert entries() == entries(dtype=torch.float16) == ("project", 2)
+    assert entries(B=3, L=97) == ("project", 4)  # of 147 pairs of tokens 48 each
+    assert entries(B=2, L=96, R=40, N=24) == ("project", 4)  # P = 88: 48 tokens a block
+    assert entries(L=95)[0] == "convolve"  # too few tokens for two blocks of 96
+    assert entries(B=16, L=24)[0] == "project"
+    assert entries(B=16, L=23)[0] == "convolve"  # a block's tokens would be of more than five sequences
+    for other in (
+        dict(D=96), dict(R=40, N=32), dict(taps=3), dict(dtype=torch.float32), dict(stride=68, start=0),
+        dict(stride=128, start=4),
+    ):  # fmt: skip
+        assert entries(**other)[0] == "convolve", other
+
+
+@pytest.mark.parametrize(
+    ("D", "R", "dtype", "one_kernel"),
+    [
+        (128, 8, BF16, True), (768, 24, BF16, True), (384, 16, torch.float16, True), (768, 32, BF16, False),
+        (896, 24, BF16, False), (192, 16, BF16, False), (128, 12, BF16, False), (128, 8, torch.float32, False),
+    ],
+)  # fmt: skip
+def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
+    D, R, dtype, one_kernel, launched, monkeypatch
+):
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
+    T, N = 1000, 16
+    dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
+    dprojected, dstep = kernels.step_backward(
+        torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
+    )
+    # a block for every two multiprocessors, or for each 16 tokens
+    assert [entry[:2] for entry in launched] == ([("step_backward", 2 * min(63, 66))] if one_kernel else [])
+    assert dprojected.shape == (2, T, R + 2 * N)
+    assert dprojected.dtype == dtype
+    assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
+    assert dstep.dtype == torch.float32
+
+
+# Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
+# and only the last blocks of every grid run.
+
+
+@pytest.fixture
+def large(monkeypatch):
+    with emulator.sparse_where_large() as launch:
+        monkeypatch.setattr(kernels, "launch", launch)
+        yield lambda *size, dtype=BF16: emulator.sparse(size, dtype)
+
+
+L = 50
+
+
+def put(t, *, tokens=L):
+    """Random numbers at the end of a tensor's batch, or of its tokens."""
+    last = t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == tokens else t[..., -tokens:, :]
+    return last.copy_(torch.randn(last.shape).to(t.dtype))
+
+
+def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
+    B, D = 2**21 + 3, 40
+    y, uz, dgated, mean = large(2, B, L, D), large(B, L, 2 * D), large(B, L, D), large(B, L, D)
+    scale, z = torch.rand(B), uz[..., D:]
+    of_y, of_uz, of_dgated, of_mean = (put(t) for t in (y, uz, dgated, mean))
+    of_z, of_scale = of_uz[..., D:], scale[-1:]
+    gated, found = kernels.gate(y, z, scale, True)
+    truth, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, of_scale), True)
+    close(gated[-1:], truth, BF16, "gated")
+    close(found[-1:], mean_truth, BF16, "mean")
+    duz = large(B, L, 2 * D)
+    gated = kernels.gate_backward(dgated, mean, z, scale, *duz.chunk(2, dim=-1))
+    expected = torch.empty(1, L, 2 * D, dtype=torch.float64)
+    truth = PlainKernels.gate_backward(
+        *exactly(of_dgated, of_mean, of_z, of_scale), *expected.chunk(2, dim=-1)
+    )  # fmt: skip
+    close(gated[-1:], truth, BF16, "gated")
+    close(duz[-1:], expected, BF16, "duz")
+
+
+def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
+    C, T = 8, 2**29 + 41
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    x = large(T, C, dtype=torch.float32)
+    of_x = put(x)
+    _, (xhat, scale, copy) = kernels.prepare(*weights, directions, BF16, None, x, 1e-5, True)
+    for value, truth in zip((xhat[-L:], scale[-L:]), normed(of_x, 1e-5)):
+        close(value, truth, BF16, "norm")
+    assert torch.equal(copy[-L:], of_x)
+    packed = PlainKernels.pack(*weights, directions, torch.float32)
+    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    dxhat, dresidual = large(T, C), large(T, C, dtype=torch.float32)
+    of_dxhat, of_dresidual = put(dxhat), put(dresidual)
+    _, dx, rounded = kernels.finish_backward(
+        *weights[:2], directions, torch.randn(4 * C, C), torch.randn(1, 2, taps + 1, 2 * C),
+        torch.randn(2, 1, P, 2 * C), torch.randn(2, 1, 2 * C, R), torch.randn(2, 2, 2 * C), dxhat, xhat, scale,
+        dresidual,
+    )  # fmt: skip
+    g, v, r, d = exactly(of_dxhat, xhat[-L:], scale[-L:], of_dresidual)
+    close(dx[-L:], d + r[:, None] * (g - v * (g * v).mean(-1, keepdim=True)), BF16, "dx")
+    assert torch.equal(rounded[-L:], dx[-L:].to(BF16))
+
+
+@pytest.mark.parametrize("D", [40, 64])  # for the kernel of convolutions alone, and with projections
+def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
+    B, P, R = 2**21 + 3, 16, 8
+    uz = large(B, L, 2 * D)
+    put(uz)
+    u, of_u = uz[..., :D], uz[-1:, :, :D]
+    conv, conv_bias = torch.randn(2, D, 4), torch.randn(2, D)
+    x_proj, step_proj = torch.randn(2, P, D).to(BF16), torch.randn(2, D, R).to(BF16)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda a, b: a.new_zeros(()).expand(*a.shape[:2], b.shape[2]))
+        v, projected, logits = kernels.project(u, conv, conv_bias, x_proj, step_proj, L)
+    truths = PlainKernels.project(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
+    close(v[:, -1:], truths[0], BF16, "v")
+    if D == 64:
+        close(projected[:, -L:], truths[1], BF16, "project")
+        close(logits[:, -L:], truths[2], BF16, "project")
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one group of stretches
+    dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), large(B, L, 2 * D)[..., D:]
+    of_dv, of_dprojected = put(dv), put(dprojected)
+    dfilters = kernels.convolve_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
+    expected = torch.empty(1, L, D, dtype=torch.float64)
+    truth = PlainKernels.convolve_backward(
+        *exactly(of_u, of_dv, of_dprojected, x_proj, conv, conv_bias), expected
+    )  # fmt: skip
+    close(du[-1:], expected, BF16, "du")
+    close(dfilters[-16:].sum(0, keepdim=True), truth, BF16, "filters")
+
+
+def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one tile
+    T, D, R, N = 2**25 + 5, 128, 8, 4
+    dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
+    of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
+    step, of_step, step_proj = projected[..., :R], of_step[..., :R], torch.randn(2, D, R).to(BF16)
+    dprojected, dstep = kernels.step_backward(dlogits, step, step_proj, dk, dq)
+    truths = PlainKernels.step_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
+    close(dprojected[1, -L:], truths[0][1], BF16, "dprojected")
+    close(dstep[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep")
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_offsets_of_more_than_32_bits_of_gated_products_emulated(hopper, large, monkeypatch):
+    B, C, D = 2**18 + 1, 192, 384
+    T = B * L
+    monkeypatch.setattr(kernels, "launch", functools.partial(emulator.launch, blocks=6))
+    if hopper:
+        as_hopper(monkeypatch, -(-T // 128))  # each group has tokens once
+    else:
+        monkeypatch.setattr(kernels, "_multiprocessors", lambda device: -(-T // 96))
+    x, y, uz, scale = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D), torch.rand(B)
+    of_x, of_y, of_z = put(x), put(y), put(uz)[..., D:]
+    out_proj = torch.randn(C, D).to(BF16)
+    tiles = in_tiles(out_proj) if hopper else None
+    out, mean, norm = kernels.gated_product(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
+    gated, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, scale[-1:]), True)
+    truth = of_x + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
+    torch.testing.assert_close(out[-L:].double(), truth, atol=2e-2, rtol=1e-4)
+    close(mean[-1:], mean_truth, BF16, "mean")
+    for value, expected in zip(norm, normed(out[-L:], 1e-5)):
+        close(value[-L:], expected, BF16, "norm")
+    if not hopper:
+        return
+    # for three slices of channels, of each block two rounds of two groups of 64 tokens
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3 * -(-T // 256))
+    dout, duz = large(T, C), large(B, L, 2 * D)
+    of_dout, expected = put(dout), torch.empty(1, L, 2 * D, dtype=torch.float64)
+    gated = kernels.gated_product_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
+    truth = PlainKernels.gated_product_backward(
+        *exactly(of_dout, out_proj, mean[-1:], of_z, scale[-1:]), *expected.chunk(2, dim=-1)
+    )  # fmt: skip
+    close(gated[-1:], truth, BF16, "gated")
+    close(duz[-1:], expected, BF16, "duz")

@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import shutil
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +76,9 @@ def compiled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("differs", ["macro", "architecture", "source", "header", "name", "compiler", "nothing"])
+@pytest.mark.parametrize(
+    "differs", ["macro", "architecture", "source", "header", "name", "release", "minor release", "nothing"]
+)
 def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
     first, arguments = code(), {}
     if differs == "macro":
@@ -90,10 +93,12 @@ def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, c
         shutil.copy(tiny / "tiny.cu", tiny / "other.cu")
         monkeypatch.setitem(compiler.HEADERS, "other", ["types.cuh"])
         arguments = dict(name="other")
-    elif differs == "compiler":
+    elif "release" in differs:
         from cuda.bindings import nvrtc
 
-        monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 99, 1))
+        success, major, minor = nvrtc.nvrtcVersion()
+        newer = (success, major, minor + 1) if "minor" in differs else (success, major + 1, minor)
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: newer)
     compiler.source.cache_clear()  # as in another process
     second = code(**arguments)
     assert (second == first) == (differs == "nothing")
@@ -105,7 +110,7 @@ def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, c
 def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monkeypatch):
     def files():
         code()
-        found = [f for f in tmp_path.rglob("*.cubin")]
+        found = list(tmp_path.rglob("*.cubin"))
         for f in found:
             f.unlink()
         return [f.parent for f in found]
@@ -118,6 +123,12 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
     for unset in (lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""), lambda: monkeypatch.delenv("XDG_CACHE_HOME")):
         unset()
         assert files() == [tmp_path / "home/.cache/vision-longhorn"]
+
+
+def test_the_cache_needs_no_other_folder(tiny, compiled, tmp_path, monkeypatch):
+    """Such as that of temporary files, from which nothing can be renamed if it is on another file system."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert code() == code() == b"code 1"
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tiny, compiled, tmp_path, monkeypatch):
@@ -282,7 +293,8 @@ def test_what_is_missing_is_named_with_the_remedy(monkeypatch):
     [((7, 5), "needs compute capability 8.0; cuda:1 has 7.5"), ((8, 0), None), ((8, 9), None), ((12, 0), None)],
 )
 def test_gpus_from_sm_80_on_are_taken(capability, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    of_devices = {torch.device("cuda", 1): capability, None: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of_devices.get)
     monkeypatch.setattr(compiler, "unavailable", lambda: None)
     found = cuda.unavailable(torch.device("cuda", 1))
     assert found is None if reason is None else reason in found

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import time
 
@@ -26,6 +27,7 @@ from timm.data.random_erasing import RandomErasing
 from train_imagenet import Trainer
 from vil.training import data
 from vil.training.config import Config, ConfigError
+from vil.training.digits import write_digits
 
 CPU = torch.device("cpu")
 
@@ -536,7 +538,8 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
     assert [position for _, position in whole] == list(range(0, 64, 8))
     assert len(whole) == batches.accumulation * batches.steps == 2 * (4 * TRAIN_IMAGES // 16)
     assert [position for _, position in targets(epoch=2, first_step=2)] == list(range(32, 64, 8))
-    assert train.reader.epoch_count.value == 2  # from which its shuffle follows
+    assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
+    assert data.open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
     loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
     images, labels = (torch.cat(parts) for parts in zip(*loader))
     assert labels.bincount().tolist() == [VAL_IMAGES] * 4
@@ -558,11 +561,19 @@ def test_workers_start_with_their_loader(image_folder):
     assert set(multiprocessing.active_children()) - before == workers
 
 
-def test_a_worker_heeds_its_parents_signals_alone(pictures):
+def test_a_worker_heeds_its_parents_signals_alone(pictures, monkeypatch):
     """A scheduler signals every process of a job, and then images are still needed."""
-    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(data, "STALLED", 60)
+    before, threads = set(multiprocessing.active_children()), torch.get_num_threads()
     dataset = data.open_split(str(pictures), "", "validation")
-    loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+    try:
+        torch.set_num_threads(
+            threads + 2
+        )  # then PyTorch starts threads in a worker, before anything of ours runs there
+        loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint({signal.SIGTERM, signal.SIGUSR1})
     (worker,) = set(multiprocessing.active_children()) - before
     expected = [images for images, _ in loader]
     for name in ("-TERM", "-USR1"):
@@ -612,19 +623,23 @@ def test_workers_get_cores_of_their_own(monkeypatch, workers, threads):
 # digits
 
 
-def written_digits(root, monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["digits", str(root), *words])
-    runpy.run_module("vil.training.digits", run_name="__main__")
-    return {split: {int(p.stem): int(p.parent.name) for p in root.glob(f"{split}/*/*.png")} for split in SPLITS}
-
-
-SPLITS = ("train", "validation")
+def written(root):
+    """{split: {number of the image: digit}} of a folder of digits."""
+    return {
+        split: {int(path.stem): int(path.parent.name) for path in root.glob(f"{split}/*/*.png")}
+        for split in ("train", "validation")
+    }
 
 
 def test_digits_are_held_out_alike_however_many_are_trained_on(tmp_path, monkeypatch):
     digits = load_digits()
-    everything = written_digits(tmp_path / "all", monkeypatch)
-    few = written_digits(tmp_path / "few", monkeypatch, "--train-per-class", "5")
+    write_digits(tmp_path / "new" / "all")
+    write_digits(tmp_path / "few", 5)
+    monkeypatch.setattr("sys.argv", ["digits", str(tmp_path / "command"), "--train-per-class", "5"])
+    monkeypatch.delitem(sys.modules, "vil.training.digits")
+    runpy.run_module("vil.training.digits", run_name="__main__")
+    everything, few = written(tmp_path / "new" / "all"), written(tmp_path / "few")
+    assert written(tmp_path / "command") == few
     assert everything["train"].keys().isdisjoint(everything["validation"])
     assert {**everything["train"], **everything["validation"]} == dict(enumerate(digits.target.tolist()))
     assert few["validation"] == everything["validation"]
@@ -634,5 +649,5 @@ def test_digits_are_held_out_alike_however_many_are_trained_on(tmp_path, monkeyp
     assert sorted(few["train"].values()) == [digit for digit in range(10) for _ in range(5)]
     assert few["train"].items() <= everything["train"].items()
     number, digit = next(iter(few["train"].items()))
-    written = np.asarray(Image.open(tmp_path / "few" / "train" / str(digit) / f"{number:04d}.png"))
-    assert np.abs(written / 255 - digits.images[number] / 16).max() <= 0.5 / 255 + 1e-9
+    pixels = np.asarray(Image.open(tmp_path / "few" / "train" / str(digit) / f"{number:04d}.png"))
+    assert np.abs(pixels / 255 - digits.images[number] / 16).max() <= 0.5 / 255 + 1e-9

@@ -3,7 +3,6 @@
 import functools
 import io
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +51,8 @@ def assert_levels(images, expected, most, share):
 
 
 # Where a sum is exactly half a level, which is seldom with cubic weights, PIL's weights of 22 bits and ours of fp32
-# round it up or down as they happen to: 1.8 % of a bilinear image at most here.
-@pytest.mark.parametrize(("interpolation", "share"), [("bicubic", 1e-3), ("bilinear", 0.02)])
+# round it up or down as they happen to: 1.8 % of the worst bilinear image on a CPU, 1.7 % on an H200; 0.3 % of all.
+@pytest.mark.parametrize(("interpolation", "share"), [("bicubic", 1e-3), ("bilinear", 0.03)])
 def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, share):
     random.seed(0)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 1300, 3), dtype=np.uint8))
@@ -229,7 +228,12 @@ def damage_tables(jpeg):
     return jpeg[:place] + b"\xff" * 16 + jpeg[place + 16 :]
 
 
-ON_DEVICE = ("grey", "full colour", "no tables")  # of the odd kinds
+def without_adobes_mark(jpeg):
+    start = jpeg.index(b"\xff\xee")
+    return jpeg[:start] + jpeg[start + 2 + int.from_bytes(jpeg[start + 2 : start + 4], "big") :]
+
+
+ON_DEVICE = ("grey", "full colour", "wrong tables")  # of the odd kinds
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +256,10 @@ def photo_folder(tmp_path_factory):
             "grey": encode(small.convert("L")),
             "full colour": encode(small, subsampling=0),
             "rgb": encode(small, keep_rgb=True),
-            "no tables": damage_tables(whole),
+            "wrong tables": damage_tables(whole),
             "progressive": encode(small, progressive=True),
             "cmyk": encode(small.convert("CMYK")),
+            "cmyk, unmarked": without_adobes_mark(encode(small.convert("CMYK"))),
             "png": encode(small, format="PNG"),
             "truncated": whole[: len(whole) // 2],
             "no header": whole[:100],
@@ -297,9 +302,12 @@ def levels(images):
 
 
 def by_timm(dataset, keys, **options):
-    """Grey levels and targets of the images by PIL and timm alone; the next image takes the place of a broken one."""
+    """Grey levels and targets of the images by PIL and timm alone, and how often none could be read.
+
+    The next image takes the place of a broken one.
+    """
     transform = create_transform((3, 48, 40), is_training=True, **LITERAL | options)
-    images, targets = [], []
+    images, targets, broken = [], [], 0
     for index, seed in keys:
         for i in range(index, index + 3):
             name = dataset.filename(i % len(dataset))
@@ -307,13 +315,13 @@ def by_timm(dataset, keys, **options):
                 image = Image.open(Path(dataset.reader.root) / name).convert("RGB")
                 break
             except OSError:
-                pass
+                broken += 1
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
         images.append(levels(transform(image)))
         targets.append("ab".index(name[0]))
-    return torch.stack(images), targets
+    return torch.stack(images), targets, broken
 
 
 @pytest.mark.parametrize(
@@ -332,17 +340,20 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     ours, batches, keys = training_batches(photo_folder, device, **options)
     assert len(batches) == len(ours) == 2
     images, targets = zip(*batches)
-    expected, expected_targets = by_timm(ours.dataset.dataset, keys, **literal)
+    expected, expected_targets, broken = by_timm(ours.dataset.dataset, keys, **literal)
     assert [target for part in targets for target in part] == expected_targets
     differences = (torch.cat(images) - expected).abs().mean(dim=(1, 2, 3))
     # a decoder's rounding can bring a pixel over the threshold of an operation; nvJPEG has another upsampling of chroma
     exact, most = (0.03, 0.3) if device.type == "cpu" else (1.5, 8.0)
     assert differences.median() < exact
     assert differences.max() < most
-    broken = [index for index, _ in keys if re.search("truncated|no ", ours.dataset.dataset.filename(index))]
-    assert len(broken) >= 4
-    # a broken file can lie behind a broken file
-    assert ours.dataset.skipped >= len(broken)
+    assert ours.dataset.skipped == broken >= 4
+
+
+def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
+    files = [encode(PHOTO), damage_tables(encode(PHOTO)), encode(PHOTO.convert("L"))]
+    images = device_loader.decode([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files], device)
+    assert [image is None or tuple(image.shape) for image in images] == [(3, 40, 60), True, (3, 40, 60)]
 
 
 def test_what_a_device_can_decode_is_left_to_it(photo_folder):
@@ -371,7 +382,7 @@ def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, mon
 
     monkeypatch.setattr(device_loader, "decode_jpeg", refuse)
     ours, batches, keys = training_batches(photo_folder, device)
-    expected, targets = by_timm(ours.dataset.dataset, keys)
+    expected, targets, _ = by_timm(ours.dataset.dataset, keys)
     assert [target for _, share in batches for target in share] == targets
     torch.testing.assert_close(torch.cat([images for images, _ in batches]), expected, rtol=0, atol=1e-3)
 

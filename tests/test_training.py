@@ -6,8 +6,10 @@ import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
+import timm
 import torch
 import yaml
 from conftest import CLASSES, TRAIN_IMAGES
@@ -19,10 +21,9 @@ from timm.data import create_transform
 import train_imagenet
 from train_imagenet import DivergenceError, Trainer
 from vil.training import checkpoint
-from vil.training import summary
-from vil.training.config import Config, ConfigError
+from vil.training.config import Config, load_config
 from vil.training.interruption import PreemptedError
-from vil.training.summary import Reporter
+from vil.training.models import create_model
 
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
@@ -46,11 +47,6 @@ def trained(image_folder, output, **options):
 def whole(image_folder, tmp_path_factory):
     """A run of two epochs that nothing interrupts."""
     return trained(image_folder, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(summary, "plot_history", lambda history: b"")  # which takes longer than the runs
 
 
 def main(monkeypatch, capsys, *words):
@@ -92,30 +88,6 @@ def test_noise_takes_the_place_of_a_dataset(tmp_path):
     (row,) = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
     assert row["train_loss"] > 0
     assert row["data_wait_percent"] < 50
-
-
-def test_logs_are_written_when_asked_for(tmp_path, monkeypatch):
-    history = [{"epoch": 1, "train_loss": 2.5}, {"epoch": 2, "train_loss": 1.5}]
-    config = Config(log_tensorboard=True)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
-        with pytest.raises(ConfigError, match="log_tensorboard needs a package: pip install tensorboard"):
-            Reporter(tmp_path, config, {})
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    report = Reporter(tmp_path, config, {})
-    for rows in (history[:1], history):
-        report(rows)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 2.5), (2, 1.5)]
-
-
-def test_a_summary_that_cannot_be_written_does_not_stop_a_run(tmp_path, caplog):
-    report = Reporter(tmp_path / "run", Config(), {})
-    shutil.rmtree(tmp_path / "run")
-    report([{"epoch": 1, "train_loss": 2.5}])
-    assert "could not write the summary" in caplog.text
 
 
 def test_info_names_versions_and_commit():
@@ -278,6 +250,55 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     assert [row["epoch"] for row in trainer.history] == [1, 2]
     assert trainer.history[0]["train_loss"] == rows[0]["train_loss"]
     assert path.read_bytes() == before
+
+
+def test_a_run_says_where_it_goes_on_and_that_it_is_finished(whole, image_folder, tmp_path, no_pictures, caplog):
+    trained(image_folder, tmp_path, epochs=2, checkpoint_interval="3")
+    assert "going on" not in caplog.text
+    last = tmp_path / "run" / "last.pt"
+    (tmp_path / "run" / "previous.pt").rename(last)  # of before the last epoch's end
+    trained(image_folder, tmp_path, resume="auto")
+    assert f"going on after step 2 of 4 of epoch 2 of 2, from {last}" in caplog.text
+    before = last.read_bytes()
+    trained(image_folder, tmp_path, resume="auto")
+    assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
+    assert last.read_bytes() == before
+
+
+def test_a_run_takes_its_own_config_file(whole, image_folder, tmp_path, no_pictures):
+    output = tmp_path / "first"
+    trained(image_folder, output, model_kwargs=SMALL["model_kwargs"], scale=(0.3, 1.0), aa=None)
+    words = ["-c", str(output / "run" / "config.yaml"), "--output", str(tmp_path / "second"), "--experiment", "again"]
+    config = load_config("", words)
+    assert (config.scale, config.aa, config.model_kwargs) == ((0.3, 1.0), None, SMALL["model_kwargs"])
+    Trainer(config, CPU, 0, 1).run()
+    first, second = (checkpoint.read_checkpoint(tmp_path / path / "last.pt") for path in ("first/run", "second/again"))
+    assert all(torch.equal(second["state_dict"][name], tensor) for name, tensor in first["state_dict"].items())
+
+
+def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_path, no_pictures, monkeypatch, capsys):
+    """Its options and its folder; from anywhere."""
+    monkeypatch.chdir(image_folder.parent)
+    trained(Path(image_folder.name), tmp_path, checkpoint_interval="3")
+    (tmp_path / "run" / "previous.pt").rename(tmp_path / "run" / "last.pt")
+    monkeypatch.chdir(tmp_path)
+    status, _ = main(monkeypatch, capsys, "--resume", "run/last.pt")
+    assert status == 0
+    assert_same_end(tmp_path / "run", whole)
+
+
+def test_what_a_model_starts_from_is_said(tmp_path, caplog):
+    kwargs = SMALL["model_kwargs"]
+    source = timm.create_model("vil_tiny", num_classes=4, img_size=16, **kwargs)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    create_model("vil_tiny", str(tmp_path / "weights.pth"), num_classes=3, img_size=32, **kwargs)
+    tensors = len(source.state_dict())
+    assert f"started from {tmp_path / 'weights.pth'}: {tensors - 3} of {tensors} tensors as they are" in caplog.text
+    assert "; resampled: pos_embed; new: head.weight, head.bias" in caplog.text
+    headless = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("head.")}
+    torch.save(headless, tmp_path / "headless.pth")
+    create_model("vil_tiny", str(tmp_path / "headless.pth"), num_classes=4, img_size=16, **kwargs)
+    assert f"{tensors - 2} of {tensors} tensors as they are; new: head.weight, head.bias" in caplog.text
 
 
 # how a run ends

@@ -11,10 +11,12 @@ from PIL import Image
 
 import train_imagenet
 from train_imagenet import Trainer
-from vil.training import checkpoint, summary
+from vil.training import checkpoint
 from vil.training.config import Config
 from vil.training.evaluation import Evaluation
 from vil.training.interruption import PreemptedError
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 CPU = torch.device("cpu")
 CLASSES = 7  # more than five, of which top-5 is a part
@@ -29,11 +31,6 @@ OPTIONS = PLAIN | dict(
 EVERYTHING = dict(
     layer_decay=0.6, clip_grad=0.7, mixup=0.8, drop_path=0.4, aug_repeats=2, warmup_epochs=2, epochs=5, seed=11
 )
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(summary, "plot_history", lambda history: b"")  # which takes longer than the runs
 
 
 @pytest.fixture(scope="module")

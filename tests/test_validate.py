@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -85,7 +86,14 @@ def models(tmp_path_factory, folders):
 @pytest.fixture
 def command(models, folders, tmp_path, monkeypatch, capsys):
     """Runs validate.py in this process; returns what it wrote as JSON and what it printed."""
-    monkeypatch.setattr(validate, "measure_speed", lambda model, *_: Speed(float(parameters(model)), None))
+
+    def speed(model, images, precision):  # says whose, of which images
+        assert len(images) == 7
+        with precision:
+            assert model(images).shape == (7, model.num_classes)
+        return Speed(float(parameters(model)), None)
+
+    monkeypatch.setattr(validate, "measure_speed", speed)
 
     def command(*words):
         out = tmp_path / "results.json"
@@ -282,7 +290,7 @@ def test_results_go_to_the_standard_output_and_to_new_folders(models, command, t
     shutil.copy(models[0] / "vil.pt", tmp_path / "weights")  # a file by any name
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
     _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")
-    result = json.loads(printed[printed.index("\n{") :])
+    result = json.loads(printed)  # and nothing else: what people read goes to the standard error
     assert result["paired"]["agreement"] == 100.0
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["classes.csv", "confusions.csv"]
     assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
@@ -316,7 +324,7 @@ class Guess(torch.nn.Module):
 def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
     ticks = iter([100.0, 104.0])
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    images, targets = torch.randn(10, 7), torch.arange(10) % 7
+    images, targets = torch.stack([torch.randperm(7) for _ in range(10)]).float(), torch.arange(10) % 7
     targets[[2, 6]] = -1  # unreadable
     models, observed = [Guess().train(), Guess().eval()], []
     results = evaluation.evaluate(
@@ -352,6 +360,24 @@ def test_no_image_says_nothing():
     assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
 
 
+def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("sys.argv", ["validate.py", "--help"])
+    with pytest.raises(SystemExit):
+        validate.main()
+    printed = capsys.readouterr().out
+    lines = re.findall(r"^  (?:-h, )?--([\w-]+)(.*(?:\n {4,}.*)*)", printed, re.MULTILINE)
+    explained = {name.replace("-", "_"): re.split(r"\s{2,}", text)[-1] for name, text in lines}
+    monkeypatch.setattr("sys.argv", ["validate.py"])
+    defaults = vars(validate.parse_options())
+    assert explained.keys() == {"help", *defaults}
+    for name, text in explained.items():
+        assert len(text.split()) > 1, name
+        if stated := re.search(r"\(default: (.*)\)", text):
+            assert str(defaults[name] or "validation") == stated[1]
+    assert (defaults["amp"], defaults["model_kwargs"], defaults["device"]) == (True, [], None)
+
+
 @pytest.mark.parametrize("word", ["--against-model", "--csv", "--plot"])
 def test_a_comparison_needs_a_second_model(word, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["validate.py", "--model", "vil_tiny", word, "vim_tiny"])
@@ -376,7 +402,10 @@ VIL_PT = ["--checkpoint", "{models}/vil.pt"]
         ([*VIL_PT, "--data-dir", "{tmp}/less"], "has 11 classes but num_classes is 12"),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
-        ([*VIL_PT, "--against", "nowhere.bin", "--against-model", "vil_tiny"], "there is no checkpoint nowhere.bin"),
+        *(
+            ([*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"], f"no checkpoint nowhere{end}")
+            for end in (".pth", ".tar", ".safetensors", ".bin")
+        ),
         ([*VIL_PT, "--against", "{models}/vit.pth"], "--against-model is not given"),
         ([*VIL_PT, "--against", "{models}/vit.pth", "--against-model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--against", "no_such_model"], "cannot create the model no_such_model"),

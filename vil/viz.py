@@ -11,6 +11,7 @@ Needs matplotlib for the pictures (`pip install -e ".[viz]"`), not for the numbe
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from timm.data import create_transform, get_img_extensions, resolve_data_config
 from torch import Tensor, nn
 
 from .block import LonghornDirection, at_least_fp32
 from .kernels.reference import RECURRENCES
+from .training import checkpoint
+from .training.config import ConfigError
+from .training.models import create_model, load_model
 from .vision_longhorn import VisionLonghorn, split_class_token
 
 if TYPE_CHECKING:
@@ -217,12 +223,6 @@ def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
 
 
 def main() -> None:
-    import timm
-    from PIL import Image
-    from timm.data import create_transform, resolve_data_config
-
-    from .training import checkpoint
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="checkpoint of train_imagenet.py")
     parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders of them")
@@ -230,28 +230,44 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", help="blocks in it (default: first, middle, last)")
     parser.add_argument("--out", type=Path, default=Path("output/viz"), help="folder of scans.png and fields.png")
     options = parser.parse_args()
+    try:
+        draw(options)
+    except (ConfigError, checkpoint.CheckpointError) as error:
+        sys.exit(f"error: {error}")
 
+
+def draw(options: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        ConfigError, CheckpointError: The checkpoint is not one of train_imagenet.py or broken, a block does not exist,
+            or an image cannot be read.
+    """
     config = checkpoint.saved_config(options.checkpoint)
-    size = {"img_size": config["img_size"]} if config["img_size"] else {}
-
-    def build() -> nn.Module:
-        return timm.create_model(config["model"], num_classes=config["num_classes"], **size, **config["model_kwargs"])
-
+    if not config.get("model"):
+        raise ConfigError(f"{options.checkpoint} is not a checkpoint of train_imagenet.py, and does not say its model")
+    arguments = {name: config[name] for name in ("num_classes", "img_size") if config.get(name)}
+    arguments |= config.get("model_kwargs") or {}
     torch.manual_seed(0)
-    untrained, model = build().eval(), build().eval()
-    checkpoint.load_weights(model, options.checkpoint, bool(checkpoint.says_average_is_best(options.checkpoint)))
-    data_config = resolve_data_config({name: config[name] for name in ("img_size", "crop_pct")}, model=model)
+    untrained = create_model(config["model"], **arguments).eval()
+    use_ema = bool(checkpoint.says_average_is_best(options.checkpoint))
+    model = load_model(config["model"], options.checkpoint, use_ema, **arguments).eval()
+    if not isinstance(model, VisionLonghorn):
+        raise ConfigError(f"{options.checkpoint} is of {config['model']}, which has no scans to look into")
+    depth = len(model.blocks)
+    blocks = options.blocks or sorted({0, depth // 2, depth - 1})
+    for block in blocks:
+        if not 0 <= block < depth:
+            raise ConfigError(f"--blocks: there is no block {block}; the model has 0 to {depth - 1}")
+    evaluation = {name: config.get(name) for name in ("img_size", "crop_pct", "interpolation")}
+    data_config = resolve_data_config(evaluation, model=model)
     transform = create_transform(**data_config)
-    folders = [sorted(path.rglob("*.*")) if path.is_dir() else [path] for path in options.images]
-    files = [path for files in zip(*folders) for path in files]  # one of each folder, then the next of each
-    if not files:
-        parser.error("there are no images in " + " ".join(map(str, options.images)))
-    images = torch.stack([transform(Image.open(path).convert("RGB")) for path in files[:64]])
+    files = image_files(options.images)
+    images = torch.stack([transform(read_image(path)) for path in files[:64]])
     mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     options.out.mkdir(parents=True, exist_ok=True)
-    depth, count = len(model.blocks), options.count
-    blocks = options.blocks or sorted({0, depth // 2, depth - 1})
+    count = options.count
     shown = (images[:count] * std + mean).clamp(0, 1)
     plot_scans(model, images[:count], shown, blocks).savefig(options.out / "scans.png", dpi=110)
     fields = {
@@ -260,7 +276,32 @@ def main() -> None:
         for token in ("centre", "class")
     }
     plot_receptive_fields(fields).savefig(options.out / "fields.png", dpi=110)
-    print(f"{options.out / 'scans.png'}: {count} images; {options.out / 'fields.png'}: over {len(images)} images")
+    print(f"{options.out / 'scans.png'}: {len(shown)} images; {options.out / 'fields.png'}: over {len(images)} images")
+
+
+def image_files(paths: list[Path]) -> list[Path]:
+    """Files, and those of folders: one of each folder, then the next of each.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    suffixes = get_img_extensions(as_set=True)
+    folders = [
+        sorted(file for file in path.rglob("*.*") if file.suffix.lower() in suffixes) if path.is_dir() else [path]
+        for path in paths
+    ]
+    files = [path for files in zip(*folders) for path in files]
+    if not files:
+        raise ConfigError("--images: there are no images in " + " ".join(map(str, paths)))
+    return files
+
+
+def read_image(path: Path) -> Image.Image:
+    """Raises a ConfigError if the file is missing or cannot be decoded."""
+    try:
+        return Image.open(path).convert("RGB")
+    except Exception as error:  # PIL's decoders have no common type of error
+        raise ConfigError(f"--images: {path} cannot be read as an image: {error}") from error
 
 
 if __name__ == "__main__":

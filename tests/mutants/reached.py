@@ -28,7 +28,6 @@ def name_of_script() -> str:
     return spec.name if spec else Path(getattr(main, "__file__", "") or "").stem
 
 
-@functools.cache
 def named_as_here(mutant: str) -> str:
     module, _, function = mutant.rpartition(".")
     return f"__main__.{function}" if module and module == name_of_script() else mutant
@@ -94,6 +93,7 @@ def pytest_configure(config):
         in_this_process()
         config.pluginmanager.register(Reached(Path(os.environ["REACHED"])))
     elif "__mutmut_" in mutant:
+        in_this_process()
         config.option.basetemp = os.path.abspath(f"../temporary/{mutant}")
         os.setpgrp()
         signal.signal(signal.SIGXCPU, lambda *_: os.killpg(0, signal.SIGKILL))  # its time is over

@@ -238,6 +238,9 @@ def _guarded(path: str | Path, read):
     try:
         return read()
     except Exception as error:  # what the readers raise on broken files has no common type
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        # between its reasons PyTorch advises to load such a file with all of pickle's power
+        reason = next((line for line in lines if "WeightsUnpickler" in line), lines[0])
         raise BrokenCheckpointError(
-            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {error}"
+            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {reason[:400]}"
         ) from error

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import yaml
+from timm.data import create_transform
+from timm.optim import list_optimizers
 
 
 class ConfigError(ValueError):
@@ -44,7 +47,7 @@ class Config:
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
     num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=1)
-    workers: int = _option(8, "loader processes per training process", low=0)
+    workers: int = _option(8, "loader processes per training process", low=0, high=1024)
     synthetic: int = _option(
         0,
         "train on noise made on the device, this many images an epoch (ImageNet's number if none is given)",
@@ -131,6 +134,14 @@ class Config:
             )
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
+        for name, choices in _choices().items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{name} {value!r} is unknown" + _nearest(value, choices))
+        try:
+            create_transform(16, is_training=True, auto_augment=self.aa)
+        except Exception as error:  # timm's parsers of policies have no common type
+            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows: {error!r}") from error
         for name in ("scale", "ratio"):
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
@@ -139,6 +150,19 @@ class Config:
     @property
     def mixing(self) -> bool:
         return self.mixup_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+
+@functools.cache
+def _choices() -> dict[str, list[str]]:
+    """What options by name can be."""
+    interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+    return {
+        "opt": list_optimizers(),
+        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
+        "train_interpolation": [*interpolations, "random"],
+        "interpolation": interpolations,
+        "remode": ["const", "rand", "pixel"],
+    }
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -209,23 +233,28 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     known = {name: value for name, value in values.items() if name in FIELDS and name not in NOT_FROM_CHECKPOINTS}
     options = {name: _convert(name, value, where) for name, value in known.items()}
     if "model" in options and not (re.fullmatch(r"[\w.]+", options["model"]) and timm.is_model(options["model"])):
-        raise ConfigError(f"{where} is of a model {options['model']!r}, which is none of timm's or this package's")
+        raise ConfigError(
+            f"{where} is of a model {_shown(options['model'])}, which is none of timm's or this package's"
+        )
     for name, value in (options.get("model_kwargs") or {}).items():
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if name not in MODEL_KWARGS:
-            raise ConfigError(f"{where} has an argument {name!r} of its model, which a checkpoint may not give")
+            raise ConfigError(f"{where} has an argument {_shown(name)} of its model, which a checkpoint may not give")
         if len(numbers) > 2 or not all(isinstance(v, (int, float)) and 0 <= v <= MODEL_KWARGS[name] for v in numbers):
-            raise ConfigError(f"{where} has {name} {value!r}, and may have at most {MODEL_KWARGS[name]}")
+            raise ConfigError(f"{where} has {name} {_shown(value)}, and may have at most {MODEL_KWARGS[name]}")
+    for name, choices in _choices().items():
+        if options.get(name) is not None and options[name] not in choices:
+            raise ConfigError(f"{where} has {name} {_shown(options[name])}, which is unknown")
     for name, most in (("num_classes", 10**6), ("img_size", 8192)):
         if (options.get(name) or 0) > most:
             raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
     for name in ("train_split", "val_split"):
         if not re.fullmatch(r"[\w.-]+", options.get(name, "x")):
-            raise ConfigError(f"{where} has {name} {options[name]!r}, which is no plain name")
+            raise ConfigError(f"{where} has {name} {_shown(options[name])}, which is no plain name")
     if not re.fullmatch(r"|(wds|hfds|tfds|torch)/[\w./-]+", options.get("dataset", "")):
-        raise ConfigError(f"{where} has dataset {options['dataset']!r}, which is no plain name")
+        raise ConfigError(f"{where} has dataset {_shown(options['dataset'])}, which is no plain name")
     if re.search(r"^pipe:|://|[\0-\x1f]", options.get("data_dir") or ""):
-        raise ConfigError(f"{where} has data_dir {options['data_dir']!r}, which is no path of a folder")
+        raise ConfigError(f"{where} has data_dir {_shown(options['data_dir'])}, which is no path of a folder")
     return options
 
 
@@ -283,9 +312,19 @@ def _checked(values: dict[str, Any], source: str) -> dict[str, Any]:
     return {name: _convert(name, value, source) for name, value in values.items()}
 
 
+def _shown(value: Any) -> str:
+    """A value in a message of one line."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
 def _unknown_option(name: Any, where: str) -> str:
-    nearest = difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=0.5)
-    return f"unknown option {name!r} {where}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    return f"unknown option {_shown(name)} {where}" + _nearest(str(name), FIELDS)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _kind(name: str) -> tuple[type, bool]:
@@ -317,10 +356,10 @@ def _convert(name: str, value: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         pass
     if converted is None:
-        raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {value!r}")
+        raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {_shown(value)}")
     for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
         if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
-            raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {value!r}")
+            raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {_shown(value)}")
     return converted
 
 

@@ -51,6 +51,7 @@ from .synthetic import SyntheticImages, SyntheticLoader
 _logger = logging.getLogger(__name__)
 
 STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
+SCHEDULERS_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
@@ -453,7 +454,12 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         # A thread of PyTorch's that enters Python, as DDP's do, holds a lock, which Python below 3.12 takes into a fork
         # and then waits for: so the workers start here, before there are such threads.
         if workers:
-            iter(loader)
+            # blocked here already: threads that PyTorch starts in a worker before its `worker_init_fn` inherit it
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*SCHEDULERS_SIGNALS, signal.SIGINT))
+            try:
+                iter(loader)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         loader.batch_sampler.ready = True
     if draw:
         return DeviceLoader(loader, draw, data_config, device)
@@ -474,17 +480,16 @@ def _start_worker(worker: int) -> None:
 
 def _heed_the_parent_alone() -> None:
     """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
-    signals = (signal.SIGTERM, signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     parent = multiprocessing.parent_process().pid
 
     def wait() -> None:
         while True:
-            notice = signal.sigwaitinfo(signals)
+            notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
             if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
                 os._exit(0)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
     threading.Thread(target=wait, daemon=True).start()
 
 

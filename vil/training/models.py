@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from vil.vision_longhorn import VisionLonghorn, checkpoint_filter_fn
 
 from . import checkpoint
 from .config import ConfigError
+from .processes import is_first_process
 
 _logger = logging.getLogger(__name__)
 
@@ -29,9 +33,28 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         classes = len(weights["head.bias"]) if "head.bias" in weights else -1  # timm: -1 for a new head
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
-        return timm.create_model(model, **arguments)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"cannot create the model {model}: {error}") from error
+        created = timm.create_model(model, **arguments)
+    except RuntimeError as error:
+        known = difflib.get_close_matches(model, timm.list_models(), n=1) if not timm.is_model(model) else []
+        nearest = f"; did you mean {known[0]!r}?" if known else ""
+        raise ConfigError(f"cannot create the model {model}: {error}{nearest}") from error
+    except Exception as error:  # of arguments that are not what the model expects
+        raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
+    if pretrained_path and is_first_process():
+        _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
+    return created
+
+
+def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
+    """What became of the tensors of a file that a model was started from."""
+    own = model.state_dict()
+    fitted = checkpoint_filter_fn(weights, model) if isinstance(model, VisionLonghorn) else weights
+    taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
+    resampled = [n for n in taken if n in weights and weights[n].shape != own[n].shape]
+    others = {"resampled": resampled, "new": [n for n in own if n not in taken]}
+    others["not used"] = [n for n in fitted if n not in own]
+    said = [f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}" for what, names in others.items() if names]
+    return "; ".join([f"{len(taken) - len(resampled)} of {len(own)} tensors as they are", *said])
 
 
 def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -> nn.Module:

@@ -121,10 +121,13 @@ class Reporter:
     def __call__(self, history: list[dict[str, Any]]) -> None:
         try:
             write_summary(history, self.folder)
-            for log in self.logs:
-                log(history[-1])
         except OSError as error:
             _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
+        for log in self.logs:
+            try:
+                log(history[-1])
+            except Exception as error:  # of a package and a network that are not ours
+                _logger.warning("%s: %s; training goes on", log.__name__, error)
 
 
 def _chosen_logs(config: Config) -> list:
@@ -138,12 +141,12 @@ def _tensorboard(config: Config, saved_config: dict[str, Any], folder: Path):
         raise ConfigError("log_tensorboard needs a package: pip install tensorboard") from error
     writer = SummaryWriter(str(folder))
 
-    def log(row: dict[str, Any]) -> None:
+    def tensorboard(row: dict[str, Any]) -> None:
         for name, value in row.items():
             writer.add_scalar(name, value, row["epoch"])
         writer.flush()
 
-    return log
+    return tensorboard
 
 
 def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
@@ -154,15 +157,20 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
     known = folder / "wandb_id.txt"  # a resumed run goes on with its page
     if not known.exists():
         write_atomically(known, secrets.token_hex(4))
-    run = wandb.init(
-        project="vision-longhorn",
-        name=config.experiment,
-        id=known.read_text(),
-        resume="allow",
-        config=saved_config,
-        dir=folder,
-    )
-    return lambda row: run.log(row, step=row["epoch"])
+    settings = dict(name=config.experiment, id=known.read_text(), resume="allow", config=saved_config, dir=folder)
+    run = None
+
+    def weights_and_biases(row: dict[str, Any] | None = None) -> None:
+        nonlocal run
+        run = run or wandb.init(project="vision-longhorn", **settings)
+        if row:
+            run.log(row, step=row["epoch"])
+
+    try:
+        weights_and_biases()
+    except Exception as error:  # of a package and a network that are not ours
+        _logger.warning("Weights & Biases: %s; the next epoch tries again", error)
+    return weights_and_biases
 
 
 PICTURE = {

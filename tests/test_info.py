@@ -1,0 +1,114 @@
+"""vil.info: what an issue report says of versions, commit and machine; and vil.published."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vil import info, published
+
+ROOT = Path(__file__).parents[1]
+
+
+def git(folder, *command):
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    return subprocess.run(["git", "-C", folder, *identity, *command], check=True, capture_output=True, text=True).stdout
+
+
+def test_the_report_names_versions_and_machine_in_one_column():
+    lines = info.format_environment().splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines if not line.startswith("gpu "))
+    names = ["vision-longhorn", "commit", "python", "platform", "torch", "torchvision", "timm", "triton"]
+    assert list(facts)[:12] == [*names, "cuda-core", "numpy", "pillow", "cpu"]
+    for name in ("vision-longhorn", "torch", "torchvision", "timm", "numpy", "pillow"):
+        assert facts[name] == importlib.metadata.version(name)
+    assert (facts["python"], facts["platform"]) == (platform.python_version(), platform.platform())
+    assert facts["cpu"].startswith(f"{os.cpu_count()} cores, {platform.machine()}, ")
+    assert facts["cuda"] == (torch.version.cuda or "not in this build of torch")
+    assert len({line.index(line.split(maxsplit=1)[1], len(line.split()[0])) for line in lines[:12]}) == 1
+
+
+def test_what_is_not_there_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(info, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    facts = info.environment()
+    assert facts["no-such-package"] == "not installed"
+    assert facts["cuda"] == "not in this build of torch"
+    assert "triton" not in facts
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert info.environment()["cuda"] == "13.0"
+
+
+def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && [ "$2" = --format=csv,noheader ] && ')
+    script.write_text(script.read_text() + "printf '580.1\\n580.1\\n'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpus = [SimpleNamespace(name="H200", major=9, minor=0, total_memory=139.8 * 2**30) for _ in range(2)]
+    gpus[1].name, gpus[1].minor = "other", 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpus[i])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    facts = info.environment()
+    assert (facts["nccl"], facts["driver"]) == ("2.27.3", "580.1")
+    assert (facts["gpu 0"], facts["gpu 1"]) == ("H200, sm_90, 140 GiB", "other, sm_91, 140 GiB")
+    assert "gpu 2" not in facts
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A package that is like ours, somewhere else: the folder and its module."""
+
+    def load(folder):
+        folder.mkdir(parents=True)
+        for name in ("__init__.py", "info.py"):
+            (folder / name).write_bytes((ROOT / "vil" / name).read_bytes() if name == "info.py" else b"")
+        spec = importlib.util.spec_from_file_location("elsewhere", folder / "info.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_commit_is_that_of_the_checkout_it_runs_from(copy, tmp_path, monkeypatch):
+    module = copy(tmp_path / "checkout" / "vil")
+    assert module.git_commit() == "unknown: not run from a git checkout"
+    git(tmp_path / "checkout", "init", "--quiet")
+    assert module.git_commit() == "unknown: not run from a git checkout"  # inside one that does not know of it
+    git(tmp_path / "checkout", "add", "vil")
+    git(tmp_path / "checkout", "commit", "--quiet", "-m", "all")
+    git(tmp_path / "checkout", "tag", "-a", "v1", "-m", "a tag, which is not a commit")
+    monkeypatch.chdir(tmp_path)
+    head = git(tmp_path / "checkout", "rev-parse", "HEAD").strip()
+    assert module.git_commit() == head
+    (tmp_path / "checkout" / "new").write_text("a file that git does not know makes no difference")
+    assert module.git_commit() == head
+    (tmp_path / "checkout" / "vil" / "__init__.py").write_text("changed = True")
+    assert module.git_commit() == head + "-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    assert module.git_commit() == "unknown: not run from a git checkout"
+
+
+def test_published_numbers_are_those_of_the_papers():
+    assert published.IMAGENET_CLASSES == 1000
+    expected = {
+        "vil_tiny": (76.4, None), "vil_small": (80.7, None), "vil_base": (None, None),
+        "vim_tiny": (76.1, 93.0), "vim_small": (80.5, 95.1), "vim_base": (81.9, 95.8),
+    }  # fmt: skip
+    assert {name: published.published(name) for name in expected} == expected
+    assert published.published("vim_small.in1k") == (80.5, 95.1)
+    assert published.published("deit_small") == published.published("resnet50") == (None, None)
+    for size in ("tiny", "small", "base"):
+        peers = {f"ViL-{size}": expected[f"vil_{size}"], f"ViM-{size}": expected[f"vim_{size}"]}
+        known = {peer: numbers for peer, numbers in peers.items() if numbers[0]}
+        assert published.published_for(f"vil_{size}.tag") == published.published_for(f"deit_{size}") == known
+    assert published.published_for("resnet50") == {}
