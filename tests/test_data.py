@@ -505,7 +505,7 @@ def test_an_unreadable_image_is_named_counted_and_replaced_by_the_next(image_fol
     assert [reader[index, 0][1] for index in (0, TRAIN_IMAGES, 2 * TRAIN_IMAGES)] == [0, 1, 2]
     for path in paths:
         truncate(path)
-    with pytest.raises(OSError, match="no image of the training split can be read"):
+    with pytest.raises(ConfigError, match="no image of the training split can be read"):
         _ = reader[3, 0]
 
 

@@ -103,7 +103,7 @@ def test_operations_are_those_of_timm(device, name, resample):
         for image, argument in zip(images, arguments)
     ]
     samples = [
-        (device_loader.EncodedImage((0, 0), b"", device_loader.Draws(operations=[(name, argument)])), 0)
+        (device_loader.EncodedImage((0, 0), b"", device_loader.Draws(operations=[(name, argument)]), (120, 80)), 0)
         for argument in arguments
     ]
     batch = device_loader.collate_encoded(samples, size=(80, 120))

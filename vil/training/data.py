@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import random
 import signal
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -27,19 +29,31 @@ from timm.data.dataset import IterableImageDataset
 from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
 from timm.data.random_erasing import RandomErasing
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .config import Config, ConfigError
 from .device_loader import DeviceLoader, DrawingTransform, EncodedImage, collate_encoded, is_plain_jpeg
+from .images import (
+    UNREADABLE,
+    UnfitImageError,
+    Unreadable,
+    UnreadableSplitError,
+    check_length,
+    open_image,
+    read_image,
+    restrict_pillow,
+)
+from .processes import is_first_process
 from .synthetic import SyntheticImages, SyntheticLoader
 
 _logger = logging.getLogger(__name__)
 
 STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
 SCHEDULERS_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-UNREADABLE = -1  # target of an image that evaluation could not read and must not count
-IMAGE_ERRORS = (OSError, SyntaxError, Image.DecompressionBombError)  # PIL's ways to say that a file is broken
+NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
+DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
 # Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
 # the draws do not depend on their number as long as each holds a multiple of it.
@@ -77,12 +91,27 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
     """timm's dataset for one split.
 
     Raises:
-        ConfigError: The split is not there, or it does not have `num_classes` classes; the message says what is there.
+        ConfigError: The split is not there or cannot be opened, or it does not have `num_classes` classes; the message
+            says what is there.
     """
-    if "/" in dataset:  # hfds/, wds/, ...: there a split need not be a folder
-        images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
-    else:
-        images = create_dataset(dataset, root=str(_find_split(data_dir, split)), search_split=False, **kwargs)
+    kind = dataset.lower().partition("/")[0] if "/" in dataset else ""
+    if kind not in ("", *DATASETS):
+        raise ConfigError(f"dataset {dataset!r} is none of {', '.join(f'{name}/...' for name in DATASETS)}")
+    try:
+        if kind == "wds":
+            from .shards import Shards  # webdataset is an optional dependency
+
+            images = IterableImageDataset(data_dir, reader=Shards(data_dir, split=split, **kwargs))
+            images.unreadable = images.reader.unreadable
+        elif kind:  # there a split need not be a folder
+            restrict_pillow()
+            images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
+        else:
+            images = create_dataset(dataset, root=str(_find_split(data_dir, split)), search_split=False, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever is there, and of the packages that read it
+        raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(f"the split {split!r} of {data_dir} has {classes} classes but num_classes is {num_classes}")
@@ -123,6 +152,12 @@ def open_splits(config: Config):
     if class_names(train) != class_names(val):
         if unknown := sorted(set(class_names(val)) - set(class_names(train))):
             raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {unknown[:5]}")
+        missing = sorted(set(class_names(train)) - set(class_names(val)))
+        if is_first_process():
+            _logger.warning(
+                "the split %r has no images of %d of the %d classes: %s",
+                config.val_split, len(missing), num_classes, ", ".join(missing[:5]) + (", ..." if missing[5:] else ""),
+            )  # fmt: skip
         val = open_split(*location, config.val_split, class_map=class_names(train))
     return train, val, num_classes
 
@@ -174,20 +209,20 @@ def _find_split(data_dir: str | None, split: str) -> Path:
 class ImageReader(Dataset):
     """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed) of what is random in the transform.
 
-    A file that cannot be read is named in a warning and counted in `skipped`. Training takes the next image instead;
-    evaluation gets a blank one with the target `UNREADABLE`.
+    A file that cannot be read, whatever is wrong with it, is named in a warning and counted in `unreadable`. Training
+    takes the next image instead; evaluation gets a blank one with the target `UNREADABLE`.
     """
 
     def __init__(self, dataset, transform, is_training: bool):
         self.dataset, self.transform, self.is_training = dataset, transform, is_training
-        self._skipped = multiprocessing.Value("q", 0)  # shared with the loader's workers
+        self.unreadable = Unreadable(len(dataset))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     @property
     def skipped(self) -> int:
-        return self._skipped.value
+        return self.unreadable.count
 
     def __getitem__(self, key: tuple[int, int]):
         index, seed = key
@@ -196,18 +231,34 @@ class ImageReader(Dataset):
         return self.transform(image), target
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
-        for offset in range(len(self) if self.is_training else 1):
+        for offset in self._offsets():
             i = (index + offset) % len(self)
             try:
-                file, target = self.dataset.reader[i]
-                return Image.open(file).convert("RGB"), target
-            except IMAGE_ERRORS as error:
-                _logger.warning("skipped an unreadable image: %s (%s)", self.dataset.reader.filename(i), error)
-                with self._skipped.get_lock():
-                    self._skipped.value += 1
+                file, target = self._open(i)
+                with file:
+                    return read_image(file), target
+            except Exception as error:  # decoders raise all kinds
+                name, last = self.dataset.reader.filename(i), error
+                self.unreadable.add(i, name, error)
         if self.is_training:
-            raise OSError("no image of the training split can be read")
+            raise UnreadableSplitError(
+                f"no image of the training split can be read: of {len(list(self._offsets()))}, the last is {name!r} "
+                f"({last!r})"
+            )
         return Image.new("RGB", (256, 256)), UNREADABLE
+
+    def _offsets(self) -> Iterable[int]:
+        """To an image, and in training to those that may take its place: some hundred, however many there are."""
+        if not self.is_training:
+            return (0,)
+        count = len(self)
+        return chain(range(min(NEAR, count)), range(NEAR, count, max(1, count // 100)))
+
+    def _open(self, index: int) -> tuple[BinaryIO, int]:
+        reader = self.dataset.reader
+        if isinstance(reader, ReaderImageFolder) and not stat.S_ISREG(os.stat(reader.samples[index][0]).st_mode):
+            raise UnfitImageError("not a regular file")  # a pipe, for one, would have us wait
+        return reader[index]
 
 
 class EncodedReader(ImageReader):
@@ -220,15 +271,17 @@ class EncodedReader(ImageReader):
     def __getitem__(self, key: tuple[int, int]):
         index, seed = key
         try:
-            file, target = self.dataset.reader[index]
-            data = file.read()
-            header = Image.open(io.BytesIO(data))
-        except IMAGE_ERRORS:  # `finish` says so
+            file, target = self._open(index)
+            with file:
+                check_length(file)
+                data = file.read()
+            header = open_image(io.BytesIO(data))
+        except Exception:  # `finish` says so
             return self.finish(key)
         if not is_plain_jpeg(data, header):
             return self.finish(key)
         seed_everything(seed)
-        return EncodedImage(key, data, self.draw(header)), target
+        return EncodedImage(key, data, self.draw(header), header.size), target
 
     def finish(self, key: tuple[int, int]):
         """The image as timm's transform augments it on the CPU: the same draws, the same care for broken files."""
@@ -296,8 +349,16 @@ def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int 
     batches.set_epoch(epoch, first_step)
     if hasattr(loader.dataset, "set_epoch"):  # a stream shuffles by itself: what was seen is read again and dropped
         loader.dataset.set_epoch(epoch)
-        loader = islice(loader, first_step * batches.accumulation, None)
+        loader = _not_empty(islice(loader, first_step * batches.accumulation, None), len(batches))
     return zip(loader, batches.first_positions())
+
+
+def _not_empty(stream: Iterable, expected: int) -> Iterator:
+    batch = None
+    for batch in stream:
+        yield batch
+    if expected and batch is None:
+        raise UnreadableSplitError("no image of the training split can be read")
 
 
 class EvaluationBatches:
@@ -386,7 +447,7 @@ def _create_loader(dataset, transform, data_config, device, workers, batches, ba
         pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
         persistent_workers=workers > 0,
         timeout=STALLED if workers else 0,
-        worker_init_fn=_heed_the_parent_alone,
+        worker_init_fn=_start_worker,
         **order,
     )
     if "batch_sampler" in order:
@@ -412,7 +473,12 @@ class Prefetcher(PrefetchLoader):
         return super().__iter__() if len(self.loader) else iter(())
 
 
-def _heed_the_parent_alone(worker: int) -> None:
+def _start_worker(worker: int) -> None:
+    restrict_pillow()
+    _heed_the_parent_alone()
+
+
+def _heed_the_parent_alone() -> None:
     """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     parent = multiprocessing.parent_process().pid
@@ -428,8 +494,9 @@ def _heed_the_parent_alone(worker: int) -> None:
 
 
 def unreadable_images(loader) -> int:
-    """How often a loader's images could not be read so far."""
-    return getattr(loader.dataset, "skipped", 0)
+    """How often a loader's images could not be read since this was last asked."""
+    unreadable = getattr(loader.dataset, "unreadable", None)  # noise has none, nor what others decode
+    return unreadable.take() if unreadable else 0
 
 
 class BatchAugmentation:

@@ -7,6 +7,7 @@ that every image is augmented as `timm.data.create_transform` would augment it o
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,10 @@ from .batched_transforms import (
     to_device,
 )
 from .config import ConfigError
+
+
+MOST_PIXELS = 2**24  # of a file that the device decodes: larger ones are few, and left to the CPU
+PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
 
 
 @dataclass
@@ -101,13 +106,17 @@ class EncodedImage:
     key: tuple[int, int]  # index and seed, as the sampler gave them
     data: bytes
     draws: Draws
+    size: tuple[int, int]  # width and height that the header says
 
 
 def is_plain_jpeg(data: bytes, header: Image.Image) -> bool:
     """Whether the hardware decodes it to what PIL makes of it: complete, baseline, and in colour or grey."""
+    if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
+        return False
+    one_frame = len(header.layer) == header.layers  # of two, decoders may believe the one or the other
     ycc = header.info.get("adobe_transform", 1) == 1
-    baseline = header.format == "JPEG" and header.mode in ("RGB", "L") and not header.info.get("progressive")
-    return baseline and ycc and data.endswith(b"\xff\xd9")
+    baseline = header.mode in ("RGB", "L") and not header.info.get("progressive")
+    return baseline and ycc and one_frame and data.endswith(b"\xff\xd9")
 
 
 @dataclass
@@ -119,6 +128,7 @@ class EncodedBatch:
     rows: np.ndarray  # of the files; those below are of the ready images
     data: Tensor  # the bytes of all files, one after the other
     lengths: list[int]
+    sizes: np.ndarray  # (files, 2): height and width by their headers
     boxes: np.ndarray
     flips: np.ndarray
     names: np.ndarray  # (files, turns) of the operations
@@ -147,6 +157,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
         rows=np.array(list(files), dtype=np.int64),
         data=torch.frombuffer(bytearray(b"".join(file.data for file in files.values()) or b"\0"), dtype=torch.uint8),
         lengths=[len(file.data) for file in files.values()],
+        sizes=np.array([file.size[::-1] for file in files.values()], dtype=np.int64).reshape(-1, 2),
         boxes=np.array([d.box for d in draws], dtype=np.int64).reshape(-1, 4),
         flips=np.array([d.flip for d in draws], dtype=bool),
         names=names,
@@ -194,25 +205,33 @@ class DeviceLoader:
     def _augment(self, batch: EncodedBatch) -> tuple[Tensor, list[int], torch.cuda.Event | None]:
         """The batch's images (B, 3, H, W) uint8, which of its files were not decoded, and what to wait for."""
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            if self.stream:
-                # torchvision's decoder writes on a stream of its own to memory that comes from this one's pool, and
-                # does not wait for this one: what was queued here may still be reading that memory
-                self.stream.synchronize()
-            decoded = decode(list(batch.data.split(batch.lengths)), self.device) if batch.lengths else []
             images = torch.empty(len(batch.targets), 3, *self.transform.size, dtype=torch.uint8, device=self.device)
+            failed = []
+            for files in _groups(batch.sizes.prod(axis=1)):
+                failed += self._decode_and_transform(batch, files, images)
             if batch.ready is not None:
                 images[to_device(batch.ready_rows, self.device)] = batch.ready.to(self.device)
-            good = np.array([i for i, image in enumerate(decoded) if image is not None], dtype=np.int64)
-            if len(good):
-                images[to_device(batch.rows[good], self.device)] = self._transform(
-                    [decoded[i] for i in good],
-                    batch.boxes[good],
-                    batch.flips[good],
-                    batch.names[good],
-                    to_device(batch.arguments[good], self.device),
-                )
-            failed = [i for i, image in enumerate(decoded) if image is None]
             return images, failed, self.stream.record_event() if self.stream else None
+
+    def _decode_and_transform(self, batch: EncodedBatch, files: np.ndarray, images: Tensor) -> list[int]:
+        """Puts what becomes of some of a batch's files into `images`. Returns which of them were not decoded."""
+        if self.stream:
+            # torchvision's decoder writes on a stream of its own to memory that comes from this one's pool, and
+            # does not wait for this one: what was queued here may still be reading that memory
+            self.stream.synchronize()
+        data = batch.data.split(batch.lengths)
+        decoded = dict(zip(files.tolist(), decode([data[i] for i in files], self.device)))
+        # a decoder that takes a file for one of another size than its header says has no part in it
+        good = [i for i, image in decoded.items() if image is not None and image.shape[1:] == (*batch.sizes[i],)]
+        if good:
+            images[to_device(batch.rows[good], self.device)] = self._transform(
+                [decoded[i] for i in good],
+                batch.boxes[good],
+                batch.flips[good],
+                batch.names[good],
+                to_device(batch.arguments[good], self.device),
+            )
+        return sorted(decoded.keys() - good)
 
     def _transform(self, images, boxes, flips, names, arguments) -> Tensor:
         transform = self.transform
@@ -234,10 +253,17 @@ class DeviceLoader:
         return images.float().sub_(self.mean).div_(self.std), targets
 
 
+def _groups(pixels: np.ndarray) -> list[np.ndarray]:
+    """Files to decode at a time, by how many pixels each has."""
+    if not len(pixels):
+        return []
+    return np.split(np.arange(len(pixels)), np.flatnonzero(np.diff(pixels.cumsum() // PIXELS_AT_ONCE)) + 1)
+
+
 def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
     """Images (3, h, w) uint8 of JPEG files, by nvJPEG on a GPU; None for one that is refused."""
     cpu_or_cuda = device if device.type == "cuda" else torch.device("cpu")
     try:
         return [image.to(device) for image in decode_jpeg(files, ImageReadMode.RGB, device=cpu_or_cuda)]
-    except RuntimeError:  # of one of them, it does not say which
+    except Exception:  # of one of them, it does not say which
         return [None] if len(files) == 1 else [image for file in files for image in decode([file], device)]
