@@ -104,7 +104,10 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
 
 
 def _call(function, args, pipe, file, rank, count, port):
+    from vil.training import processes
+
     become(rank, count, port, file, file)
+    processes.GRACE = 1  # second, for a process whose neighbour has failed
     pipe.send(function(rank, *args))
 
 

@@ -1,16 +1,21 @@
 """The CUDA backend: without a GPU that every kernel compiles without spills, with one that it is right on anything."""
 
+import hashlib
 import io
 import math
+import os
 import re
 import shutil
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import cuda_mutants
 import emulator
 import naive
 import pytest
 import torch
+from processes import ROOT
 from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import gpu, longhorn_scan, selective_scan
 from vil.kernels.cuda import compiler, scan, variants
@@ -66,19 +71,31 @@ def test_every_variant_compiles_without_spills_and_fits_a_multiprocessor(recurre
     assert_no_spills([(file, arch, macros) for file, macros, _ in every])
 
 
+def log_of_compiling(variant):
+    """What NVRTC says, kept for other runs of the tests; it may be removed at any time."""
+    from cuda.bindings import nvrtc
+
+    name, arch, macros = variant[0], variant[1], tuple(sorted(variant[2].items()))
+    how = Path(compiler.__file__).read_text(), os.environ.get("MUTANT_UNDER_TEST"), nvrtc.nvrtcVersion()
+    key = hashlib.sha256(repr((how, compiler.source(name), arch, macros)).encode()).hexdigest()
+    kept, log = ROOT / ".pytest_cache" / "nvrtc" / key, io.StringIO()
+    if not kept.exists():
+        assert compiler.compile_cubin(name, arch, macros, log)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
+            file.write(log.getvalue())
+        os.replace(file.name, kept)
+    return kept.read_text()
+
+
 def assert_no_spills(variants):
     """Of (file, architecture, macros), which NVRTC compiles two at a time.
 
     A few words where nothing is measured: releases of NVRTC differ in that (13.0 spills up to 36 bytes, 13.2 none).
     """
 
-    def compiled(variant):
-        (file, arch, macros), log = variant, io.StringIO()
-        assert compiler.compile_cubin(file, arch, tuple(sorted(macros.items())), log)
-        return log.getvalue()
-
     with ThreadPoolExecutor(2) as pool:
-        for variant, log in zip(variants, pool.map(compiled, variants)):
+        for variant, log in zip(variants, pool.map(log_of_compiling, variants)):
             spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
             assert spilled <= (0 if variant[1].startswith("sm_90") else 40), (variant, log)
 
