@@ -156,23 +156,28 @@ static unsigned to_bf16(float f) {
 }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
-static float from_fp16(unsigned bits) { return bits_of<_Float16>((unsigned short)bits); }
+static float from_fp16(unsigned bits) {  // by a table, as many processors have no instruction for it
+    static std::vector<float> values;
+    if (values.empty())
+        for (int i = 0; i < 1 << 16; i++) values.push_back(bits_of<_Float16>((unsigned short)i));
+    return values[bits];
+}
 static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::Fragments fragments) {
     for (int i = 0; i < 12; i++) {
         unsigned word = fragments.word[i / 2];
         current->values[i] = value(i % 2 ? word >> 16 : word & 0xffff);
     }
-    auto element = [](int lane, int word, int half) {
-        return emulator::threads[threadIdx.x / 32 * 32 + lane].values[2 * word + half];
-    };
     __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; k++) {
-            float a = element(row * 4 + k % 8 / 2, k / 8 * 2 + i / 2, k % 2);
-            sums[i] += a * element(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+    emulator::Thread *warp = &emulator::threads[threadIdx.x / 32 * 32];
+    float a[2][16], b[2][16];  // two rows and two columns
+    int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int k = 0; k < 16; k++)
+        for (int i = 0; i < 2; i++) {
+            a[i][k] = warp[row * 4 + k % 8 / 2].values[(k / 8 * 2 + i) * 2 + k % 2];
+            b[i][k] = warp[(column + i) * 4 + k % 8 / 2].values[8 + k / 8 * 2 + k % 2];
         }
-    }
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) sums[i] += a[i / 2][k] * b[i % 2][k];
     __syncwarp();
 }
 // Of tf32, which is fp32 without the last 13 bits: words a_0 .. a_3, b_0, b_1
@@ -294,22 +299,29 @@ static void load_shared(unsigned (&v)[4], unsigned from) {
     memcpy(v, shared_memory + from, 16);
 }
 static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
+namespace emulator {
+template <class T>
+static float shared_value(unsigned address) {
+    unsigned short bits;
+    memcpy(&bits, shared_memory + address, 2);
+    return unpack(T{}, unsigned(bits)).at[0];
+}
+}
 template <class T>
 static void run_group(const emulator::Product &product) {
     for (int i = 0; i < 8; i++) current->values[i] = unpack(T{}, product.a[i / 2]).at[i % 2];
     __syncwarp();
-    int lane = threadIdx.x % 32;
-    for (int i = 0; i < 96; i++) {
-        int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        float sum = product.add ? product.sums[i] : 0;
-        for (int k = 0; k < 16; k++) {
-            auto &there = emulator::threads[threadIdx.x / 32 * 32 + lane / 4 * 4 + k % 8 / 2];
-            unsigned address = product.b + column * 64 + k * 2;
-            unsigned short bits;
-            memcpy(&bits, shared_memory + (address ^ (address >> 7 & 3) << 4), 2);
-            sum += there.values[k / 8 * 4 + i % 4 / 2 * 2 + k % 2] * unpack(T{}, unsigned(bits)).at[0];
+    emulator::Thread *row = &emulator::threads[threadIdx.x / 4 * 4];  // of which the warp has this and that 8 further on
+    for (int j = 0; j < 48; j++) {
+        unsigned column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2, address = product.b + column * 64;
+        float b[16];
+        for (int k = 0; k < 16; k++)
+            b[k] = emulator::shared_value<T>(address + k * 2 ^ (address + k * 2 >> 7 & 3) << 4);
+        for (int half = 0; half < 2; half++) {
+            float &to = product.sums[j / 2 * 4 + half * 2 + j % 2], sum = product.add ? to : 0;
+            for (int k = 0; k < 16; k++) sum += row[k % 8 / 2].values[k / 8 * 4 + half * 2 + k % 2] * b[k];
+            to = sum;
         }
-        product.sums[i] = sum;
     }
     __syncwarp();
 }
@@ -333,19 +345,20 @@ static void wait_for_products() {
 template <int N> static void hold(float (&)[N]) {}
 template <class T>
 static void run_shared(const emulator::Product &product) {
-    auto value = [](unsigned address) {
-        unsigned short bits;
-        memcpy(&bits, shared_memory + (address ^ (address >> 7 & 7) << 4), 2);
-        return unpack(T{}, unsigned(bits)).at[0];
-    };
-    for (int i = 0; i < 64; i++) {
-        int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i % 4 / 2 * 8;
-        int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        float sum = product.add ? product.sums[i] : 0;
+    auto value = [](unsigned address) { return emulator::shared_value<T>(address ^ (address >> 7 & 7) << 4); };
+    float a[2][16];
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    for (int i = 0; i < 32; i++) a[i / 16][i % 16] = value(product.a_shared + (row + i / 16 * 8) * 128 + i % 16 * 2);
+    for (int j = 0; j < 32; j++) {
+        int column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
+        float b[16];
         for (int k = 0; k < 16; k++)
-            sum += value(product.a_shared + row * 128 + k * 2) *
-                   value(product.b + column / 64 * product.apart + k * 128 + column % 64 * 2);
-        product.sums[i] = sum;
+            b[k] = value(product.b + column / 64 * product.apart + k * 128 + column % 64 * 2);
+        for (int half = 0; half < 2; half++) {
+            float &to = product.sums[j / 2 * 4 + half * 2 + j % 2], sum = product.add ? to : 0;
+            for (int k = 0; k < 16; k++) sum += a[half][k] * b[k];
+            to = sum;
+        }
     }
 }
 template <class T>

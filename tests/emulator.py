@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import re
+import resource
 import struct
 import subprocess
 import tempfile
@@ -172,18 +173,44 @@ def _guarded(entry: str, tensors: list[torch.Tensor]):
         content.copy_(now)
 
 
+_sparse: list | None = None  # while `sparse_where_large`, what is
+
+
 def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
     """Zeros amid zeros, terabytes of them if need be: only what is written takes memory."""
+    if _sparse is not None:
+        _limit_memory(None)
     stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]
     elements, around = 1 + sum((n - 1) * s for n, s in zip(size, stride)), 1 << 33
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
     memory = mmap.mmap(-1, elements * dtype.itemsize + 2 * around, flags=flags)
-    return torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
+    if _sparse is not None:
+        _sparse.append(tensor)
+        _limit_memory(2 << 30)
+    return tensor
+
+
+def _limit_memory(more: int | None) -> None:
+    """How many bytes this process may take beside what it has: a copy of something sparse shall fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    taken = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (hard if more is None else taken + more, hard))
+
+
+@functools.cache
+def has_sparse() -> bool:
+    """Whether this machine gives memory that is not touched; some reserve it."""
+    try:
+        return sparse((1 << 40,)).numel() > 0
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
 def sparse_where_large(blocks: int = 16):
     """What is allocated within is sparse if it is large; a `launch` that runs only so many of the last blocks."""
+    global _sparse
     real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def empty(*size, device=None, dtype=torch.float32):
@@ -197,9 +224,13 @@ def sparse_where_large(blocks: int = 16):
         return empty(*size, device=t.device, dtype=dtype or t.dtype)
 
     try:
+        _sparse = []
+        _limit_memory(2 << 30)
         torch.empty, torch.empty_like, torch.Tensor.new_empty = empty, empty_like, new_empty
         yield functools.partial(launch, blocks=blocks)
     finally:
+        _sparse = None
+        _limit_memory(None)
         torch.empty, torch.empty_like, torch.Tensor.new_empty = real, real_like, real_new
 
 

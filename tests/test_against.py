@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import shutil
 from types import SimpleNamespace
 
 import naive_evaluation as naive
@@ -261,10 +262,16 @@ def test_folders_named_by_class_numbers_keep_them_as_in_imagenet_v2(tmp_path):
     assert all(int(images.filename(i).split("/")[0]) == images.reader[i][1] for i in range(12))
 
 
-def test_other_folders_must_have_the_classes_of_the_model(image_folder):
+def test_other_folders_must_have_the_classes_of_the_model(image_folder, imagenet_like, tmp_path):
     assert open_test_split(str(image_folder), "", "val", 4)[1] is None
     with pytest.raises(ConfigError, match="has 4 classes but num_classes is 1000"):
         open_test_split(str(image_folder), "", "val", 1000)
+    with pytest.raises(ConfigError, match="has 2 classes but num_classes is 21"):  # not ImageNet's, by any name
+        open_test_split(str(imagenet_like), "", "some", 21)
+    shutil.copytree(imagenet_like / "some", tmp_path / "some")
+    shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # which ImageNet has not
+    with pytest.raises(ConfigError, match="has 3 classes but num_classes is 1000"):
+        open_test_split(str(tmp_path), "", "some", 1000)
 
 
 def test_real_labels_go_with_the_names_of_the_images(imagenet_like, tmp_path):

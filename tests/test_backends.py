@@ -15,7 +15,7 @@ class StandIn:
     """A backend's module by the definition, which refuses what real ones could not take."""
 
     def __init__(self):
-        self.kept, self.state_sizes = [], []
+        self.kept, self.state_sizes, self.dtypes = [], [], []
 
     def forward(self, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
         assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*gpu.DTYPES, x.dtype}
@@ -27,6 +27,7 @@ class StandIn:
             assert parameter is None or (parameter.dtype == torch.float32 and parameter.is_contiguous())
         self.kept.append(keep)
         self.state_sizes.append(k.shape[-1])
+        self.dtypes.append(x.dtype)
         G, B, L, D = x.shape
         y = self.y(recurrence, [t if t is None else t.double() for t in (x, logits, k, q, rates, skip, bias)], reverse)
         states = x.new_empty((G, B, kept.boundaries(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
@@ -45,11 +46,11 @@ class StandIn:
 
     @staticmethod
     def y(recurrence, tensors, reverse):
-        def one(x, logits, k, q, rates, skip, bias, reverse):
-            if recurrence == "longhorn":
-                return naive.longhorn(x, logits, k, q, skip, bias, reverse)
-            return naive.selective(x, logits, rates, k, q, skip, bias, reverse)
-
+        definitions = {
+            "longhorn": lambda x, logits, k, q, _, *rest: naive.longhorn(x, logits, k, q, *rest),
+            "selective": lambda x, logits, k, q, rates, *rest: naive.selective(x, logits, rates, k, q, *rest),
+        }
+        one = definitions[recurrence]
         each = [[t if t is None else t[g] for t in tensors] for g in range(len(reverse))]
         return torch.stack([one(*parts, r) for parts, r in zip(each, reverse)])
 
@@ -89,6 +90,8 @@ def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(scan, def
         assert [t.dtype for t in actual] == [inputs[0].dtype, *(t.dtype for t in inputs)]
         for a, truth in zip(actual, expected):
             assert relative_error(a, truth) < (1e-6 if a.dtype == torch.float32 else 4e-3)
+    scan(*(t.to(low) if t.dim() == 3 else t for t in inputs), backend="triton")
+    assert stand_in.dtypes == [torch.float32] * 4 + [low]
 
 
 @SCANS

@@ -1,6 +1,7 @@
 """Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
 
 import functools
+import math
 import shutil
 
 import emulator
@@ -277,12 +278,58 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     assert dstep.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("shape", "P", "dtype", "forward", "backward"),
+    [
+        # blocks and bytes of shared memory; of the kernels of convolutions alone the tokens of a stretch, and parts
+        ((128, 197, 768), 56, BF16, ("project", 264, 70728), (384, 46080, 200, 32)),
+        ((64, 577, 384), 80, BF16, ("project", 771, 67464), (264, 50176, 116, 44)),
+        ((8, 6085, 768), 56, BF16, ("project", 508, 70728), (396, 46080, 188, 33)),
+        ((1, 6085, 768), 56, BF16, ("convolve", 572, 0, 16), (384, 46080, 48, 32)),
+        ((1, 197, 384), 48, BF16, ("convolve", 19, 0, 8), (42, 41984, 8, 7)),
+        ((2, 50, 100), 40, torch.float32, ("convolve", 3, 0, 8), (8, 56320, 8, 4)),
+        ((1, 1, 64), 48, BF16, ("convolve", 1, 0, 4), (1, 41984, 8, 1)),
+    ],
+)
+def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype, forward, backward, monkeypatch):
+    (B, L, D), found = shape, []
+
+    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
+        found.append((entry, grid, shared_bytes, [a for a in arguments if isinstance(a, int)]))
+
+    def empty(*size, dtype=dtype, **kwargs):
+        return torch.zeros((), dtype=dtype).expand(*size)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "_vector", lambda limit, u: math.gcd(limit, D))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size: empty(*size))
+    monkeypatch.setattr(torch, "bmm", lambda a, b: empty(*a.shape[:2], b.shape[2]))
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda *tensors: None)
+    u, x_proj = torch.zeros(D, dtype=dtype).expand(B, L, D), empty(2, P, D)
+    conv, bias = torch.zeros(2, D, 4), torch.zeros(2, D)
+    kernels.project(u, conv, bias, x_proj, empty(2, D, 8), L)
+    ((*first, numbers),) = found
+    assert (*first, *([numbers[-1]] if first[0] == "convolve" else [])) == forward
+    found.clear()
+    dfilters = kernels.convolve_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
+    ((_, grid, shared_bytes, (*_, stretch, parts)),) = found
+    assert (grid, shared_bytes, stretch, parts) == backward
+    assert dfilters.shape == (parts, 2, 5, D)
+    assert stretch % 4 == 0
+    rounds = -(-B * -(-L // stretch) // (4 * parts))  # of four stretches
+    assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
+
+
 # Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
 # and only the last blocks of every grid run.
 
 
 @pytest.fixture
 def large(monkeypatch):
+    if not emulator.has_sparse():
+        pytest.skip("needs memory that is not reserved")
     with emulator.sparse_where_large() as launch:
         monkeypatch.setattr(kernels, "launch", launch)
         yield lambda *size, dtype=BF16: emulator.sparse(size, dtype)

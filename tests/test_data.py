@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -345,6 +346,15 @@ def test_a_batch_is_erased_and_mixed_as_by_timm(options):
             assert not torch.equal(augment(images.clone(), targets, **other)[0], expected[0])
 
 
+def test_a_batch_is_augmented_where_it_is(image_folder):
+    """A tensor of no device but "meta" takes none of another for an operand."""
+    meta = torch.device("meta")
+    augment = data.BatchAugmentation(small_config(image_folder, reprob=1.0), 4, meta)
+    images, targets = augment(torch.rand(16, 3, 8, 8, device=meta), torch.zeros(16, dtype=int, device=meta), 0, 0)
+    assert (images.device, images.shape) == (meta, (16, 3, 8, 8))
+    assert (targets.device, targets.shape) == (meta, (16, 4))
+
+
 def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_folder):
     augment = data.BatchAugmentation(small_config(image_folder), 4, CPU)
     images, targets = torch.rand(32, 3, 16, 16), torch.arange(32) % 4
@@ -359,15 +369,16 @@ def test_noise_stands_for_images(image_folder):
     config = Config(synthetic=60, global_batch_size=8, num_classes=3)
     train, val, num_classes = data.open_splits(config)
     assert (len(train), len(val), num_classes) == (60, 3, 3)
+    assert len(data.open_splits(Config(synthetic=101))[1]) == 5  # one for 25, as in ImageNet
     assert data.open_splits(Config(synthetic=1_281_167))[2] == 1000
     batches = data.TrainingBatches(60, config, 4, 0, 1)
     loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
-    found = []
+    found = [next(iter(data.training_loader(train, config, DATA_CONFIG, CPU, batches)))]  # of another loader
     for images, targets in loader:
         assert images.shape == (4, 3, 12, 16)
         found.append((images.clone(), targets))
         images.zero_()  # augmentation works in place
-    assert len(found) == len(loader) == 14
+    assert len(found) - 1 == len(loader) == 14
     assert all(torch.equal(images, found[0][0]) for images, _ in found)
     assert found[0][1].tolist() == [0, 1, 0, 1]
     assert found[0][0].mean().abs() < 0.1
@@ -406,6 +417,13 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
             shutil.rmtree(tmp_path / name)
     images = data.open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
+
+
+def test_a_class_may_be_called_as_a_split_is(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "val" / name / "image.png")
+    assert data.class_names(data.open_split(str(tmp_path), "", "validation")) == {"train": 0, "validation": 1}
 
 
 def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path):
@@ -491,18 +509,34 @@ def test_an_unreadable_image_is_named_counted_and_replaced_by_the_next(image_fol
         _ = reader[3, 0]
 
 
-def test_evaluation_gets_a_blank_image_for_one_that_cannot_be_read(image_folder, tmp_path, caplog):
-    shutil.copytree(image_folder, tmp_path / "images")
-    truncate(tmp_path / "images" / "val" / "cat" / "2.png")
-    val = data.open_split(str(tmp_path / "images"), "", "val")
+def test_evaluation_gets_a_blank_image_for_one_that_cannot_be_read(image_folder, tmp_path, caplog, monkeypatch):
+    root = tmp_path / "images" / "val"
+    shutil.copytree(image_folder / "val", root)
+    truncate(root / "cat" / "2.png")
+    content = (root / "cat" / "4.png").read_bytes()
+    place = content.index(b"IDAT")
+    (root / "cat" / "4.png").write_bytes(content[: place - 4] + bytes([0, 0, 0, 5]) + content[place:])  # a wrong length
+    Image.new("RGB", (100, 100)).save(root / "dog" / "0.png")  # more than PIL takes for harmless
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1300)
+    val = data.open_split(str(root.parent), "", "val")
     loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
-    broken = 2 * VAL_IMAGES + 2
-    assert torch.where(targets == data.UNREADABLE)[0].tolist() == [broken]
+    broken = [2 * VAL_IMAGES + 2, 2 * VAL_IMAGES + 4, 3 * VAL_IMAGES]
+    assert torch.where(targets == data.UNREADABLE)[0].tolist() == broken
     black = -torch.tensor(DATA_CONFIG["mean"]) / torch.tensor(DATA_CONFIG["std"])
-    torch.testing.assert_close(images[broken], black.view(3, 1, 1).expand(images.shape[1:]))
-    assert data.unreadable_images(loader) == 1
-    assert os.path.join("cat", "2.png") in caplog.text
+    torch.testing.assert_close(images[broken], black.view(3, 1, 1).expand(3, *images.shape[1:]))
+    assert data.unreadable_images(loader) == 3
+    assert all(os.path.join(*name) in caplog.text for name in (("cat", "2.png"), ("cat", "4.png"), ("dog", "0.png")))
+
+
+def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
+    class Stream(list):
+        dataset = SimpleNamespace(set_epoch=lambda epoch: epochs.append(epoch))
+
+    epochs, batches = [], data.TrainingBatches(70, small_config(image_folder, batch_size=8), 8, 0, 1)
+    left = data.micro_batches(Stream("abcdefghi"), batches, epoch=3, first_step=2)
+    assert list(left) == [("e", 32), ("f", 40), ("g", 48), ("h", 56)]
+    assert epochs == [3]
 
 
 def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
@@ -538,6 +572,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
     assert [position for _, position in whole] == list(range(0, 64, 8))
     assert len(whole) == batches.accumulation * batches.steps == 2 * (4 * TRAIN_IMAGES // 16)
     assert [position for _, position in targets(epoch=2, first_step=2)] == list(range(32, 64, 8))
+    assert targets(epoch=2) != whole
     assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
     assert data.open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
     loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)

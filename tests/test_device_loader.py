@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import random
 from pathlib import Path
 
@@ -127,6 +128,19 @@ def test_every_image_goes_through_its_own_operations_in_order(device):
     result = batched_transforms.apply_operations(images, names, arguments, FILL, "bicubic")
     assert result[:, 0, 0, 0].tolist() == [27, 205, 150, 200]
     assert (result == result[:, :1, :1, :1]).all()
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_a_batch_is_transformed_where_it_is(interpolation):
+    """A tensor of no device but "meta" takes none of another for an operand."""
+    images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
+    boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
+    crops = batched_transforms.crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
+    assert (crops.device.type, crops.shape) == ("meta", (3, 3, 8, 12))
+    names = np.array([["Affine", name] for name in ("Color", "Contrast", "Solarize")])
+    arguments = torch.zeros(3, 2, 6, device="meta")
+    result = batched_transforms.apply_operations(crops, names, arguments, FILL, interpolation)
+    assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
 
 
 # draws
@@ -363,6 +377,16 @@ def test_what_a_device_can_decode_is_left_to_it(photo_folder):
         kind = Path(dataset.filename(i)).stem
         encoded = isinstance(reader[i, 0][0], device_loader.EncodedImage)
         assert encoded == (kind.isdigit() or kind in ON_DEVICE)
+
+
+def test_a_file_that_is_too_large_to_be_harmless_is_replaced(photo_folder, monkeypatch):
+    dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
+    reader = data.EncodedReader(dataset, timm_transform(), device_loader.DrawingTransform(timm_transform()))
+    pixels = [math.prod(Image.open(dataset.reader[i][0]).size) for i in range(16)]
+    largest = pixels.index(max(pixels))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", max(pixels) // 2 - 1)  # PIL refuses twice as many
+    assert isinstance(reader[largest, 0][0], torch.Tensor)  # the next one, by PIL
+    assert reader.skipped == 1
 
 
 def test_images_do_not_depend_on_processes(photo_folder, device):

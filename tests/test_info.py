@@ -1,19 +1,14 @@
 """vil.info: what an issue report says of versions, commit and machine; and vil.published."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from vil import info, published
-
-ROOT = Path(__file__).parents[1]
 
 
 def git(folder, *command):
@@ -63,39 +58,31 @@ def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
     assert "gpu 2" not in facts
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A package that is like ours, somewhere else: the folder and its module."""
-
-    def load(folder):
-        folder.mkdir(parents=True)
-        for name in ("__init__.py", "info.py"):
-            (folder / name).write_bytes((ROOT / "vil" / name).read_bytes() if name == "info.py" else b"")
-        spec = importlib.util.spec_from_file_location("elsewhere", folder / "info.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
-def test_the_commit_is_that_of_the_checkout_it_runs_from(copy, tmp_path, monkeypatch):
-    module = copy(tmp_path / "checkout" / "vil")
-    assert module.git_commit() == "unknown: not run from a git checkout"
-    git(tmp_path / "checkout", "init", "--quiet")
-    assert module.git_commit() == "unknown: not run from a git checkout"  # inside one that does not know of it
-    git(tmp_path / "checkout", "add", "vil")
-    git(tmp_path / "checkout", "commit", "--quiet", "-m", "all")
-    git(tmp_path / "checkout", "tag", "-a", "v1", "-m", "a tag, which is not a commit")
+def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
+    checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "vil"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(info, "__file__", str(package / "info.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))  # which may be inside a checkout
     monkeypatch.chdir(tmp_path)
-    head = git(tmp_path / "checkout", "rev-parse", "HEAD").strip()
-    assert module.git_commit() == head
-    (tmp_path / "checkout" / "new").write_text("a file that git does not know makes no difference")
-    assert module.git_commit() == head
-    (tmp_path / "checkout" / "vil" / "__init__.py").write_text("changed = True")
-    assert module.git_commit() == head + "-dirty"
+    unknown = "unknown: not run from a git checkout"
+    assert info.git_commit() == unknown
+    git(checkout, "init", "--quiet")
+    (package / "other").touch()
+    git(checkout, "add", "vil/other")
+    git(checkout, "commit", "--quiet", "-m", "without the package")
+    assert info.git_commit() == unknown  # installed inside a repository that does not know of it
+    git(checkout, "add", "vil")
+    git(checkout, "commit", "--quiet", "-m", "with it")
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    assert info.git_commit() == head
+    git(checkout, "tag", "-a", "v1", "-m", "a tag, which names no commit")
+    (checkout / "new").write_text("a file that git does not know makes no difference")
+    assert info.git_commit() == head
+    (package / "other").write_text("changed")
+    assert info.git_commit() == head + "-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
-    assert module.git_commit() == "unknown: not run from a git checkout"
+    assert info.git_commit() == unknown
 
 
 def test_published_numbers_are_those_of_the_papers():

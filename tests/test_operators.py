@@ -1,5 +1,7 @@
 """The operators against `naive`, their gradients, their limits and what they refuse."""
 
+import re
+
 import naive
 import pytest
 import torch
@@ -253,17 +255,24 @@ def test_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "letters"),
-    [("dt_logits", 1, "B, L, D"), ("A", 2, "D, N"), ("b", 3, "B, L, N"), ("c", 4, "B, L, N"), ("dt_bias", 6, "D")],
-)
-def test_every_argument_is_checked_under_its_name(name, position, letters):
-    inputs = [t.detach() for t in selective_inputs(2, 6, 4, 3)]
+    ("scan", "name", "position", "letters"),
+    [
+        (longhorn_scan, "beta_logits", 1, "B, L, D"), (longhorn_scan, "k", 2, "B, L, N"),
+        (longhorn_scan, "q", 3, "B, L, N"), (longhorn_scan, "skip", 4, "D"), (longhorn_scan, "beta_bias", 5, "D"),
+        (selective_scan, "dt_logits", 1, "B, L, D"), (selective_scan, "A", 2, "D, N"),
+        (selective_scan, "b", 3, "B, L, N"), (selective_scan, "c", 4, "B, L, N"), (selective_scan, "skip", 5, "D"),
+        (selective_scan, "dt_bias", 6, "D"),
+    ],
+)  # fmt: skip
+def test_every_argument_is_checked_under_its_name(scan, name, position, letters):
+    inputs = [t.detach() for t in (longhorn_inputs if scan is longhorn_scan else selective_inputs)(2, 6, 4, 3)]
     wrong = inputs[position]
+    narrow = wrong[..., :-1]  # of two that differ, it cannot know which is meant, but shows both
     for t, message in (
-        (wrong.transpose(-1, -2) if wrong.dim() > 1 else wrong[:3], rf"{name} must have shape \({letters}\)"),
-        (wrong.unsqueeze(0), rf"{name} must have shape \({letters}\)"),
-        (wrong.bool(), f"{name} is torch.bool; it must be a floating-point tensor"),
-        (wrong.to("meta"), f"{name} is on meta but x on cpu; move them to one device"),
+        (narrow, "must have shape .* got .*" + re.escape(f"{name} {tuple(narrow.shape)}")),
+        (wrong.unsqueeze(0), rf"^{name} must have shape \({letters}\) with .*"),
+        (wrong.bool(), f"^{name} is torch.bool; it must be a floating-point tensor"),
+        (wrong.to("meta"), f"^{name} is on meta but x on cpu; move them to one device"),
     ):
         with pytest.raises(ValueError, match=message):
-            selective_scan(*inputs[:position], t, *inputs[position + 1 :])
+            scan(*inputs[:position], t, *inputs[position + 1 :])

@@ -110,9 +110,9 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def pretrained(file, num_classes):
+def pretrained(file, num_classes, **changes):
     """Arguments with which timm takes weights for pretrained ones of a small model, and images as in `OWN`."""
-    known = {name: list(value) if isinstance(value, tuple) else value for name, value in OWN.items()}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
     cfg = json.dumps(dict(file=file, num_classes=num_classes, **known)).replace("{", "{{").replace("}", "}}")
     return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
 
@@ -216,15 +216,12 @@ def check_comparison(result, names, targets, logits, allowed=None):
 @pytest.mark.parametrize("case", ["pretrained", "plain", "EMA"])
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
-    if case == "pretrained":
+    if case == "pretrained":  # only the deviations differ
+        arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
-        words += ["--num-classes", "12", "--against-model-kwargs", *pretrained("MODELS/vit.pth", 12), "--split", "val"]
-        split, own, difference = (
-            "val",
-            dict(mean=OWN["mean"], std=OWN["std"]),
-            "crop_mode center; the second's own is squash",
-        )
-        weights = ["{models}/vil.pt", None]
+        words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
+        own, difference = dict(std=OWN["std"]), "crop_mode center; the second's own is squash"
+        split, weights = "val", ["{models}/vil.pt", None]
     elif case == "plain":  # of the first's size and classes
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
@@ -287,14 +284,18 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
-    shutil.copy(models[0] / "vil.pt", tmp_path / "weights")  # a file by any name
+    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a file by any name
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
+    words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
     _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")
     result = json.loads(printed[printed.index("\n{") :])
-    assert result["paired"]["agreement"] == 100.0
-    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["classes.csv", "confusions.csv"]
+    for row in result["models"]:
+        assert f"{row['top1']:.2f} ({row['top1_interval'][0]:.2f} to " in printed
+    tables = {path.name: list(csv.DictReader(path.open())) for path in (tmp_path / "a" / "b").iterdir()}
+    assert tables.keys() == {"classes.csv", "confusions.csv"}
+    assert [row["name"] for row in tables["classes.csv"]] == list(NUMBERS)
     assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
-    assert "vil_tiny less vil_tiny" in figures[0].axes[0].get_xlabel()
+    assert figures[0].axes[0].get_xlabel().startswith("vil_tiny less vit_tiny_patch16_224")
 
 
 def test_the_line_sets_the_result_beside_the_published_numbers():
@@ -341,7 +342,9 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
         assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
     assert [model.training for model in models] == [True, False]
     assert [target for target, *_ in observed] == targets.tolist()
-    assert all(torch.equal(logits, images.bfloat16()[i]) for i, (_, *both) in enumerate(observed) for logits in both)
+    for i, (_, *logits) in enumerate(observed):
+        assert [x.dtype for x in logits] == [torch.bfloat16] * 2
+        assert all(torch.equal(x, images.bfloat16()[i]) for x in logits)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

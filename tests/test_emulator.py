@@ -1,0 +1,136 @@
+"""The emulator of CUDA kernels finds what a GPU would not forgive."""
+
+import shutil
+
+import emulator
+import pytest
+import torch
+from vil.kernels.cuda import compiler
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+KERNELS = """
+extern "C" __global__ void barriers(const float *x, float *y, i64 waits) {
+    __shared__ float values[64];
+    values[threadIdx.x] = x[threadIdx.x];
+    if (waits) __syncthreads();
+    y[threadIdx.x] = values[63 - threadIdx.x];
+    if (waits) __syncthreads();
+    values[threadIdx.x] = y[threadIdx.x];
+    if (waits) __syncthreads();
+    y[threadIdx.x] = values[63 - threadIdx.x] + blockIdx.x;
+}
+extern "C" __global__ void copies(const float *x, float *y, i64 waits) {
+    extern __shared__ __align__(16) char shared[];
+    float *values = reinterpret_cast<float *>(shared) + 4 * threadIdx.x;
+    copy_async<4>(values, x + 4 * threadIdx.x, threadIdx.x < 60);
+    commit_copies();
+    if (waits) wait_for_copies<0>();
+    store(y + 4 * threadIdx.x, load<4>(values));
+}
+extern "C" __global__ void moves(const float *x, float *y, i64 from, i64 to) { y[to] = x[from]; }
+extern "C" __global__ void moves_vector(const float *x, float *y, i64 from, i64 to) {
+    store(y + to, load<4>(x + from));
+}
+extern "C" __global__ void fills(i64 bytes) {
+    extern __shared__ __align__(16) char shared[];
+    shared[bytes - 1] = 0;
+}
+extern "C" __global__ void parts() {
+    if (threadIdx.x < 16) __syncwarp();
+    else __syncthreads();
+}
+extern "C" __global__ void last(float *y) { y[0] = blockIdx.x, y[1] = gridDim.x; }
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """(kernel, arguments, ...) of those above."""
+    for header in ("types.cuh", "hopper.cuh"):
+        shutil.copy(compiler.SOURCES / header, tmp_path)
+    (tmp_path / "tests.cu").write_text(KERNELS)
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    monkeypatch.setitem(compiler.HEADERS, "tests", ["types.cuh"])
+    return lambda entry, *arguments, grid=1, block=64, shared_bytes=0, **kwargs: emulator.launch(
+        "tests", entry, {}, grid, block, arguments, shared_bytes, **kwargs
+    )
+
+
+def test_threads_that_do_not_wait_for_each_other_read_something_else(launch):
+    x, y = torch.randn(64), torch.empty(64)
+    for _ in range(20):
+        launch("barriers", x, y, 1, grid=3)
+        assert any(torch.equal(y, x + block) for block in range(3))  # whichever was last
+    wrong = []
+    for _ in range(20):
+        launch("barriers", x, y, 0)
+        wrong.append(not torch.equal(y, x))
+    assert all(wrong)
+
+
+def test_copies_are_there_only_when_they_were_waited_for(launch):
+    x, y = torch.randn(256), torch.empty(256)
+    launch("copies", x, y, 1, shared_bytes=1024)
+    assert torch.equal(y, torch.where(torch.arange(256) < 240, x, 0))
+    launch("copies", x, y, 0, shared_bytes=1024)
+    assert y.isnan().all()
+
+
+def test_what_is_outside_of_tensors_is_nan_and_must_not_be_written(launch):
+    x, y = torch.randn(64), torch.zeros(64)
+    launch("moves", x[8:], y, -3, 63, block=32)
+    assert y[63] == x[5]  # outside of a view, but not of its tensor
+    for outside in (-1, 64, 100):
+        launch("moves", x, y, outside, 63, block=32)
+        assert y[63].isnan()
+        before = y.clone()
+        with pytest.raises(RuntimeError, match=r"moves writes outside of its tensors \[1\]"):
+            launch("moves", x, y, 0, outside, block=32)
+        assert torch.equal(y.nan_to_num(), before.nan_to_num())
+
+
+def test_vectors_must_lie_at_their_multiples(launch):
+    x, y = torch.randn(64), torch.zeros(64)
+    launch("moves_vector", x, y, 4, 8, block=32)
+    assert torch.equal(y[8:12], x[4:8])
+    for places in ((1, 8), (2, 8), (4, 7)):
+        with pytest.raises(RuntimeError, match="moves_vector: misaligned address"):
+            launch("moves_vector", x, y, *places, block=32)
+
+
+def test_a_block_may_write_the_shared_memory_that_it_has(launch):
+    launch("fills", 100, shared_bytes=100)
+    for more in (101, 1000):
+        with pytest.raises(RuntimeError, match="fills: more shared memory is written than the block has"):
+            launch("fills", more, shared_bytes=100)
+
+
+def test_threads_at_different_barriers_do_not_wait_forever(launch):
+    with pytest.raises(RuntimeError, match="parts: threads wait at different barriers"):
+        launch("parts")
+    y = torch.zeros(2)
+    launch("last", y)  # and the next launch finds a machine in order
+    assert y.tolist() == [0, 1]
+
+
+def test_some_of_the_last_blocks_run_of_a_grid_that_is_too_large_for_all(launch):
+    y = torch.zeros(2)
+    launch("last", y, grid=2**31 - 1, blocks=1)
+    assert y.long().tolist() == [2**31 - 2 + 2, 2**31]  # in floats
+    launch("last", y, grid=1, blocks=5)
+    assert y.tolist() == [0, 1]
+
+
+@pytest.mark.skipif(not emulator.has_sparse(), reason="needs memory that is not reserved")
+def test_sparse_tensors_cannot_be_copied_by_mistake():
+    with emulator.sparse_where_large():
+        x = torch.empty(2**34)
+        x[-1] = 1
+        assert x[-3:].tolist() == [0, 0, 1]
+        with pytest.raises(RuntimeError, match="memory"):
+            x.clone()
+        del x
+        with pytest.raises(RuntimeError, match="memory"):
+            torch.zeros(2**31)
+        assert torch.zeros(2**20).sum() == 0
+    assert torch.empty(3).shape == (3,)
