@@ -50,9 +50,9 @@ import vil  # noqa: F401  registers the models
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
 from vil.training.evaluation import autocast, evaluate, known_device
+from vil.training.files import FolderInUseError, FolderLock
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.models import create_model
-from vil.training.files import FolderInUseError, FolderLock
 from vil.training.processes import (
     FirstProcessError,
     from_first_process,

@@ -40,9 +40,9 @@ from vil.training import checkpoint, data
 from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError, confirm_dataset, parse_key_values
 from vil.training.evaluation import Evaluation, autocast, evaluate, known_device
+from vil.training.files import write_atomically
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model, load_model
-from vil.training.files import write_atomically
 
 
 def parse_options() -> argparse.Namespace:

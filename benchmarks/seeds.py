@@ -32,8 +32,8 @@ import vil  # noqa: F401  registers the models
 from vil.info import git_commit
 from vil.training.comparison import markdown_table
 from vil.training.data import open_split
-from vil.training.models import create_model
 from vil.training.files import write_atomically
+from vil.training.models import create_model
 
 ROOT = Path(__file__).parents[1]
 MODELS: dict[str, dict[str, Any]] = {"vil_tiny": {}, "vim_tiny": {}, "deit_tiny_patch16_224": {"num_heads": 2}}

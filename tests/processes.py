@@ -104,7 +104,10 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
 
 
 def _call(function, args, pipe, file, rank, count, port):
+    from vil.training import processes
+
     become(rank, count, port, file, file)
+    processes.GRACE = 1  # second, for a process whose neighbour has failed
     pipe.send(function(rank, *args))
 
 
@@ -119,7 +122,7 @@ def become(rank, processes, port, stdout, stderr):
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
     # pytest may have put something else there
-    sys.stdout, sys.stderr = (open(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 
 
 def free_port() -> int:

@@ -2,9 +2,11 @@
 
 import io
 import math
+import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import cuda_mutants
 import emulator
@@ -66,27 +68,30 @@ def test_every_variant_compiles_without_spills_and_fits_a_multiprocessor(recurre
     assert_no_spills([(file, arch, macros) for file, macros, _ in every])
 
 
+def log_of_compiling(variant):
+    """What ptxas says, kept from the first time that it says it."""
+    from cuda.bindings import nvrtc
+
+    (file, arch, macros), log = variant, io.StringIO()
+
+    def compile_cubin(path):
+        assert compiler.compile_cubin(file, arch, tuple(sorted(macros.items())), log)
+        path.write_text(log.getvalue())
+
+    how = Path(compiler.__file__).read_text(), os.environ.get("MUTANT_UNDER_TEST"), nvrtc.nvrtcVersion()
+    return emulator.kept(
+        repr((how, compiler.source(file), arch, sorted(macros.items()))), ".log", compile_cubin
+    ).read_text()
+
+
 def assert_no_spills(variants):
     """Of (file, architecture, macros), which NVRTC compiles two at a time.
 
     A few words where nothing is measured: releases of NVRTC differ in that (13.0 spills up to 36 bytes, 13.2 none).
     """
 
-    from cuda.bindings import nvrtc
-
-    def compiled(variant):
-        """What ptxas says, kept from the first time that it says it."""
-        (file, arch, macros), log = variant, io.StringIO()
-
-        def compile_cubin(path):
-            assert compiler.compile_cubin(file, arch, tuple(sorted(macros.items())), log)
-            path.write_text(log.getvalue())
-
-        key = compiler.source(file), arch, sorted(macros.items()), nvrtc.nvrtcVersion()
-        return emulator.kept(repr(key), ".log", compile_cubin).read_text()
-
     with ThreadPoolExecutor(2) as pool:
-        for variant, log in zip(variants, pool.map(compiled, variants)):
+        for variant, log in zip(variants, pool.map(log_of_compiling, variants)):
             spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
             assert spilled <= (0 if variant[1].startswith("sm_90") else 40), (variant, log)
 

@@ -134,7 +134,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int, budget: float) -> No
         for seconds, _, name, chosen in plan:
             while not runner.has_capacity():
                 wait_for_one()
-            runner.submit(name, chosen, math.ceil(2 * (3 * seconds + 20)), seconds)  # half of it on the wall's clock
+            runner.submit(name, chosen, math.ceil(2 * (2 * seconds + 15)), seconds)  # half of it on the wall's clock
         runner.signal_work_complete()
         while runner.pending_count():
             wait_for_one()

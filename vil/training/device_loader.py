@@ -36,7 +36,6 @@ from .batched_transforms import (
 )
 from .config import ConfigError
 
-
 MOST_PIXELS = 2**24  # of a file that the device decodes: larger ones are few, and left to the CPU
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
 
