@@ -46,7 +46,7 @@ def git_commit() -> str:
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
     git = "git", "-C", str(root), "-c", "core.fsmonitor=false"
-    return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "unknown: git has no answer"
 
 
 def _version(package: str) -> str:
