@@ -116,6 +116,7 @@ def become(rank, processes, port, stdout, stderr):
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, in place of importing everything again
     if processes > 1:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
