@@ -1,6 +1,9 @@
 """A small folder of real image files that every test of training and validation uses."""
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy and PyTorch: tests run beside each other, and fork
+
 import signal
 
 import numpy as np
@@ -19,7 +22,7 @@ TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """A `Trainer` that a test makes here takes the schedulers' signals: they are given back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

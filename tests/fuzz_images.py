@@ -13,7 +13,6 @@ import argparse
 import collections
 import io
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageCms, PngImagePlugin, features
+from processes import CONTEXT
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -267,14 +267,8 @@ def memory(what: str) -> float:
 
 def in_a_child(*arguments) -> Outcome:
     """`read_all` in a process of its own, whose limit and whose end are not this one's."""
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-
-    def work():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libtiff and libjpeg complain
-        send.send(read_all(*arguments))
-
-    child = context.Process(target=work)
+    receive, send = CONTEXT.Pipe(duplex=False)
+    child = CONTEXT.Process(target=_send_outcome, args=(send, arguments))
     child.start()
     send.close()
     try:
@@ -283,6 +277,12 @@ def in_a_child(*arguments) -> Outcome:
         outcome = Outcome(0, ended_by="the end of its process")
     child.join()
     return outcome
+
+
+def _send_outcome(pipe, arguments) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libtiff and libjpeg complain
+    pipe.send(read_all(*arguments))
 
 
 def main() -> None:

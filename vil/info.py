@@ -45,8 +45,8 @@ def git_commit() -> str:
     # not a repository that it is installed inside of, whose settings could have git run anything
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
-    git = "git", "-C", str(root), "-c", "core.fsmonitor=false"
-    return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or "unknown: git has no answer"
+    git = "git", "-C", str(root), "-c", "core.fsmonitor=false", "describe"
+    return _output(*git, "--always", "--dirty", "--abbrev=40", "--exclude=*") or "unknown: git has no answer"
 
 
 def _version(package: str) -> str:
