@@ -456,14 +456,14 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     )  # fmt: skip
 
 
-def close(value, truth, dtype, name):
-    """But for the rounding of the result, and of the factors of what `project` multiplies."""
+def close(value, truth, dtype, name, roundings=1):
+    """But for rounding: of the result, of products that are kept, and of the factors of what `project` multiplies."""
     own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
     if name == "project":
         own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     assert value.shape == truth.shape, name
     rounded = relative_error(truth.to(value.dtype), truth)
-    assert relative_error(value, truth) <= math.hypot(rounded, own), name
+    assert relative_error(value, truth) <= math.hypot(rounded * math.sqrt(roundings), own), name
 
 
 # B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
@@ -539,6 +539,8 @@ def check_gated_product_backward(device, dtype, shape, monkeypatch):
         device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
     )
     z = uz[..., D:]
+    # few tokens are left to two kernels, with the product in between
+    roundings = 1 if kernels.runs_hopper_kernels(B * L, C, D, dtype, dout.device) else 2
     for scale_B in scale, None:
         duz, again = (torch.empty_like(uz) for _ in range(2))
         gated, gated_again = (
@@ -550,7 +552,7 @@ def check_gated_product_backward(device, dtype, shape, monkeypatch):
         truth = torch.empty(2, B, L, D, device=device, dtype=torch.float64)
         close(gated, PlainKernels.gated_product_backward(*exactly, *truth), dtype, "gated")
         for value, expected in zip(duz.chunk(2, dim=-1), truth):
-            close(value, expected, dtype, "duz")
+            close(value, expected, dtype, "duz", roundings)
 
 
 def test_gated_product_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):

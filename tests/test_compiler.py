@@ -110,7 +110,7 @@ def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, c
 def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monkeypatch):
     def files():
         code()
-        found = list(tmp_path.rglob("*.cubin"))
+        found = list(tmp_path.rglob("*.sealed"))
         for f in found:
             f.unlink()
         return [f.parent for f in found]

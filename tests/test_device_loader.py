@@ -358,8 +358,9 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     assert [target for part in targets for target in part] == expected_targets
     differences = (torch.cat(images) - expected).abs().mean(dim=(1, 2, 3))
     # a decoder's rounding can bring a pixel over the threshold of an operation; nvJPEG has another upsampling of chroma
-    exact, most = (0.03, 0.3) if device.type == "cpu" else (1.5, 8.0)
+    exact, nearly_all, most = (0.03, 0.3, 0.3) if device.type == "cpu" else (1.5, 8.0, 25.0)
     assert differences.median() < exact
+    assert differences.quantile(0.9) < nearly_all
     assert differences.max() < most
     assert ours.dataset.skipped == broken >= 4
 

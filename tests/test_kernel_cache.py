@@ -40,7 +40,7 @@ def code(rank=8):
 
 
 def entry_of(folder):
-    (entry,) = folder.glob("*.cubin")
+    (entry,) = folder.glob("*.sealed")
     return entry
 
 
@@ -230,7 +230,7 @@ def test_what_a_killed_process_leaves_is_removed_once_it_is_old(folder, compiled
     assert left.exists()  # somebody may be writing to it
     os.utime(left, (time.time() - 7200,) * 2)
     code(16)
-    assert sorted(f.name for f in folder.iterdir() if f.suffix != ".cubin") == [".notes.tmp", "notes.txt", "tmpnotes"]
+    assert sorted(f.name for f in folder.iterdir() if f.suffix != ".sealed") == [".notes.tmp", "notes.txt", "tmpnotes"]
 
 
 @pytest.mark.parametrize("place", ["/dev/null", "/dev/null/below", "/proc/nothing/below"])

@@ -1,8 +1,9 @@
 """A cache on disk of code that is loaded and run: what nobody but this user or root can have written.
 
 The folder and its entries are theirs and not for others to write; no link is followed. An entry begins with a digest,
-so that what a full disk or a killed process has left is made anew. Where there is no folder to use there is no cache,
-which costs a compilation a process.
+so that what a full disk or a killed process has left is made anew; it is called .sealed, not .cubin, since versions
+before this one would load it as it is. Where there is no folder to use there is no cache, which costs a compilation a
+process.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _distrust(path: Path, reason: str, remedy: str) -> NoReturn:
 def _remove_stale(folder: int) -> None:
     """What processes that were killed in the middle of writing have left."""
     for name in os.listdir(folder):
-        if re.fullmatch(r"\..+\.cubin\.[0-9a-f]{16}\.tmp", name):
+        if re.fullmatch(r"\..+\.sealed\.[0-9a-f]{16}\.tmp", name):
             with contextlib.suppress(OSError):  # of another process that removes it
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - STALE:
                     os.unlink(name, dir_fd=folder)

@@ -66,7 +66,7 @@ def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -
     from cuda.bindings import nvrtc
 
     key = repr((source(name), arch, macros, nvrtc.nvrtcVersion()[1:])).encode()
-    entry = f"{name}-{arch}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
+    entry = f"{name}-{arch}-{hashlib.sha256(key).hexdigest()[:32]}.sealed"
     cubin = cache.read(entry, key)
     if cubin is None:
         cubin = compile_cubin(name, arch, macros)
