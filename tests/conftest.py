@@ -15,6 +15,9 @@ from processes import run, train_command
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, by whichever test
 
+# a shell's background job ignores it, and so would all that is started here
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 CLASSES = ("ant", "bee", "cat", "dog")
 TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch
 
