@@ -78,7 +78,7 @@ MEANING = {
 
 
 # a longjmp to another stack is no mistake here: nothing is to look for it
-COMMAND = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
 # what was compiled before, by what it was compiled from; may be removed at any time
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "emulated"
 
