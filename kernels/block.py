@@ -38,7 +38,7 @@ torch.library.define(
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, Tensor dx_BMC, Tensor? rounded_BMC, Tensor? scale_B, Tensor norm_C, Tensor in_proj,"
+    "(str recurrence, Tensor dx_BMC, Tensor? rounded_TC, Tensor? scale_B, Tensor norm_C, Tensor in_proj,"
     " Tensor out_proj, Tensor[] directions, bool middle, Tensor[] saved) -> Tensor[]",
 )
 
@@ -191,7 +191,7 @@ def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj
 
 @once_a_kind
 def _check_backward(
-    recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+    recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
 ) -> None:  # fmt: skip
     residual = "dx_BMC", dx_BMC, "BMC", FP32
     sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
@@ -201,7 +201,8 @@ def _check_backward(
     dtype = uz_BLE.dtype
     check_choice("the dtype of saved[0] (uz),", dtype, gpu.DTYPES)
     sizes.update({"0": 0, "2": 2, "r": sizes["R"] + padding, "p": sizes["P"] + padding})
-    check(sizes, residual, ("rounded_BMC", rounded_BMC, "BMC", dtype), (rows[0][0], uz_BLE, "BLU", dtype))
+    sizes["t"] = sizes["B"] * sizes["M"]
+    check(sizes, residual, ("rounded_TC", rounded_TC, "tC", dtype), (rows[0][0], uz_BLE, "BLU", dtype))
     L, expected = sizes["L"], (1, sizes["D"]) if middle else (sizes["L"], sizes["E"])
     if (sizes["M"], sizes["U"]) != expected:
         found = f"{sizes['M']} and {sizes['U']}"
@@ -273,13 +274,13 @@ def _block(
     return out_TC.view(B, -1, C), next_normed, saved if keep else []
 
 
-def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
+def _block_backward(recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
     """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`; that of x rounded, if it can be.
 
-    rounded_BMC is dx_BMC in the products' dtype, if somebody has it.
+    rounded_TC is dx_BMC in the products' dtype, its batch and tokens as one dimension, if somebody has it.
     """
     _check_backward(
-        recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+        recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
     )  # fmt: skip
     uz_BLE, mean_BMD, states, *weights, xhat_TC, scale_T = [aligned(t) for t in saved]
     weights, scale_B = Weights(*weights), aligned(scale_B)
@@ -288,7 +289,7 @@ def _block_backward(recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, o
     duz_BLE = torch.zeros_like(uz_BLE) if middle else torch.empty_like(uz_BLE)
     du_BLD, dz_BMD = (duz_BLE, torch.empty_like(z_BMD)) if middle else duz_BLE.chunk(2, dim=-1)
 
-    dout_TC = (dx_BMC.to(dtype) if rounded_BMC is None else rounded_BMC).reshape(-1, C)
+    dout_TC = (dx_BMC.to(dtype) if rounded_TC is None else rounded_TC).reshape(-1, C)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
     gated_BMD = kernels.gated_product_backward(
         dout_TC, weights.out_proj, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, middle), dz_BMD
@@ -364,11 +365,9 @@ def _fake_block(
 
 
 @torch.library.register_fake("vil::block_backward")
-def _fake_block_backward(
-    recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
-):
+def _fake_block_backward(recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
     _check_backward(
-        recurrence, dx_BMC, rounded_BMC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+        recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
     )  # fmt: skip
     uz_BLE, *_, xhat_TC, _ = saved
     B, L, _ = uz_BLE.shape
@@ -410,7 +409,7 @@ def _rounded(dx_BMC: Tensor, dtype: torch.dtype) -> Tensor | None:
     """What the block behind has left on its gradient of x: the same in its dtype; None if it is not that any more."""
     rounded_TC, version = getattr(dx_BMC, "rounded", (dx_BMC, None))
     valid = rounded_TC.dtype == dtype and version == dx_BMC._version and rounded_TC.numel()
-    return rounded_TC.view(dx_BMC.shape) if valid else None
+    return rounded_TC if valid else None
 
 
 def _below_autograd(*arguments):

@@ -89,7 +89,9 @@ def block_backward_call(recurrence, middle=False):
     given = {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions", "middle")}
     new = random_tensors(1)
     saved = [new(*t.shape) / 4 for t in saved]
-    return dict(recurrence=recurrence, dx_BMC=new(*y.shape), rounded_BMC=new(*y.shape)) | given | dict(saved=saved)
+    dx_BMC, rounded_BMC = new(*y.shape), new(*y.shape)
+    gradients = dict(dx_BMC=dx_BMC, rounded_TC=rounded_BMC.flatten(0, 1))
+    return dict(recurrence=recurrence) | gradients | given | dict(saved=saved)
 
 
 CALLS = {
@@ -420,7 +422,7 @@ OPTIONS = [
         for middle in (False, True) for hand_over in (False, True) for keep in (False, True)
         for scale_B in (None, torch.ones(2)) for normed in ([], [torch.ones(10, 16), torch.ones(10)])
     ),
-    ("block_backward", dict(rounded_BMC=None)),
+    ("block_backward", dict(rounded_TC=None)),
     ("block_backward of the middle", dict(scale_B=None)),
 ]  # fmt: skip
 
@@ -622,7 +624,7 @@ def in_dtype(call, named, dtype):
     if call.startswith("block_backward"):
         of = [(row[2] or dtype) for row in operator._SAVED[named["recurrence"]]]
         saved = [t.to(own) for t, own in zip(named["saved"], of)]
-        return named | dict(saved=saved, rounded_BMC=named["dx_BMC"].to(dtype))
+        return named | dict(saved=saved, rounded_TC=named["dx_BMC"].to(dtype).flatten(0, 1))
     return named
 
 
