@@ -122,4 +122,4 @@ def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not
 
 
 def hasten():
-    files.PATIENCE = 0.1
+    files.PATIENCE = 1

@@ -171,6 +171,14 @@ def test_weights_that_are_none_are_named(write, small, tensor, message, error_of
     assert f"given.pt is no weights of a model: 'head.bias' {message}" in error_of_validation("--checkpoint", path)
 
 
+@pytest.mark.parametrize("name", ["patch_embed.proj.weight", "pos_embed"])
+def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(write, small, name, error_of_validation):
+    for shape in ((), (5,), (1, 5), (1, 0, 32), (32, 3, 5, 5, 5)):
+        message = error_of_validation("--checkpoint", write(state_dict=small | {name: torch.zeros(shape)}))
+        assert "given.pt does not fit the model" in message
+        assert name in message
+
+
 # malformed
 
 
@@ -197,6 +205,12 @@ def test_a_checkpoint_that_lacks_a_part_is_nothing_to_go_on_from(write, part, im
         path = write(**{part: value})
         with pytest.raises((CheckpointError, ConfigError), match=r"given.pt"):
             resumed(path, image_folder, tmp_path)
+
+
+def test_parts_of_another_kind_are_nothing_to_go_on_from(write, image_folder, tmp_path):
+    for part in dict(num_images=torch.zeros(2)), dict(progress=dict(losses=torch.zeros(2), norms=[])):
+        with pytest.raises(CheckpointError, match=f"given.pt has no {next(iter(part))} as train_imagenet.py writes it"):
+            resumed(write(**part), image_folder, tmp_path)
 
 
 POOL = [

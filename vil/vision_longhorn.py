@@ -544,11 +544,12 @@ def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, 
     """
     state_dict = dict(state_dict)
     patches = state_dict.get("patch_embed.proj.weight")
-    if patches is not None and patches.shape[-2:] != model.patch_embed.patch_size:
+    # of another number of dimensions is for load_state_dict to refuse
+    if patches is not None and patches.dim() == 4 and patches.shape[-2:] != model.patch_embed.patch_size:
         state_dict["patch_embed.proj.weight"] = resample_patch_embed(patches, list(model.patch_embed.patch_size))
     pos_embed = state_dict.get("pos_embed")
-    if pos_embed is not None and pos_embed.shape[1] != model.pos_embed.shape[1]:
-        side = math.isqrt(pos_embed.shape[1] - 1)
+    if pos_embed is not None and pos_embed.dim() == 3 and pos_embed.shape[1] != model.pos_embed.shape[1]:
+        side = math.isqrt(max(0, pos_embed.shape[1] - 1))
         if side**2 + 1 != pos_embed.shape[1]:
             raise RuntimeError(
                 f"pos_embed of the checkpoint has length {pos_embed.shape[1]}, which is no square grid of patches and "

@@ -24,6 +24,7 @@ VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb")
 PARTS = {"config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict}
+PARTS |= {"num_images": int}
 
 
 class CheckpointError(RuntimeError):
@@ -72,8 +73,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{path} has version {checkpoint['version']}, of {other} train_imagenet.py, and this one goes on from "
             f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
         )
+    checkpoint.setdefault("num_images", 0)  # first versions did not say it
     for name, kind in PARTS.items():
-        if not isinstance(checkpoint.get(name), kind):
+        part = checkpoint.get(name)
+        if not isinstance(part, kind) or (name == "progress" and not isinstance(part.get("losses", []), list)):
             raise CheckpointError(f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from")
     checkpoint["config"] = options_of_checkpoint(checkpoint["config"], path)
     return checkpoint
