@@ -118,6 +118,22 @@ def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(wr
     assert (config.device, config.pretrained_path, config.log_wandb, config.lr) == (None, None, False, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "words", "data_dir"),
+    [
+        ("wds/x", ["--data-dir", "shards"], "shards"),
+        ("wds/x", ["--dataset", "wds/x"], None),
+        ("hfds/x", ["--dataset", "hfds/x"], None),
+    ],
+)
+def test_data_that_the_command_line_confirms_are_read(write, dataset, words, data_dir):
+    path = write(dict(dataset=dataset, data_dir=None))
+    config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
+    assert (config.dataset, config.data_dir) == (dataset, data_dir)
+    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
+        load_config("", ["--resume", str(path), "--lr", "1"], checkpoint.saved_config)
+
+
 # weights
 
 

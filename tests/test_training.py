@@ -295,6 +295,11 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
     tensors = len(source.state_dict())
     assert f"started from {tmp_path / 'weights.pth'}: {tensors - 3} of {tensors} tensors as they are" in caplog.text
     assert "; resampled: pos_embed; new: head.weight, head.bias" in caplog.text
+    others = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
+    torch.save(timm.create_model("deit_tiny_patch16_224", **others).state_dict(), tmp_path / "deit.pth")
+    caplog.clear()
+    create_model("deit_tiny_patch16_224", str(tmp_path / "deit.pth"), **others)
+    assert re.search("started from .*deit.pth: (\\d+) of \\1 tensors as they are$", caplog.text.strip())
     headless = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("head.")}
     torch.save(headless, tmp_path / "headless.pth")
     create_model("vil_tiny", str(tmp_path / "headless.pth"), num_classes=4, img_size=16, **kwargs)
