@@ -1,7 +1,7 @@
 """Compiling, caching and launching the CUDA kernels, without a GPU: NVRTC compiles; stand-ins take what a GPU would."""
 
 import io
-import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import in_processes
 from vil.kernels import cuda
 from vil.kernels.cuda import compiler
 
@@ -137,14 +138,21 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tiny, compiled, tmp_path
     assert [code(), code()] == [b"code 1", b"code 2"]
 
 
+def codes(_, sources, cache):
+    """What a process gets that knows of nothing but a folder of sources."""
+    compiler.SOURCES, compiler.HEADERS["tiny"] = sources, ["types.cuh"]
+    os.environ["VIL_CACHE_DIR"] = str(cache)
+    return [code(value=value) for value in VALUES] * 2
+
+
 @NVRTC
 def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, tmp_path):
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        cubins = pool.starmap(code, [("sm_90", value) for value in VALUES] * 6)
-    assert [[has(cubin, v) for v in VALUES] for cubin in cubins] == [[True, False], [False, True]] * 6
+    ended = in_processes(4, codes, tiny, tmp_path / "cache")
+    cubins = [cubin for process in ended for cubin in process.value]
+    assert [[has(cubin, v) for v in VALUES] for cubin in cubins] == [[True, False], [False, True]] * 8
     files = [f.read_bytes()[compiler.cache.DIGEST_BYTES :] for f in (tmp_path / "cache").iterdir()]
     assert sorted(files) == sorted(cubins[:2])
-    assert cubins == cubins[:2] * 6
+    assert cubins == cubins[:2] * 8
 
 
 # Launches, of which stand-ins for cuda.core take what a GPU would
