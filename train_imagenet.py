@@ -330,7 +330,7 @@ class Trainer:
         path, saved = found
         middle = bool(saved["progress"].get("losses"))
         checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
-        if saved["num_images"] != (images := self.batches.num_images):
+        if saved["num_images"] not in (0, images := self.batches.num_images):
             logging.warning("going on with %d training images, was %d", images, saved["num_images"])
         return [str(path), saved]
 

@@ -501,7 +501,7 @@ def test_an_unreadable_image_is_named_counted_and_replaced_by_the_next(image_fol
         assert found == target == CLASSES.index(replacement.parent.name)
         assert np.array_equal(np.asarray(image), np.asarray(Image.open(replacement)))
         assert os.path.join(paths[index].parent.name, paths[index].name) in caplog.text
-    assert reader.skipped == 5  # two in a row make one be met twice
+    assert reader.unreadable.count == 5  # two in a row make one be met twice
     assert [reader[index, 0][1] for index in (0, TRAIN_IMAGES, 2 * TRAIN_IMAGES)] == [0, 1, 2]
     for path in paths:
         truncate(path)

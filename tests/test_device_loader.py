@@ -362,7 +362,7 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     assert differences.median() < exact
     assert differences.quantile(0.9) < nearly_all
     assert differences.max() < most
-    assert ours.dataset.skipped == broken >= 4
+    assert ours.dataset.unreadable.count == broken >= 4
 
 
 def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
@@ -387,7 +387,7 @@ def test_a_file_that_is_too_large_to_be_harmless_is_replaced(photo_folder, monke
     largest = pixels.index(max(pixels))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", max(pixels) // 2 - 1)  # PIL refuses twice as many
     assert isinstance(reader[largest, 0][0], torch.Tensor)  # the next one, by PIL
-    assert reader.skipped == 1
+    assert reader.unreadable.count == 1
 
 
 def test_images_do_not_depend_on_processes(photo_folder, device):

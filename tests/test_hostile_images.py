@@ -246,7 +246,7 @@ def test_a_decoder_may_raise_what_it_likes(error, caplog):
     training, evaluation, encoded = readers(Rows(error("of the file"), SMALL_JPEG))
     assert (training[0, 0][1], evaluation[0, 0][1], encoded[0, 0][1]) == (1, data.UNREADABLE, 1)
     for reader in (training, evaluation, encoded):
-        assert reader.skipped == 1
+        assert reader.unreadable.count == 1
     assert caplog.text.count("file 0") == 3
     assert caplog.text.count(error.__name__) == 3
 
@@ -261,7 +261,7 @@ def test_an_error_of_our_own_code_is_one(error):
     for reader in (training, evaluation, encoded):
         with pytest.raises(error, match="of the code"):
             _ = reader[0, 0]
-        assert reader.skipped == 0
+        assert reader.unreadable.count == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -398,7 +398,7 @@ def shown(content):
     first, *others = (np.asarray(image) for image in images)
     for other in others:
         np.testing.assert_array_equal(first, other)
-    assert [reader.skipped for reader in (training, evaluation, encoded)] == [0, 0, 0]
+    assert [reader.unreadable.count for reader in (training, evaluation, encoded)] == [0, 0, 0]
     return first
 
 

@@ -23,8 +23,10 @@ VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters
 # options whose change between an interruption and the resumption changes nothing that is trained
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb")
-PARTS = {"config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict}
-PARTS |= {"num_images": int}
+PARTS = {
+    "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
+    "num_images": int,
+}  # fmt: skip
 
 
 class CheckpointError(RuntimeError):

@@ -220,10 +220,6 @@ class ImageReader(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @property
-    def skipped(self) -> int:
-        return self.unreadable.count
-
     def __getitem__(self, key: tuple[int, int]):
         index, seed = key
         seed_everything(seed)
