@@ -123,9 +123,10 @@ class Trainer:
         self.batches = data.TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = data.training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = data.evaluation_loader(
-            val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size
+            val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device
         )
-        self.augment = data.BatchAugmentation(config, num_classes, device)
+        self.augment = data.BatchAugmentation(config, num_classes, data_config)
+        self.data_config = data_config
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
         fused = True if config.opt == "adamw" and device.type == "cuda" else None  # one kernel in place of a dozen
@@ -256,7 +257,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         models = {"": self.model} | ({"_ema": self.ema.module} if self.ema else {})
-        images = takewhile(lambda _: not self.timer.signalled, self.val_loader)
+        images = takewhile(lambda _: not self.timer.signalled, data.normalised(self.val_loader, self.data_config))
         results = evaluate(list(models.values()), images, self.device, self.precision)
         row = {}
         for suffix, result in zip(models, results):
