@@ -177,6 +177,8 @@ def lost_workers_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error.__cause__, LostWorkerError):  # which PyTorch has caught, and knows less
+            raise error.__cause__ from None
         if "DataLoader worker" in str(error):
             raise LostWorkerError(error) from None
         raise
