@@ -27,6 +27,7 @@ from torchvision.transforms import Compose, RandomHorizontalFlip
 
 from .batched_transforms import (
     ARGUMENTS,
+    CODES,
     GEOMETRIC,
     POINTWISE,
     affine_matrix,
@@ -130,7 +131,7 @@ class EncodedBatch:
     sizes: np.ndarray  # (files, 2): height and width by their headers
     boxes: np.ndarray
     flips: np.ndarray
-    names: np.ndarray  # (files, turns) of the operations
+    operations: np.ndarray  # (files, turns): codes
     arguments: np.ndarray  # (files, turns, ARGUMENTS)
     ready_rows: np.ndarray
     ready: Tensor | None
@@ -142,13 +143,13 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
     ready = {row: image for row, (image, _) in enumerate(samples) if row not in files}
     draws = [file.draws for file in files.values()]
     turns = max((len(d.operations) for d in draws), default=0)
-    names = np.zeros((len(files), turns), dtype="<U16")
+    operations = np.zeros((len(files), turns), dtype=np.uint8)
     arguments = np.zeros((len(files), turns, ARGUMENTS), dtype=np.float32)
     for i, d in enumerate(draws):
         for turn, (name, values) in enumerate(d.operations):
             if name in GEOMETRIC:
                 name, values = "Affine", affine_matrix(name, *values, width=size[1], height=size[0])
-            names[i, turn] = name
+            operations[i, turn] = CODES[name]
             arguments[i, turn, : len(values)] = values
     return EncodedBatch(
         targets=torch.tensor([target for _, target in samples]),
@@ -159,7 +160,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
         sizes=np.array([file.size[::-1] for file in files.values()], dtype=np.int64).reshape(-1, 2),
         boxes=np.array([d.box for d in draws], dtype=np.int64).reshape(-1, 4),
         flips=np.array([d.flip for d in draws], dtype=bool),
-        names=names,
+        operations=operations,
         arguments=arguments,
         ready_rows=np.array(list(ready), dtype=np.int64),
         ready=torch.stack(list(ready.values())) if ready else None,
@@ -227,15 +228,15 @@ class DeviceLoader:
                 [decoded[i] for i in good],
                 batch.boxes[good],
                 batch.flips[good],
-                batch.names[good],
-                to_device(batch.arguments[good], self.device),
+                batch.operations[good],
+                batch.arguments[good],
             )
         return sorted(decoded.keys() - good)
 
-    def _transform(self, images, boxes, flips, names, arguments) -> Tensor:
+    def _transform(self, images, boxes, flips, operations, arguments) -> Tensor:
         transform = self.transform
         crops = crop_resize_flip(images, boxes, flips, transform.size, transform.interpolation)
-        return apply_operations(crops, names, arguments, transform.fill, transform.interpolation)
+        return apply_operations(crops, operations, arguments, transform.fill, transform.interpolation)
 
     def _finish(self, batch: EncodedBatch, augmented: Future) -> tuple[Tensor, Tensor]:
         images, failed, done = augmented.result()
