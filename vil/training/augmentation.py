@@ -15,8 +15,8 @@ from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from .batched_transforms import finish, to_device
 from .config import Config
-from .interim_transforms import finish, to_device
 
 # Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
 # the draws do not depend on their number as long as each holds a multiple of it.
@@ -25,7 +25,7 @@ MIXUP_GROUP = 8
 
 def normalise(images_B3HW: Tensor, data_config: dict[str, Any]) -> Tensor:
     """uint8 images as the float32 ones that a model takes, by the mean and standard deviation in timm's config."""
-    return finish(images_B3HW, data_config["mean"], data_config["std"], None, None, "const", None, None)
+    return finish(images_B3HW, data_config["mean"], data_config["std"])
 
 
 class BatchAugmentation:

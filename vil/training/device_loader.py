@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHorizontalFlip, Resize
 
-from .config import ConfigError
-from .interim_transforms import (
+from .batched_transforms import (
     ARGUMENTS,
+    CODES,
     GEOMETRIC,
-    OPERATIONS,
     affine_matrix,
     apply_operations,
     crop_resize_flip,
     to_device,
 )
+from .config import ConfigError
 from .workers import PIECE, LoaderPlan, into_shared_memory, lost_workers_named
 
 MOST_PIXELS = 2**24  # of a file that the device decodes: larger ones are few, and left to the CPU
@@ -161,7 +161,7 @@ def _recorder(name: str):
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
     name = name.removesuffix("Increasing").removesuffix("Original")  # that is in the argument
-    _check(name, (*OPERATIONS[1:], *GEOMETRIC), "operation of aa")
+    _check(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)
 
 
@@ -202,7 +202,7 @@ class EncodedBatch:
     resized: np.ndarray  # (files, 2)
     offsets: np.ndarray  # (files, 2)
     flips: np.ndarray
-    codes: np.ndarray  # (files, turns) of the operations
+    operations: np.ndarray  # (files, turns) of the operations
     arguments: np.ndarray  # (files, turns, ARGUMENTS)
     ready_rows: np.ndarray
     files: list[Tensor]  # their bytes; out of a worker those of all, one after the other, in one tensor
@@ -215,13 +215,13 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
     ready = {row: image for row, (image, _) in enumerate(samples) if row not in files}
     images, draws = list(files.values()), [file.draws for file in files.values()]
     turns = max((len(d.operations) for d in draws), default=0)
-    codes = np.zeros((len(files), turns), dtype=np.uint8)
+    operations = np.zeros((len(files), turns), dtype=np.uint8)
     arguments = np.zeros((len(files), turns, ARGUMENTS), dtype=np.float32)
     for i, d in enumerate(draws):
         for turn, (name, values) in enumerate(d.operations):
             if name in GEOMETRIC:
                 name, values = "Affine", affine_matrix(name, *values, width=size[1], height=size[0])
-            codes[i, turn] = OPERATIONS.index(name)
+            operations[i, turn] = CODES[name]
             arguments[i, turn, : len(values)] = values
     lengths = np.array([len(file.data) for file in images], dtype=np.int64)
     data = torch.empty(int(lengths.sum()), dtype=torch.uint8)
@@ -237,7 +237,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
         resized=np.array([d.resized for d in draws], dtype=np.int64).reshape(-1, 2),
         offsets=np.array([d.offset for d in draws], dtype=np.int64).reshape(-1, 2),
         flips=np.array([d.flip for d in draws], dtype=bool),
-        codes=codes,
+        operations=operations,
         arguments=arguments,
         ready_rows=np.array(list(ready), dtype=np.int64),
         files=[data] if files else [],
@@ -250,7 +250,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
 def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
     """One batch of what workers have collated, in this order; each file is a tensor then."""
     first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
-    turns = max(piece.codes.shape[1] for piece in pieces)
+    turns = max(piece.operations.shape[1] for piece in pieces)
     joined = {
         name: np.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("targets", "keys", "lengths", "sizes", "boxes", "resized", "offsets", "flips")
@@ -259,7 +259,7 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
         name: np.concatenate([first + getattr(piece, name) for first, piece in zip(first_rows, pieces)])
         for name in ("rows", "ready_rows")
     }
-    for name in ("codes", "arguments"):
+    for name in ("operations", "arguments"):
         arrays = [getattr(piece, name) for piece in pieces]
         padding = [[(0, 0), (0, turns - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
         joined[name] = np.concatenate([np.pad(array, pad) for array, pad in zip(arrays, padding)])
@@ -393,10 +393,10 @@ class DeviceLoader(PieceLoader):
             batch.resized[files],
             batch.offsets[files],
         )
-        if not batch.codes[files].any():
+        if not batch.operations[files].any():
             return crops
         return apply_operations(
-            crops, batch.codes[files], batch.arguments[files], transform.fill, transform.interpolation
+            crops, batch.operations[files], batch.arguments[files], transform.fill, transform.interpolation
         )
 
     def _finish(self, batch: EncodedBatch, images: Tensor, failed: list[int], done: torch.cuda.Event | None):
