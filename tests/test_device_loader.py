@@ -1,16 +1,20 @@
 """Augmentation on the training device against timm's and PIL's on the CPU: pixels, draws, batches and training."""
 
+import csv
 import functools
 import io
 import math
 import random
+import tarfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import SMALL
+from processes import SMALL, run, train_command
 from scipy.stats import ks_2samp
 from sklearn.datasets import load_sample_images
 from timm.data import auto_augment, create_transform
@@ -173,7 +177,7 @@ def watch_timm(aa, seeds):
     draws = []
     for seed in seeds:
         data.seed_everything(seed)
-        noted = device_loader.Draws()
+        noted = device_loader.Draws(resized=(32, 32))
         cropped = crop(PHOTO)
         flipped = flip(cropped)
         noted.flip = flipped is not cropped
@@ -199,6 +203,64 @@ def test_a_seed_draws_what_it_draws_in_timm(aa):
     assert draw(aa, range(300)) == watch_timm(aa, range(300))
 
 
+def replayed(image, draws, transform):
+    """What PIL makes of an image by what was drawn for it."""
+    method = InterpolationMode(transform.interpolation)
+    top, left, height, width = draws.box
+    image = pil.resize(pil.crop(image, top, left, height, width), list(draws.resized), method)
+    image = pil.crop(image, *draws.offset, *transform.size)
+    if draws.flip:
+        image = pil.hflip(image)
+    for name, arguments in draws.operations:
+        resample = getattr(Image.Resampling, transform.interpolation.upper())
+        image = auto_augment.NAME_TO_OP[name](image, *arguments, resample=resample, fillcolor=FILL)
+    return tensor(image)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(dict(auto_augment=aa) for aa in ("3a", "original", "originalr-mstd0.5", "v0", "v0r", "rand-m9-n4-t3a-inc1")),
+        *(dict(auto_augment=aa) for aa in (*POLICIES, "rand-m7-mstd101-mmax20", "rand-n3-t3aw")),
+        dict(auto_augment=None, color_jitter=0.9),
+        dict(auto_augment=None, color_jitter=0.0),
+        dict(auto_augment="3a", color_jitter=None, interpolation="bilinear", scale=(0.5, 0.6), ratio=(2.0, 2.5)),
+        dict(auto_augment=None, color_jitter=None, hflip=0.0),
+    ],
+    ids=lambda options: " ".join(f"{value}" for value in options.values()),
+)
+def test_what_is_drawn_is_what_timms_transform_does(options):
+    """Replayed by PIL, pixel for pixel."""
+    transform = timm_transform(**options)
+    drawing = device_loader.DrawingTransform(transform)
+    for seed in range(150):
+        data.seed_everything(seed)
+        expected = transform(PHOTO)
+        data.seed_everything(seed)
+        assert torch.equal(replayed(PHOTO, drawing(PHOTO), drawing), torch.as_tensor(expected))
+
+
+@pytest.mark.parametrize("crop_pct", [0.875, 1.0, 0.53, 1.25])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(input_size=(3, 32, 32)),
+        dict(input_size=(3, 33, 33), interpolation="bicubic"),
+        dict(input_size=(3, 20, 40), crop_mode="center"),
+        dict(input_size=(3, 20, 41), crop_mode="squash"),
+        dict(input_size=(3, 32, 32), crop_mode="squash"),
+    ],
+    ids=str,
+)
+def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
+    transform = create_transform(use_prefetcher=True, crop_pct=crop_pct, **options, **IMAGENET)
+    drawing = device_loader.DrawingTransform(transform)
+    assert drawing.size == options["input_size"][1:]
+    for size in ((60, 40), (40, 61), (33, 33), (1, 50), (200, 21)):
+        photo = PHOTOS[1].resize(size)
+        assert torch.equal(replayed(photo, drawing(photo), drawing), torch.as_tensor(transform(photo)))
+
+
 @pytest.mark.parametrize("aa", POLICIES)
 def test_draws_are_distributed_as_timms(aa):
     """Of other seeds: Kolmogorov-Smirnov tests of boxes, flips, operations and their arguments."""
@@ -218,15 +280,21 @@ def test_draws_are_distributed_as_timms(aa):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"auto_augment": "rand-m9-t3a"}, "the operation of aa 'Desaturate'"),
         ({"auto_augment": "augmix-m5"}, "the transform 'AugMixAugment'"),
-        ({"auto_augment": "original"}, "the transform 'AutoAugment'"),
-        ({"interpolation": "random"}, "the train_interpolation 'random'"),
+        ({"interpolation": "random"}, "the interpolation 'random'"),
+        ({"interpolation": "lanczos"}, "the interpolation 'lanczos'"),
+        ({"color_jitter_prob": 0.5, "auto_augment": None}, "the transform 'RandomApply'"),
     ],
 )
 def test_a_transform_that_is_not_known_is_refused(options, message):
-    with pytest.raises(ConfigError, match=f"augment_on_device does not know {message}; it knows "):
+    with pytest.raises(ConfigError, match=f"{message} is unknown there, where .* are known"):
         device_loader.DrawingTransform(timm_transform(**options))
+
+
+def test_a_border_of_the_images_colour_is_not_known():
+    transform = create_transform(32, use_prefetcher=True, crop_mode="border")
+    with pytest.raises(ConfigError, match="the transform 'CenterCropOrPad' is unknown"):
+        device_loader.DrawingTransform(transform)
 
 
 # batches
@@ -308,13 +376,18 @@ def training_batches(folder, device, world_size=1, rank=0, **options):
     data_config = dict(input_size=(3, 48, 40), mean=LITERAL["mean"], std=LITERAL["std"])
     loader = data.training_loader(dataset, config, data_config, device, batches)
     keys = [key for batch in batches for key in batch]
-    return loader, [(levels(images), targets.tolist()) for images, targets in loader], keys
+    return loader, [(grey_levels(images), targets.tolist()) for images, targets in loader], keys
+
+
+def grey_levels(images):
+    assert images.dtype == torch.uint8
+    return images.cpu().float()
 
 
 def levels(images):
     """Grey levels of normalised images."""
     mean, std = (torch.tensor(LITERAL[name]).view(3, 1, 1) for name in ("mean", "std"))
-    return 255 * (images.cpu() * std + mean)
+    return 255 * (images * std + mean)
 
 
 def by_timm(dataset, keys, **options):
@@ -348,6 +421,8 @@ def by_timm(dataset, keys, **options):
         ({"aa": None}, {"auto_augment": None}),
         ({"aa": None, "color_jitter": 0.9, "hflip": 1.0}, dict(auto_augment=None, color_jitter=0.9, hflip=1.0)),
         ({"aa": "rand-m5-n3-p0.8-tweights"}, {"auto_augment": "rand-m5-n3-p0.8-tweights"}),
+        ({"aa": "3a"}, {"auto_augment": "3a"}),
+        ({"aa": "original"}, {"auto_augment": "original"}),
         ({"scale": (0.5, 0.6), "ratio": (2.0, 2.5)}, {"scale": (0.5, 0.6), "ratio": (2.0, 2.5)}),
     ],
     ids=lambda options: " ".join(options) or "defaults",
@@ -375,7 +450,8 @@ def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
 
 def test_what_a_device_can_decode_is_left_to_it(photo_folder):
     dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
-    reader = data.EncodedReader(dataset, timm_transform(), device_loader.DrawingTransform(timm_transform()))
+    transform = timm_transform()
+    reader = data.EncodedReader(dataset, transform, True, device_loader.DrawingTransform(transform))
     for i in range(len(dataset)):
         kind = Path(dataset.filename(i)).stem
         encoded = isinstance(reader[i, 0][0], device_loader.EncodedImage)
@@ -384,7 +460,8 @@ def test_what_a_device_can_decode_is_left_to_it(photo_folder):
 
 def test_a_file_that_is_too_large_to_be_harmless_is_replaced(photo_folder, monkeypatch):
     dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
-    reader = data.EncodedReader(dataset, timm_transform(), device_loader.DrawingTransform(timm_transform()))
+    transform = timm_transform()
+    reader = data.EncodedReader(dataset, transform, True, device_loader.DrawingTransform(transform))
     pixels = [math.prod(Image.open(dataset.reader[i][0]).size) for i in range(16)]
     largest = pixels.index(max(pixels))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", max(pixels) // 2 - 1)  # PIL refuses twice as many
@@ -404,22 +481,232 @@ def test_images_do_not_depend_on_processes(photo_folder, device):
 
 
 def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, monkeypatch):
-    def refuse(files, mode, device):
+    def refuse(files, device):
         raise RuntimeError("Error while decoding JPEG images")
 
-    monkeypatch.setattr(device_loader, "decode_jpeg", refuse)
+    monkeypatch.setattr(device_loader, "_decode_all", refuse)
+    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
     ours, batches, keys = training_batches(photo_folder, device)
     expected, targets, _ = by_timm(ours.dataset.dataset, keys)
     assert [target for _, share in batches for target in share] == targets
     torch.testing.assert_close(torch.cat([images for images, _ in batches]), expected, rtol=0, atol=1e-3)
 
 
-def test_a_dataset_that_streams_is_refused(photo_folder):
-    streaming = data.IterableImageDataset.__new__(data.IterableImageDataset)
-    config = Config(augment_on_device=True)
-    batches = data.TrainingBatches(4, Config(global_batch_size=4), 4, 0, 1)
-    with pytest.raises(ConfigError, match="a dataset that streams does not have"):
-        data.training_loader(streaming, config, dict(input_size=(3, 48, 48), **IMAGENET), torch.device("cpu"), batches)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"interpolation": "bicubic"}, {"crop_mode": "squash"}, {"crop_pct": 1.2}, {"input_size": (3, 48, 40)}],
+    ids=str,
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, device, options, workers):
+    """Of the training split, where files of all kinds are; those that nobody can read are left out of it."""
+    config = dict(input_size=(3, 48, 48), crop_pct=0.875, crop_mode="center", interpolation="bilinear", **IMAGENET)
+    config |= options
+    dataset = data.open_split(str(photo_folder), "", "train")
+    loader = data.evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)
+    assert isinstance(loader, device_loader.DeviceLoader)
+    images, targets = (torch.cat(parts).cpu() for parts in zip(*loader))
+    indices = range(1, len(dataset), 2)
+    assert len(images) == len(indices)
+    transform, broken, differences = create_transform(use_prefetcher=True, **config), 0, []
+    for image, target, i in zip(images, targets.tolist(), indices):
+        try:
+            expected = Image.open(Path(dataset.reader.root) / dataset.filename(i)).convert("RGB")
+        except OSError:
+            broken += 1
+            assert target == data.UNREADABLE
+            continue
+        assert target == "ab".index(dataset.filename(i)[0])
+        differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
+    assert broken == data.unreadable_images(loader) >= 2
+    # of a resized image of few pixels, many sums are exactly half a level
+    mean, largest = (0.1, 2) if device.type == "cpu" else (1.5, 64)
+    assert max(levels.mean() for levels in differences) < mean
+    assert max(levels.max() for levels in differences) <= largest
+
+
+# which way images go
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """What is logged where a GPU is there that decodes, by whoever looks for one."""
+    data._say_once.cache_clear()
+    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
+
+    def lines():
+        return [record.getMessage() for record in caplog.records if record.name == "vil.training.data"]
+
+    return lines
+
+
+def training_loader(folder, device, dataset=None, **options):
+    config = Config(data_dir=str(folder), global_batch_size=4, workers=0, aug_repeats=0, **options)
+    if dataset is None:
+        dataset = data.open_split(config.data_dir, "", "train", is_training=True)
+    data_config = dict(input_size=(3, 48, 48), **IMAGENET)
+    return data.training_loader(dataset, config, data_config, device, data.TrainingBatches(8, config, 4, 0, 1))
+
+
+def evaluation_loader(folder, device, **options):
+    config = dict(input_size=(3, 48, 48), crop_pct=0.875, crop_mode="center", interpolation="bilinear", **IMAGENET)
+    return data.evaluation_loader(data.open_split(str(folder), "", "val"), config, device, 0, 4, 0, 1, **options)
+
+
+@pytest.fixture
+def png_folder(tmp_path):
+    for split in ("train", "val"):
+        for i in range(8):
+            (tmp_path / split / "a").mkdir(parents=True, exist_ok=True)
+            # by its name alone it is a JPEG
+            (tmp_path / split / "a" / f"{i}.jpg").write_bytes(encode(PHOTO, format="JPEG" if i < 4 else "PNG"))
+    return tmp_path
+
+
+CUDA = torch.device("cuda")
+
+
+def test_on_a_gpu_that_decodes_jpegs_go_there_without_asking(photo_folder, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    for loader in (training_loader(photo_folder, CUDA), evaluation_loader(photo_folder, CUDA)):
+        assert isinstance(loader, device_loader.DeviceLoader)
+        assert data.describe(loader) == "no workers, decoding and augmenting on the device"
+    assert said() == []
+
+
+def test_on_a_cpu_the_workers_augment_unless_it_is_asked_for(photo_folder, said):
+    cpu = torch.device("cpu")
+    for options, kind in (
+        ({}, device_loader.HostLoader),
+        ({"augment_on_device": False}, device_loader.HostLoader),
+        ({"augment_on_device": True}, device_loader.DeviceLoader),
+    ):
+        assert type(training_loader(photo_folder, cpu, **options)) is kind
+        assert type(evaluation_loader(photo_folder, cpu, **options)) is kind
+    assert said() == []
+
+
+def test_who_asks_for_the_workers_gets_them_on_a_gpu(photo_folder, said):
+    assert type(training_loader(photo_folder, CUDA, augment_on_device=False)) is device_loader.HostLoader
+    assert type(evaluation_loader(photo_folder, CUDA, augment_on_device=False)) is device_loader.HostLoader
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"aa": "augmix-m5"}, "the transform 'AugMixAugment' is unknown there"),
+        ({"train_interpolation": "lanczos"}, "the interpolation 'lanczos' is unknown there"),
+    ],
+)
+def test_a_transform_that_the_gpu_does_not_know_is_the_workers_and_a_line_says_so(photo_folder, said, options, reason):
+    assert type(training_loader(photo_folder, CUDA, **options)) is device_loader.HostLoader
+    (line,) = said()
+    assert line.startswith(f"the workers decode and augment images, not the GPU: {reason}")
+    with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
+        training_loader(photo_folder, CUDA, augment_on_device=True, **options)
+
+
+def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(png_folder, said):
+    assert type(training_loader(png_folder, CUDA)) is device_loader.HostLoader
+    assert type(evaluation_loader(png_folder, CUDA)) is device_loader.HostLoader
+    assert said() == ["the workers decode and augment images, not the GPU: most files are no JPEGs"]
+    assert type(training_loader(png_folder, torch.device("cpu"), augment_on_device=True)) is device_loader.DeviceLoader
+
+
+def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "train.tar", "w") as tar:
+        tar.add(photo_folder / "train", ".")
+    loader = training_loader(tmp_path / "in", CUDA)
+    assert type(loader) is device_loader.DeviceLoader
+    assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own
+
+
+def test_a_gpu_that_decodes_nothing_is_one_line(photo_folder, said, monkeypatch):
+    monkeypatch.setattr(data, "decoder_is_missing", lambda device: "torchvision decodes no JPEG on cuda: no nvJPEG")
+    for make in (training_loader, evaluation_loader):
+        assert type(make(photo_folder, CUDA)) is device_loader.HostLoader
+    (line,) = said()
+    assert line.endswith("not the GPU: torchvision decodes no JPEG on cuda: no nvJPEG")
+    with pytest.raises(ConfigError, match="augment_on_device: torchvision decodes no JPEG on cuda: no nvJPEG"):
+        evaluation_loader(photo_folder, CUDA, augment_on_device=True)
+
+
+@pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb")])
+def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device, recwarn):
+    device_loader.decoder_is_missing.cache_clear()
+    assert device_loader.decoder_is_missing(device) is None
+    assert not [warning for warning in recwarn if issubclass(warning.category, DeprecationWarning)]
+    device_loader.decoder_is_missing.cache_clear()
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(device_loader, "_decode_all", fail)
+    reason = device_loader.decoder_is_missing(device)
+    assert reason.startswith(f"torchvision decodes no JPEG on {device}: {' '.join(str(error).split())}")
+    device_loader.decoder_is_missing.cache_clear()
+
+
+def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
+    streaming = data.IterableImageDataset("", reader=[])
+    with pytest.raises(ConfigError, match="augment_on_device: a dataset that streams has no images by index"):
+        training_loader(photo_folder, CUDA, streaming, augment_on_device=True)
+    streaming.set_loader_cfg = lambda num_workers: None
+    assert type(training_loader(photo_folder, CUDA, streaming)) is device_loader.HostLoader
+    assert said() == [
+        "the workers decode and augment images, not the GPU: a dataset that streams has no images by index"
+    ]
+
+
+# the thread
+
+
+def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypatch):
+    counts, decode = [], device_loader.decode
+    monkeypatch.setattr(device_loader, "decode", lambda files, on: counts.append(len(files)) or decode(files, on))
+    _, batches, keys = training_batches(photo_folder, device, aug_repeats=3)
+    assert len(batches) == 2
+    for count, first in zip(counts, (0, 24), strict=True):
+        assert len({index for index, _ in keys[first : first + 24]}) == 8
+        assert count <= 8
+    _, again, _ = training_batches(photo_folder, device, aug_repeats=3, batch_size=6)
+    assert torch.equal(torch.cat([images for images, _ in batches]), torch.cat([images for images, _ in again]))
+
+
+def test_the_thread_is_two_batches_ahead_and_no_more(photo_folder, device, monkeypatch):
+    begun, prepare = [], device_loader.DeviceLoader._prepare
+    monkeypatch.setattr(
+        device_loader.DeviceLoader, "_prepare", lambda *arguments: begun.append(None) or prepare(*arguments)
+    )
+    loader = training_loader(photo_folder, device, augment_on_device=True)
+    monkeypatch.setattr(data.TrainingBatches, "steps", 6)
+    loader.batches.num_images = 24
+    for taken, _ in enumerate(loader, start=1):
+        time.sleep(0.05)
+        assert taken <= len(begun) <= taken + 2
+    assert taken == len(begun) == 6
+
+
+def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(photo_folder, device):
+    threads = set(threading.enumerate())
+    batches = iter(training_loader(photo_folder, device, augment_on_device=True))
+    next(batches)
+    assert len(set(threading.enumerate()) - threads) >= 1
+    batches.close()
+    assert set(threading.enumerate()) == threads
+
+
+def test_an_error_of_the_thread_comes_with_its_traceback(photo_folder, device, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("of the code")
+
+    monkeypatch.setattr(device_loader, "crop_resize_flip", fail)
+    with pytest.raises(ZeroDivisionError, match="of the code") as caught:
+        list(training_loader(photo_folder, device, augment_on_device=True))
+    assert [entry.name for entry in caught.traceback][-3:] == ["_decode_and_transform", "_transform", "fail"]
 
 
 # training
@@ -435,3 +722,9 @@ def test_training_follows_the_curve_of_timms_loader(photo_folder, tmp_path):
     assert len(losses[1]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1] != losses[0]  # another path it was
+
+
+def test_the_recipe_trains_with_3_augment(photo_folder, tmp_path):
+    run(train_command(tmp_path, photo_folder, aa="3a", augment_on_device=True, epochs=1, warmup_epochs=0))
+    (row,) = csv.DictReader((tmp_path / "run" / "summary.csv").open())
+    assert 0.1 < float(row["train_loss"]) < 2

@@ -223,12 +223,14 @@ class ImageReader(Dataset):
                 with file:
                     return read_image(file), target
             except Exception as error:  # decoders raise all kinds
-                name, last = self.dataset.reader.filename(i), error
+                # not the error itself, whose traceback would hold this frame, and through it the loader, in a cycle:
+                # where that is collected, workers wait for the end of a queue that has gone before it
+                name, last = self.dataset.reader.filename(i), repr(error)
                 self.unreadable.add(i, name, error)
         if self.is_training:
             raise UnreadableSplitError(
                 f"no image of the training split can be read: of {len(list(self._offsets()))}, the last is {name!r} "
-                f"({last!r})"
+                f"({last})"
             )
         return Image.new("RGB", (256, 256)), UNREADABLE
 
