@@ -432,13 +432,12 @@ def test_noise_stands_for_images(image_folder):
         ("validation", ["eval", "test"], "eval"),
         ("validation", ["test", "valid"], "valid"),
         ("test", ["val", "test"], "test"),
-        ("test", ["val", "train"], "val"),
         ("val", ["validation"], "validation"),
         ("holdout", ["holdout", "val"], "holdout"),
     ],
 )
 @pytest.mark.parametrize("tar", [False, True])
-def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, tar):
+def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, tar, caplog):
     for name in there:
         (tmp_path / name / "a").mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / name / "a" / f"{name}.png")
@@ -448,6 +447,11 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
             shutil.rmtree(tmp_path / name)
     images = data.open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
+    lines = [record.getMessage() for record in caplog.records]
+    if wanted in (found, "train", "validation"):
+        assert lines == []
+    else:  # who asks for a folder by its name hears of another one
+        assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
 
 
 def test_a_class_may_be_called_as_a_split_is(tmp_path):
@@ -465,7 +469,13 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
     with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
         data.open_split(str(tmp_path), "", "holdout")
     shutil.copytree(image_folder / "train", tmp_path / "train")
-    with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*validation or val or .*test\); it has train"):
+    with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*validation or val or .*eval\); it has train"):
+        data.open_splits(small_config(tmp_path))
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    with pytest.raises(ConfigError, match="has no split 'test' .*called test.; it has train, val"):
+        data.open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
+    (tmp_path / "val").rename(tmp_path / "test")
+    with pytest.raises(ConfigError, match="has no split 'validation' .*it has test, train"):
         data.open_splits(small_config(tmp_path))
 
 

@@ -70,7 +70,7 @@ _logger = logging.getLogger(__name__)
 STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
-SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
 SAMPLE = 32  # files that are looked at before a split is loaded
 LARGE_FILE = 2**18  # bytes, where it is not known how many a file has
@@ -188,6 +188,8 @@ def _find_split(data_dir: str | None, split: str) -> Path:
     for name in (split, *names):
         for path in (root / name, root / f"{name}.tar"):
             if path.is_dir() or path.is_file():
+                if name != split and split not in SPLIT_NAMES and is_first_process():  # these stand for any of theirs
+                    _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
     found = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
     raise ConfigError(
