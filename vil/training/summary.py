@@ -11,6 +11,7 @@ import secrets
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,19 @@ from .processes import sum_over_processes
 _logger = logging.getLogger(__name__)
 
 
+TIMES = ("seconds", "waited", "waited_for_gpu")  # of an `EpochMeter`
+AHEAD = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, while images do not pile up
+
+
 class EpochMeter:
     """The losses and gradient norms of an epoch's steps so far, means over all processes, and where the time went."""
 
     def __init__(self):
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.seconds = self.waited = 0.0  # in all, and for the loader
+        self.seconds = self.waited = self.waited_for_gpu = 0.0  # in all, for the loader, for steps to be done
         self.pending: list[Tensor] = []  # still on the device
+        self.under_way: deque[torch.cuda.Event] = deque()
         self.clock = time.perf_counter()
 
     @property
@@ -44,13 +50,25 @@ class EpochMeter:
         return len(self.losses) + len(self.pending)
 
     def add(self, loss: Tensor, norm: Tensor) -> None:
-        """Notes a step without waiting for the device."""
+        """Notes a step, and waits for a GPU until it has done all but the last `AHEAD`."""
         self.pending.append(torch.stack([loss, norm]))
+        if loss.is_cuda:
+            self.under_way.append(torch.cuda.Event(blocking=True))
+            self.under_way[-1].record()
+            if len(self.under_way) > AHEAD:
+                self._wait_for_gpu(self.under_way.popleft())
         self._lap()
+
+    def _wait_for_gpu(self, event: torch.cuda.Event) -> None:
+        then = time.perf_counter()
+        event.synchronize()
+        self.waited_for_gpu += time.perf_counter() - then
 
     def collect(self) -> None:
         """Waits for the steps noted. All processes must do so after the same steps."""
         if self.pending:
+            while self.under_way:
+                self._wait_for_gpu(self.under_way.popleft())
             # sums of a few fp32 numbers are exact in fp64: they do not depend on the order, so neither on restarts
             values = sum_over_processes(torch.stack(self.pending).double())
             values /= dist.get_world_size() if dist.is_initialized() else 1
@@ -72,22 +90,25 @@ class EpochMeter:
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
         """The columns of summary.csv that training fills, once all steps are collected."""
-        waited = sum_over_processes(torch.tensor([self.waited, self.seconds], dtype=torch.float64))
+        times = torch.tensor([self.waited, self.waited_for_gpu, self.seconds], dtype=torch.float64)
+        waited, waited_for_gpu, seconds = sum_over_processes(times).tolist()
         norms = [norm for norm in self.norms if math.isfinite(norm)]
         return {
             "train_loss": statistics.fmean(self.losses),
             "grad_norm": statistics.fmean(norms) if norms else math.nan,
             "images_per_second": self.steps * global_batch_size / self.seconds,
-            "data_wait_percent": 100 * (waited[0] / waited[1]).item(),
+            "data_wait_percent": 100 * waited / seconds,
+            "gpu_wait_percent": 100 * waited_for_gpu / seconds,
             "peak_memory_gib": peak_memory() / 2**30,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("losses", "norms", "seconds", "waited")}
+        return {name: getattr(self, name) for name in ("losses", "norms", *TIMES)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses, self.norms = ([float(value) for value in state[name]] for name in ("losses", "norms"))
-        self.seconds, self.waited = float(state["seconds"]), float(state["waited"])
+        for name in TIMES:
+            setattr(self, name, float(state.get(name, 0.0)))
 
 
 def peak_memory() -> int:
@@ -180,7 +201,7 @@ PICTURE = {
     "learning rate": {"lr": None},
     "norm of the gradient": {"grad_norm": None},
     "images/s": {"images_per_second": None},
-    "waiting for data (% of time)": {"data_wait_percent": None},
+    "the host waits (% of time)": {"data_wait_percent": "for data", "gpu_wait_percent": "for the GPU"},
     "peak memory (GiB)": {"peak_memory_gib": None},
     "unreadable images": {"unreadable_images": None},
 }
