@@ -63,7 +63,7 @@ from vil.training.processes import (
     leave_processes,
     sum_over_processes,
 )
-from vil.training.summary import EpochMeter, Reporter
+from vil.training.summary import Bottleneck, EpochMeter, Reporter
 
 
 class DivergenceError(RuntimeError):
@@ -158,6 +158,7 @@ class Trainer:
         self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
+        self.bottleneck = Bottleneck()
         self.saved_config = dataclasses.asdict(config) | {"num_classes": num_classes}
         if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
             self.saved_config["data_dir"] = str(Path(config.data_dir).resolve())
@@ -211,8 +212,21 @@ class Trainer:
         del optimizers_share
         return self.backward
 
+    @property
+    def plan(self) -> str:
+        """What was chosen for the machine, in a line."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        graphs = ", as a CUDA graph" if getattr(self.forward_backward, "graph", None) else ""
+        return (
+            f"{self.world_size} x {name}: {self.at_once} of {self.config.global_batch_size} images at once on each"
+            f"{graphs}; {data.describe(self.train_loader)}"
+        )
+
     def run(self) -> None:
-        report = Reporter(self.folder, self.config, self.saved_config) if self.rank == 0 else None
+        report = None
+        if self.rank == 0:
+            report = Reporter(self.folder, self.config, self.saved_config, self.plan)
+            logging.warning(self.plan)
         epochs, batch = self.config.epochs, self.config.global_batch_size
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
         sizes = dict(total=epochs * self.batches.steps * batch, initial=self.steps * batch)
@@ -248,6 +262,8 @@ class Trainer:
             loss = torch.zeros_like(loss)
             if self.meter.steps % self.config.log_interval == 0:
                 self.check_finite()
+                if self.device.type == "cuda":
+                    self.bottleneck.look(self.meter, data.describe(self.train_loader))
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
@@ -280,7 +296,7 @@ class Trainer:
                 distribute_bn(model, self.world_size, reduce=True)
         images = takewhile(lambda _: not self.timer.signalled, self.val_loader)
         results = self.evaluator(images)
-        row = {}
+        row = {"eval_images_per_second": results[0].images_per_second}
         for suffix, result in zip(("", "_ema"), results):
             row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
         skipped = sum_over_processes(torch.tensor(data.unreadable_images(self.train_loader)))

@@ -25,12 +25,13 @@ from vil.info import format_environment
 
 from .config import Config, ConfigError
 from .files import write_atomically
-from .processes import sum_over_processes
+from .processes import is_first_process, sum_over_processes
 
 _logger = logging.getLogger(__name__)
 
 
 TIMES = ("seconds", "waited", "waited_for_gpu")  # of an `EpochMeter`
+IDLE = 0.02  # of the time: a host that waits less for its GPU keeps it waiting
 AHEAD = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, while images do not pile up
 
 
@@ -90,8 +91,7 @@ class EpochMeter:
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
         """The columns of summary.csv that training fills, once all steps are collected."""
-        times = torch.tensor([self.waited, self.waited_for_gpu, self.seconds], dtype=torch.float64)
-        waited, waited_for_gpu, seconds = sum_over_processes(times).tolist()
+        seconds, waited, waited_for_gpu = sum_over_processes(torch.tensor(self.times, dtype=torch.float64)).tolist()
         norms = [norm for norm in self.norms if math.isfinite(norm)]
         return {
             "train_loss": statistics.fmean(self.losses),
@@ -102,6 +102,11 @@ class EpochMeter:
             "peak_memory_gib": peak_memory() / 2**30,
         }
 
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds: in all, waiting for the loader, and waiting for a GPU."""
+        return self.seconds, self.waited, self.waited_for_gpu
+
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("losses", "norms", *TIMES)}
 
@@ -109,6 +114,42 @@ class EpochMeter:
         self.losses, self.norms = ([float(value) for value in state[name]] for name in ("losses", "norms"))
         for name in TIMES:
             setattr(self, name, float(state.get(name, 0.0)))
+
+
+class Bottleneck:
+    """Says once, when a run has got under way, what its GPUs wait for, if they do."""
+
+    def __init__(self):
+        self.found = False
+        self.before: tuple[EpochMeter, tuple[float, ...]] | None = None
+
+    def look(self, meter: EpochMeter, how_loaded: str) -> None:
+        """The first look at an epoch is at a start, the next may find something. All processes look at the same time.
+
+        Args:
+            how_loaded: What loads the images, in a few words.
+        """
+        if self.found:
+            return
+        times = tuple(sum_over_processes(torch.tensor(meter.times, dtype=torch.float64)).tolist())
+        before, self.before = self.before, (meter, times)
+        if before is None or before[0] is not meter:
+            return
+        self.found = True
+        seconds, data, gpu = (now - then for now, then in zip(times, before[1]))
+        if not is_first_process() or gpu >= IDLE * seconds:  # a host that waits for a GPU keeps it busy
+            return
+        host = seconds - data - gpu
+        if data > host:
+            _logger.warning(
+                "training waits for images %.0f%% of the time (%s): more --workers, files that a GPU decodes "
+                "(baseline JPEGs) or a faster disk may help", 100 * data / seconds, how_loaded,
+            )  # fmt: skip
+        else:
+            _logger.warning(
+                "the GPU waits for what the host does, %.0f%% of the time: --cuda-graphs, a larger --batch-size or "
+                "--torchcompile may help", 100 * host / seconds,
+            )  # fmt: skip
 
 
 def peak_memory() -> int:
@@ -121,18 +162,20 @@ def peak_memory() -> int:
 class Reporter:
     """Writes config.yaml and info.txt when a run starts, summary.csv and curve.png when it is given a new row.
 
+    `plan` is what was chosen for the machine, in a line.
+
     Training goes on where that fails: all of it is in the checkpoint, and comes with the next row.
 
     Raises:
         ConfigError: A log was asked for whose package is not installed.
     """
 
-    def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any]):
+    def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], plan: str):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
         info = folder / "info.txt"  # one paragraph for each start
-        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}\n"
+        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}\n{plan}\n"
         try:
             write_atomically(folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
             write_atomically(info, (info.read_text() if info.exists() else "") + start)
