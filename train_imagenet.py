@@ -125,9 +125,9 @@ class Trainer:
         self.batches = data.TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = data.training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = data.evaluation_loader(
-            val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size
+            val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device
         )
-        self.augment = data.BatchAugmentation(config, num_classes, device)
+        self.augment = data.BatchAugmentation(config, num_classes, data_config)
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
         fused = True if config.opt == "adamw" and device.type == "cuda" else None  # one kernel in place of a dozen

@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--crop-pct", type=float, help="share of the image inside the centre crop")
     parser.add_argument("--interpolation", help="interpolation of the resize")
     parser.add_argument("--batch-size", type=int, default=128, help="images a process holds at once (default: 128)")
-    parser.add_argument("--workers", type=int, default=8, help="loader processes per process (default: 8)")
+    parser.add_argument("--workers", type=int, help="loader processes per process (default: by the cores there are)")
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
@@ -193,7 +193,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         results = [comparison.judge(result, m) for m, result in enumerate(results)]
     speeds = []
     if len(models) > 1 and rank == 0:
-        batch = next(iter(loader))[0]
+        batch = evaluate.normalised(next(iter(loader))[0])
         speeds = [measure_speed(model, batch, precision) for model in models]
     names = {number: name for name, number in data.class_names(images).items()}
     return Outcome(results, notes, names, comparison, speeds)

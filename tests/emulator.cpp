@@ -115,6 +115,8 @@ static bool __any_sync(unsigned, bool v) {
     __syncwarp();
     return any;
 }
+template <class T>
+static void atomicAdd(T *sum, T v) { *sum += v; }
 static void start_copy(void *to, const void *from, int bytes, bool valid) {
     emulator::check_aligned(to, bytes);
     if (valid) emulator::check_aligned(from, bytes);
@@ -154,6 +156,8 @@ static unsigned to_bf16(float f) {
     unsigned bits = bits_of<unsigned>(f);
     return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+static float sinpif(float x) { return sin(M_PI * x); }
+static float cospif(float x) { return cos(M_PI * x); }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static unsigned to_fp16(float f) { return bits_of<unsigned short>(_Float16(f)); }
 static float from_fp16(unsigned bits) {  // by a table, as many processors have no instruction for it

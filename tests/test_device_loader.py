@@ -109,9 +109,7 @@ def test_operations_are_those_of_timm(device, name, resample):
     batch = device_loader.collate_encoded(samples, size=(80, 120))
     batch_BCHW = torch.stack([tensor(image) for image in images]).to(device)
     given = batch_BCHW.clone()
-    result = batched_transforms.apply_operations(
-        batch_BCHW, batch.names, torch.from_numpy(batch.arguments).to(device), FILL, resample
-    )
+    result = batched_transforms.apply_operations(batch_BCHW, batch.operations, batch.arguments, FILL, resample)
     # PIL drops what is behind the point: where a linear mean is a whole number, as every fifth is of pixels shifted by
     # 0.2, a double that is a little less becomes the number below
     whole = resample == "bilinear" and name in batched_transforms.GEOMETRIC
@@ -120,12 +118,16 @@ def test_operations_are_those_of_timm(device, name, resample):
     assert torch.equal(batch_BCHW, given)
 
 
+def codes(names):
+    return np.array([[batched_transforms.CODES[name] for name in turns] for turns in names], np.uint8)
+
+
 def test_every_image_goes_through_its_own_operations_in_order(device):
-    names = np.array([["Invert", "Brightness"], ["Brightness", "Invert"], ["", "Brightness"], ["", ""]])
-    arguments = torch.zeros(4, 2, 6, device=device)
-    arguments[:, :, 0] = torch.tensor([[0, 0.5], [0.25, 0], [0, 0.75], [0, 0]])
+    names = [["Invert", "Brightness"], ["Brightness", "Invert"], ["", "Brightness"], ["", ""]]
+    operations, arguments = codes(names), np.zeros((4, 2, 6), np.float32)
+    arguments[:, :, 0] = [[0, 0.5], [0.25, 0], [0, 0.75], [0, 0]]
     images = torch.full((4, 3, 2, 2), 200, dtype=torch.uint8, device=device)
-    result = batched_transforms.apply_operations(images, names, arguments, FILL, "bicubic")
+    result = batched_transforms.apply_operations(images, operations, arguments, FILL, "bicubic")
     assert result[:, 0, 0, 0].tolist() == [27, 205, 150, 200]
     assert (result == result[:, :1, :1, :1]).all()
 
@@ -137,9 +139,9 @@ def test_a_batch_is_transformed_where_it_is(interpolation):
     boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
     crops = batched_transforms.crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
     assert (crops.device.type, crops.shape) == ("meta", (3, 3, 8, 12))
-    names = np.array([["Affine", name] for name in ("Color", "Contrast", "Solarize")])
-    arguments = torch.zeros(3, 2, 6, device="meta")
-    result = batched_transforms.apply_operations(crops, names, arguments, FILL, interpolation)
+    operations = codes([["Affine", name] for name in ("Color", "Contrast", "Solarize")])
+    arguments = np.zeros((3, 2, 6), np.float32)
+    result = batched_transforms.apply_operations(crops, operations, arguments, FILL, interpolation)
     assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
 
 

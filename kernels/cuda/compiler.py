@@ -15,6 +15,7 @@ SOURCES = Path(__file__).parent
 OLDEST = (8, 0)
 HOPPER = (9, 0)
 ONLY_HOPPER = {"output_hopper", "output_hopper_backward"}  # by instructions that no other generation has
+ROUNDS_PRODUCTS = {"augment"}  # before it adds them up, as PIL does
 SCAN = ["types.cuh", "common.cuh"]
 HEADERS = {
     "forward": [*SCAN, "lanes.cuh"],
@@ -30,6 +31,7 @@ HEADERS = {
     "output": ["types.cuh", "silu.cuh", "output.cuh"],
     "output_hopper": ["types.cuh", "silu.cuh", "output.cuh", "hopper.cuh", "ring.cuh"],
     "output_hopper_backward": ["types.cuh", "silu.cuh", "hopper.cuh", "ring.cuh"],
+    "augment": ["types.cuh"],
 }
 
 
@@ -56,7 +58,11 @@ def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], 
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
-        arch=arch, std="c++17", define_macro=[(k, str(v)) for k, v in macros], ptxas_options=["-v"] if log else None
+        arch=arch,
+        std="c++17",
+        define_macro=[(k, str(v)) for k, v in macros],
+        ptxas_options=["-v"] if log else None,
+        fma=name not in ROUNDS_PRODUCTS,
     )
     return bytes(Program(source(name), "c++", options).compile("cubin", logs=log).code)
 

@@ -47,7 +47,9 @@ class Config:
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
     num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=1)
-    workers: int = _option(8, "loader processes per training process", low=0, high=1024)
+    workers: int | None = _option(
+        None, "loader processes per training process; by the cores it may use if not given", low=0, high=1024
+    )
     synthetic: int = _option(
         0,
         "train on noise made on the device, this many images an epoch (ImageNet's number if none is given)",
@@ -99,8 +101,8 @@ class Config:
     aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
     aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none", low=0)
     train_interpolation: str = _option("bicubic", "interpolation of the training crops")
-    augment_on_device: bool = _option(
-        False, "decode and augment training images on the training device (nvJPEG on a GPU), not in the loader"
+    augment_on_device: bool | None = _option(
+        None, "decode and augment images on the training device, not in the loader; on GPUs with nvJPEG if not given"
     )
     reprob: float = _option(0.25, "probability of random erasing", low=0, high=1)
     remode: str = _option("pixel", "what it fills in: 'const', 'rand' or 'pixel'")

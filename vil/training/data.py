@@ -6,15 +6,13 @@ in the epoch alone: not on the number of processes, loader workers or accumulati
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import logging
 import math
-import multiprocessing
 import os
-import random
-import signal
 import stat
-import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice, repeat
@@ -24,17 +22,26 @@ from typing import BinaryIO
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import Mixup, create_dataset, create_transform, get_img_extensions
+from timm.data import create_dataset, create_transform, get_img_extensions
 from timm.data.dataset import IterableImageDataset
-from timm.data.loader import PrefetchLoader, fast_collate
-from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
-from timm.data.random_erasing import RandomErasing
+from timm.data.loader import fast_collate
 from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from .augmentation import BatchAugmentation  # noqa: F401  a run has all of these from here
 from .config import Config, ConfigError
-from .device_loader import DeviceLoader, DrawingTransform, EncodedImage, collate_encoded, is_plain_jpeg
+from .device_loader import (
+    DeviceLoader,
+    DrawingTransform,
+    EncodedImage,
+    HostLoader,
+    collate_encoded,
+    decoder_is_missing,
+    is_plain_jpeg,
+)
 from .images import (
     UNREADABLE,
     UnfitImageError,
@@ -46,45 +53,27 @@ from .images import (
     restrict_pillow,
 )
 from .processes import is_first_process
+from .seeds import derive_seed, seed_everything  # noqa: F401
 from .synthetic import SyntheticImages, SyntheticLoader
+from .workers import (  # noqa: F401
+    PIECE,
+    into_shared_memory,
+    name_lost_workers,
+    plan_loader,
+    share_cores,
+    signals_blocked,
+    start_worker,
+)
 
 _logger = logging.getLogger(__name__)
 
 STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
-SCHEDULERS_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "test")}
-# Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
-# the draws do not depend on their number as long as each holds a multiple of it.
-MIXUP_GROUP = 8
-
-
-def derive_seed(*key: int) -> int:
-    """A 32-bit seed of its own for every key, such as (seed, epoch, position)."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch, the CPU and the GPU in use.
-
-    `torch.manual_seed` would also note the seed for every backend that nobody has started, with a stack trace that
-    takes ten times as long as the rest: too slow for every image.
-    """
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    for backend in (torch.cuda, torch.xpu):
-        if backend.is_initialized():
-            backend.manual_seed(seed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(seed)
-
-
-def share_cores(device: torch.device, workers: int) -> None:
-    """Leaves the loader's workers a core each where a CPU also trains: PyTorch's threads wait long for a busy core."""
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - workers))
+TAR_READERS = (ReaderImageTar, ReaderImageInTar)
+SAMPLE = 32  # files that are looked at before a split is loaded
+LARGE_FILE = 2**18  # bytes, where it is not known how many a file has
 
 
 def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
@@ -230,7 +219,7 @@ class ImageReader(Dataset):
         for offset in self._offsets():
             i = (index + offset) % len(self)
             try:
-                file, target = self._open(i)
+                file, target = _open(self.dataset.reader, i)
                 with file:
                     return read_image(file), target
             except Exception as error:  # decoders raise all kinds
@@ -250,24 +239,24 @@ class ImageReader(Dataset):
         count = len(self)
         return chain(range(min(NEAR, count)), range(NEAR, count, max(1, count // 100)))
 
-    def _open(self, index: int) -> tuple[BinaryIO, int]:
-        reader = self.dataset.reader
-        if isinstance(reader, ReaderImageFolder) and not stat.S_ISREG(os.stat(reader.samples[index][0]).st_mode):
-            raise UnfitImageError("not a regular file")  # a pipe, for one, would have us wait
-        return reader[index]
+
+def _open(reader, index: int) -> tuple[BinaryIO, int]:
+    if isinstance(reader, ReaderImageFolder) and not stat.S_ISREG(os.stat(reader.samples[index][0]).st_mode):
+        raise UnfitImageError("not a regular file")  # a pipe, for one, would have us wait
+    return reader[index]
 
 
 class EncodedReader(ImageReader):
-    """For training as `ImageReader`, but what a device can decode comes as an `EncodedImage`."""
+    """As `ImageReader`, but what a device can decode comes as an `EncodedImage`."""
 
-    def __init__(self, dataset, transform, draw: DrawingTransform):
-        super().__init__(dataset, transform, is_training=True)
+    def __init__(self, dataset, transform, is_training: bool, draw: DrawingTransform):
+        super().__init__(dataset, transform, is_training)
         self.draw = draw
 
     def __getitem__(self, key: tuple[int, int]):
         index, seed = key
         try:
-            file, target = self._open(index)
+            file, target = _open(self.dataset.reader, index)
             with file:
                 check_length(file)
                 data = file.read()
@@ -280,7 +269,7 @@ class EncodedReader(ImageReader):
         return EncodedImage(key, data, self.draw(header), header.size), target
 
     def finish(self, key: tuple[int, int]):
-        """The image as timm's transform augments it on the CPU: the same draws, the same care for broken files."""
+        """The image as timm's transform prepares it on the CPU: the same draws, the same care for broken files."""
         return super().__getitem__(key)
 
 
@@ -374,21 +363,19 @@ class EvaluationBatches:
         return map(len, self)
 
 
-class _NoneYet:
-    """Batch sampler: `batches`, but none of them before `ready`."""
+class _Pieces:
+    """Batch sampler: each of `batches` in pieces that a worker loads at a time, but none of them before `ready`."""
 
     def __init__(self, batches: TrainingBatches | EvaluationBatches):
         self.batches, self.ready = batches, False
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.batches if self.ready else ())
+        for batch in self.batches if self.ready else ():
+            yield from (batch[start : start + PIECE] for start in range(0, len(batch), PIECE))
 
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
-    """Augmented images (B, 3, H, W), normalised on `device`, and targets (B,), in micro-batches."""
+    """Augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
     transform = create_transform(
         data_config["input_size"],
         is_training=True,
@@ -402,14 +389,21 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
-    draw = DrawingTransform(transform) if config.augment_on_device else None
-    return _create_loader(dataset, transform, data_config, device, config.workers, batches, batches.micro_batch, draw)
+    place = data_config, device, config.workers, config.augment_on_device
+    return _create_loader(dataset, transform, *place, batches, batches.micro_batch)
 
 
 def evaluation_loader(
-    dataset, data_config: dict, device: torch.device, workers: int, batch_size: int, rank: int, world_size: int
+    dataset,
+    data_config: dict,
+    device: torch.device,
+    workers: int | None,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    augment_on_device: bool | None = None,
 ):
-    """Resized and cropped images (B, 3, H, W), normalised on `device`, and targets (B,): this process's share."""
+    """Resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`: this process's share."""
     transform = create_transform(
         data_config["input_size"],
         use_prefetcher=True,
@@ -420,138 +414,133 @@ def evaluation_loader(
         std=data_config["std"],
     )
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
-    return _create_loader(dataset, transform, data_config, device, workers, batches, batch_size)
+    return _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size)
 
 
-def _create_loader(dataset, transform, data_config, device, workers, batches, batch_size, draw=None):
+def describe(loader) -> str:
+    """How a loader loads, in a few words, for the log of a run."""
+    return str(loader.plan) if hasattr(loader, "plan") else "noise, made on the device"
+
+
+def _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size):
     is_training = isinstance(batches, TrainingBatches)
     if isinstance(dataset, SyntheticImages):
         return SyntheticLoader(dataset, batches, batch_size, data_config["input_size"], device)
-    if draw and isinstance(dataset, IterableImageDataset):
-        raise ConfigError("augment_on_device reads images by their index, which a dataset that streams does not have")
-    if isinstance(dataset, IterableImageDataset):  # it streams, in an order of its own
+    draw = _drawing_transform(dataset, transform, device, augment_on_device)
+    pieces = math.ceil(batch_size / PIECE) * len(batches)
+    image_bytes = _typical_bytes(dataset) if draw else math.prod(data_config["input_size"])
+    streams = isinstance(dataset, IterableImageDataset)
+    in_a_piece = batch_size if streams else min(batch_size, PIECE)
+    plan = plan_loader(workers, device, batch_size, pieces, in_a_piece * image_bytes, bool(draw))
+    if streams:  # in an order of its own
         dataset.transform = transform
-        dataset.set_loader_cfg(num_workers=workers)
+        dataset.set_loader_cfg(num_workers=plan.workers)
         order = dict(batch_size=batch_size, drop_last=is_training)
     else:
-        dataset = EncodedReader(dataset, transform, draw) if draw else ImageReader(dataset, transform, is_training)
-        order = dict(batch_sampler=_NoneYet(batches))
+        dataset = (
+            EncodedReader(dataset, transform, is_training, draw)
+            if draw
+            else ImageReader(dataset, transform, is_training)
+        )
+        order = dict(batch_sampler=_Pieces(batches))
     loader = DataLoader(
         dataset,
-        num_workers=workers,
-        collate_fn=partial(collate_encoded, size=draw.size) if draw else fast_collate,
+        num_workers=plan.workers,
+        prefetch_factor=plan.prefetch,
+        collate_fn=partial(collate_encoded, size=draw.size) if draw else _collate,
         pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
-        persistent_workers=workers > 0,
-        timeout=STALLED if workers else 0,
-        worker_init_fn=_start_worker,
+        persistent_workers=plan.workers > 0,
+        timeout=STALLED if plan.workers else 0,
+        worker_init_fn=start_worker,
         **order,
     )
-    if "batch_sampler" in order:
+    if not streams:
         # A thread of PyTorch's that enters Python, as DDP's do, holds a lock, which Python below 3.12 takes into a fork
         # and then waits for: so the workers start here, before there are such threads.
-        if workers:
-            # blocked here already: threads that PyTorch starts in a worker before its `worker_init_fn` inherit it
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*SCHEDULERS_SIGNALS, signal.SIGINT))
-            try:
+        if plan.workers:
+            with signals_blocked():
                 iter(loader)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            name_lost_workers()
         loader.batch_sampler.ready = True
-    if draw:
-        return DeviceLoader(loader, draw, data_config, device)
-    return Prefetcher(loader, mean=data_config["mean"], std=data_config["std"], device=device)
+    place = loader, None if streams else batches, device, plan
+    return DeviceLoader(*place, transform=draw) if draw else HostLoader(*place)
 
 
-class Prefetcher(PrefetchLoader):
-    """timm's, which before 1.0.31 fails where there is no batch: when an epoch is resumed behind its last step, say."""
-
-    def __iter__(self):
-        return super().__iter__() if len(self.loader) else iter(())
-
-
-def _start_worker(worker: int) -> None:
-    restrict_pillow()
-    _heed_the_parent_alone()
+def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    images, targets = fast_collate(samples)
+    into_shared_memory(images, targets)
+    return images, targets
 
 
-def _heed_the_parent_alone() -> None:
-    """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
-    parent = multiprocessing.parent_process().pid
+def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | None) -> DrawingTransform | None:
+    """What draws for images that the device decodes and transforms; None if the workers are to do it.
 
-    def wait() -> None:
-        while True:
-            notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
-            if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
-                os._exit(0)
+    Args:
+        wanted: True: on any device, False: on none, None: on a GPU that can, and one line says why if it cannot.
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
-    threading.Thread(target=wait, daemon=True).start()
+    Raises:
+        ConfigError: The device is wanted, and cannot.
+    """
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return None
+    draw = None
+    try:
+        draw = DrawingTransform(transform)
+        reason = decoder_is_missing(device)
+    except ConfigError as error:
+        reason = str(error)
+    if isinstance(dataset, IterableImageDataset):
+        reason = "a dataset that streams has no images by index"
+    if wanted and reason:
+        raise ConfigError(f"augment_on_device: {reason}")
+    if not reason and not wanted and not _has_jpegs(dataset):
+        reason = "most files are no JPEGs"
+    if reason:
+        _say_once(f"the workers decode and augment images, not the GPU: {reason}")
+        return None
+    return draw
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    """Training and evaluation have the same reasons."""
+    if is_first_process():
+        _logger.warning("%s", message)
+
+
+def _sample(dataset) -> list[int]:
+    """Some images from all over a split."""
+    return list(range(0, len(dataset), max(1, len(dataset) // SAMPLE)))[:SAMPLE]
+
+
+def _has_jpegs(dataset) -> bool:
+    """Whether most files are, by the first bytes of some."""
+    reader, found = dataset.reader, []
+    for i in _sample(dataset):
+        if isinstance(reader, TAR_READERS):  # to open one here would have the workers share its place in the file
+            found.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
+            continue
+        try:
+            file, *_ = _open(reader, i)
+            with file:
+                found.append(file.read(3) == b"\xff\xd8\xff")
+        except Exception:  # whoever reads the image says so
+            continue
+    return 2 * sum(found) > len(found)
+
+
+def _typical_bytes(dataset) -> int:
+    """Of a file, and rather too many: what the workers have read fills shared memory."""
+    reader, found = dataset.reader, [LARGE_FILE // 2]
+    if isinstance(reader, ReaderImageFolder):
+        found = []
+        for i in _sample(dataset):
+            with contextlib.suppress(OSError):
+                found.append(os.stat(reader.samples[i][0]).st_size)
+    return 2 * sum(found) // max(1, len(found))
 
 
 def unreadable_images(loader) -> int:
     """How often a loader's images could not be read since this was last asked."""
     unreadable = getattr(loader.dataset, "unreadable", None)  # noise has none, nor what others decode
     return unreadable.take() if unreadable else 0
-
-
-class BatchAugmentation:
-    """What is done to a batch on the device: random erasing, then mixup or cutmix with label smoothing (timm's)."""
-
-    def __init__(self, config: Config, num_classes: int, device: torch.device):
-        self.seed = config.seed
-        self.erase = RandomErasing(config.reprob, mode=config.remode, device=device) if config.reprob > 0 else None
-        self.mix = None
-        if config.mixing:
-            self.mix = GroupMixup(
-                mixup_alpha=config.mixup,
-                cutmix_alpha=config.cutmix,
-                prob=config.mixup_prob,
-                switch_prob=config.mixup_switch_prob,
-                label_smoothing=config.smoothing,
-                num_classes=num_classes,
-            )
-
-    def __call__(self, images: Tensor, targets: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
-        """Changes `images` in place. `position` is the first image's in the epoch. Targets become soft if mixed."""
-        draws = []
-        for start in range(0, len(images), MIXUP_GROUP):
-            group = images[start : start + MIXUP_GROUP]
-            seed_everything(derive_seed(self.seed, epoch, position + start, 1))
-            if self.erase:
-                self.erase(group)
-            if self.mix:
-                draws.append(self.mix.draw(group.shape))
-        return self.mix(images, targets, draws) if self.mix else (images, targets)
-
-
-class GroupMixup(Mixup):
-    """timm's mixup, in which each `MIXUP_GROUP` images have a draw of their own and are mixed among themselves.
-
-    The groups are drawn one after the other and mixed all at once: launching each by itself would take longer than
-    what is launched.
-    """
-
-    def draw(self, shape: torch.Size) -> tuple[float, ...]:
-        """Top, bottom, left and right of a box, the share that an image keeps inside it, and in its target."""
-        share, use_cutmix = self._params_per_batch()
-        if not use_cutmix or share == 1:
-            return 0, shape[-2], 0, shape[-1], share, share
-        box, share = cutmix_bbox_and_lam(shape, share, self.cutmix_minmax, self.correct_lam)
-        return *box, 0, share
-
-    def __call__(self, images: Tensor, targets: Tensor, draws: list[tuple[float, ...]]) -> tuple[Tensor, Tensor]:
-        device = images.device
-        partners = torch.cat([group.flip(0) for group in torch.arange(len(images)).split(MIXUP_GROUP)])
-        partners = partners.to(device, non_blocking=True)
-        of_groups = torch.tensor(draws, dtype=torch.float32)
-        of_images = of_groups.repeat_interleave(MIXUP_GROUP, dim=0)[: len(images)].to(device, non_blocking=True)
-        top, bottom, left, right, share, target_share = of_images[:, :, None, None, None].unbind(1)
-        y = torch.arange(images.shape[-2], device=device)[:, None]
-        x = torch.arange(images.shape[-1], device=device)
-        inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)
-        kept = torch.where(inside, share, 1)
-        others = images[partners].mul_(1 - kept)
-        soft = mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
-        target_share = target_share[:, :, 0, 0]
-        return images.mul_(kept).add_(others), soft * target_share + soft[partners] * (1 - target_share)

@@ -1,4 +1,4 @@
-"""Training images decoded and augmented on the training device: by nvJPEG and in batches, where that is a GPU.
+"""Images decoded and transformed on the device that the model is on: by nvJPEG and in batches, where that is a GPU.
 
 The loader's processes only read files and draw random numbers. timm's own transform draws them, from the same seeds, so
 that every image is augmented as `timm.data.create_transform` would augment it on the CPU, draw for draw.
@@ -7,34 +7,39 @@ that every image is augmented as `timm.data.create_transform` would augment it o
 from __future__ import annotations
 
 import copy
+import functools
+import io
 import math
+import random
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.auto_augment import RandAugment
-from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation
+from timm.data.auto_augment import AutoAugment, RandAugment
+from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation, ResizeKeepRatio
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms import Compose, RandomHorizontalFlip
+from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHorizontalFlip, Resize
 
 from .batched_transforms import (
     ARGUMENTS,
+    CODES,
     GEOMETRIC,
-    POINTWISE,
     affine_matrix,
     apply_operations,
     crop_resize_flip,
     to_device,
 )
 from .config import ConfigError
+from .workers import PIECE, LoaderPlan, into_shared_memory, lost_workers_named
 
 MOST_PIXELS = 2**24  # of a file that the device decodes: larger ones are few, and left to the CPU
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
@@ -42,15 +47,17 @@ PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of ph
 
 @dataclass
 class Draws:
-    """What is random in the augmentation of one image."""
+    """What becomes of one image: a box is cut out and resized, and of that a window is taken, mirrored or not."""
 
     box: tuple[int, int, int, int] = (0, 0, 0, 0)  # top, left, height, width
+    resized: tuple[int, int] = (0, 0)  # height, width
+    offset: tuple[int, int] = (0, 0)  # top, left of the window; it may go beyond the edges
     flip: bool = False
     operations: list[tuple[str, tuple[float, ...]]] = field(default_factory=list)  # timm's names and arguments
 
 
 class DrawingTransform:
-    """Draws what a timm training transform draws for an image, without touching its pixels.
+    """Draws what a timm transform draws for an image, without touching its pixels.
 
     Raises:
         ConfigError: The transform has a part that is not known here.
@@ -58,43 +65,107 @@ class DrawingTransform:
 
     def __init__(self, transform: Compose):
         self.steps = [copy.deepcopy(step) for step in transform.transforms if not isinstance(step, MaybePILToTensor)]
-        self.fill = (0, 0, 0)
+        self.fill, interpolations = (0, 0, 0), set()
         for step in self.steps:
-            if isinstance(step, RandomResizedCropAndInterpolation):
-                self.size, self.interpolation = step.size, getattr(step.interpolation, "value", "random")
-            elif isinstance(step, RandAugment):
-                self.fill = step.ops[0].kwargs["fillcolor"]
-                for operation in step.ops:
-                    name = operation.name.removesuffix("Increasing")  # that is in the argument
-                    self._check(name, (*POINTWISE, *GEOMETRIC), "operation of aa")
-                    operation.aug_fn = partial(_record, name)
-            else:
-                self._check(type(step).__name__, ("RandomHorizontalFlip", "ColorJitter"), "transform")
-        self._check(self.interpolation, ("bilinear", "bicubic"), "train_interpolation")
-
-    @staticmethod
-    def _check(name: str, known: Sequence[str], what: str) -> None:
-        if name not in known:
-            raise ConfigError(f"augment_on_device does not know the {what} {name!r}; it knows {', '.join(known)}")
+            _check(type(step).__name__, [known.__name__ for known in _DRAW], "transform")
+            if hasattr(step, "interpolation"):
+                interpolations.add(getattr(step.interpolation, "value", "random"))
+            if isinstance(step, (RandomResizedCropAndInterpolation, CenterCrop)):
+                self.size = tuple(step.size)
+            for operation in _operations(step):
+                operation.aug_fn = _recorder(operation.name)
+                self.fill = operation.kwargs["fillcolor"]
+        (self.interpolation,) = interpolations
+        _check(self.interpolation, ("bilinear", "bicubic"), "interpolation")
 
     def __call__(self, image: Image.Image) -> Draws:
-        draws = Draws()
+        """Of the image only its size matters."""
+        draws = Draws(box=(0, 0, image.height, image.width))
         for step in self.steps:
-            if isinstance(step, RandomResizedCropAndInterpolation):
-                draws.box = step.get_params(image, step.scale, step.ratio)
-            elif isinstance(step, RandomHorizontalFlip):
-                draws.flip = bool(torch.rand(1) < step.p)
-            elif isinstance(step, RandAugment):
-                draws.operations += step([])
-            else:
-                order, *factors = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
-                jitter = list(zip(("Brightness", "Contrast", "Color"), factors))
-                draws.operations += [(jitter[i][0], (jitter[i][1],)) for i in order if i < len(jitter)]
+            _DRAW[type(step)](step, image, draws)
         return draws
 
 
+def _check(name: str, known: Sequence[str], what: str) -> None:
+    if name not in known:
+        raise ConfigError(f"the {what} {name!r} is unknown there, where {', '.join(known)} are known")
+
+
+def _operations(step) -> list:
+    """timm's `AugmentOp`s of a policy."""
+    if isinstance(step, AutoAugment):
+        return [operation for operations in step.policy for operation in operations]
+    return step.ops if isinstance(step, RandAugment) else []
+
+
+def _draw_random_crop(step: RandomResizedCropAndInterpolation, image: Image.Image, draws: Draws) -> None:
+    draws.box, draws.resized = step.get_params(image, step.scale, step.ratio), step.size
+
+
+def _draw_resize(step: Resize, image: Image.Image, draws: Draws) -> None:
+    if isinstance(step.size, int):  # of the shorter side
+        height, width = image.height, image.width
+        long = int(step.size * max(height, width) / min(height, width))
+        draws.resized = (step.size, long) if height <= width else (long, step.size)
+    else:
+        draws.resized = step.size
+
+
+def _draw_resize_keeping_ratio(step: ResizeKeepRatio, image: Image.Image, draws: Draws) -> None:
+    draws.resized = step.get_params(
+        image, step.size, step.longest, step.random_scale_prob, step.random_scale_range, step.random_scale_area,
+        step.random_aspect_prob, step.random_aspect_range,
+    )  # fmt: skip
+
+
+def _draw_centre_crop(step: CenterCrop, image: Image.Image, draws: Draws) -> None:
+    """torchvision rounds half a pixel to even inside an image, and down where it pads one."""
+    draws.offset = tuple(
+        round((length - size) / 2) if length >= size else -((size - length) // 2)
+        for length, size in zip(draws.resized, step.size)
+    )
+
+
+def _draw_flip(step: RandomHorizontalFlip, image: Image.Image, draws: Draws) -> None:
+    draws.flip = bool(torch.rand(1) < step.p)
+
+
+def _draw_policy(step: RandAugment | AutoAugment, image: Image.Image, draws: Draws) -> None:
+    draws.operations += step([])
+
+
+def _draw_jitter(step: ColorJitter, image: Image.Image, draws: Draws) -> None:
+    order, *factors, _ = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
+    jitter = list(zip(("Brightness", "Contrast", "Color"), factors))
+    draws.operations += [
+        (name, (factor,)) for name, factor in (jitter[i] for i in order if i < len(jitter)) if factor is not None
+    ]
+
+
+_DRAW = {
+    RandomResizedCropAndInterpolation: _draw_random_crop,
+    Resize: _draw_resize,
+    ResizeKeepRatio: _draw_resize_keeping_ratio,
+    CenterCrop: _draw_centre_crop,
+    RandomHorizontalFlip: _draw_flip,
+    RandAugment: _draw_policy,
+    AutoAugment: _draw_policy,
+    ColorJitter: _draw_jitter,
+}
+
+
+def _recorder(name: str):
+    """What stands in for timm's function of an operation: it notes the call in the place of the image."""
+    if name == "Desaturate":
+        return lambda operations, factor, **_: [*operations, ("Color", (min(1.0, max(0.0, 1.0 - factor)),))]
+    if name == "GaussianBlurRand":
+        return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
+    name = name.removesuffix("Increasing").removesuffix("Original")  # that is in the argument
+    _check(name, (*CODES, *GEOMETRIC), "operation of aa")
+    return partial(_record, name)
+
+
 def _record(name: str, operations: list, *arguments: float, **_) -> list:
-    """Stands in for a function of timm's: notes the call in the place of the image."""
     return [*operations, (name, arguments)]
 
 
@@ -122,134 +193,221 @@ def is_plain_jpeg(data: bytes, header: Image.Image) -> bool:
 class EncodedBatch:
     """Files to decode, with the row of each in the batch, and the images that came ready from the CPU."""
 
-    targets: Tensor
-    keys: list[tuple[int, int]]
-    rows: np.ndarray  # of the files; those below are of the ready images
-    data: Tensor  # the bytes of all files, one after the other
-    lengths: list[int]
+    targets: np.ndarray
+    rows: np.ndarray  # in the batch, of the files; most of what is below is of the files, too
+    keys: np.ndarray  # (files, 2): index and seed
+    lengths: np.ndarray  # in bytes
     sizes: np.ndarray  # (files, 2): height and width by their headers
-    boxes: np.ndarray
+    boxes: np.ndarray  # (files, 4)
+    resized: np.ndarray  # (files, 2)
+    offsets: np.ndarray  # (files, 2)
     flips: np.ndarray
-    names: np.ndarray  # (files, turns) of the operations
+    operations: np.ndarray  # (files, turns) of the operations
     arguments: np.ndarray  # (files, turns, ARGUMENTS)
     ready_rows: np.ndarray
-    ready: Tensor | None
+    files: list[Tensor]  # their bytes; out of a worker those of all, one after the other, in one tensor
+    ready: list[Tensor]  # images (n, 3, H, W) uint8
 
 
 def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tuple[int, int]) -> EncodedBatch:
     """The samples of a batch, each an `EncodedImage` or an augmented image (3, H, W) uint8, with its target."""
     files = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
     ready = {row: image for row, (image, _) in enumerate(samples) if row not in files}
-    draws = [file.draws for file in files.values()]
+    images, draws = list(files.values()), [file.draws for file in files.values()]
     turns = max((len(d.operations) for d in draws), default=0)
-    names = np.zeros((len(files), turns), dtype="<U16")
+    operations = np.zeros((len(files), turns), dtype=np.uint8)
     arguments = np.zeros((len(files), turns, ARGUMENTS), dtype=np.float32)
     for i, d in enumerate(draws):
         for turn, (name, values) in enumerate(d.operations):
             if name in GEOMETRIC:
                 name, values = "Affine", affine_matrix(name, *values, width=size[1], height=size[0])
-            names[i, turn] = name
+            operations[i, turn] = CODES[name]
             arguments[i, turn, : len(values)] = values
-    return EncodedBatch(
-        targets=torch.tensor([target for _, target in samples]),
-        keys=[file.key for file in files.values()],
+    lengths = np.array([len(file.data) for file in images], dtype=np.int64)
+    data = torch.empty(int(lengths.sum()), dtype=torch.uint8)
+    for part, file in zip(np.split(data.numpy(), lengths.cumsum()), images):
+        part[:] = np.frombuffer(file.data, dtype=np.uint8)
+    batch = EncodedBatch(
+        targets=np.array([target for _, target in samples], dtype=np.int64),
         rows=np.array(list(files), dtype=np.int64),
-        data=torch.frombuffer(bytearray(b"".join(file.data for file in files.values()) or b"\0"), dtype=torch.uint8),
-        lengths=[len(file.data) for file in files.values()],
-        sizes=np.array([file.size[::-1] for file in files.values()], dtype=np.int64).reshape(-1, 2),
+        keys=np.array([file.key for file in images], dtype=np.int64).reshape(-1, 2),
+        lengths=lengths,
+        sizes=np.array([file.size[::-1] for file in images], dtype=np.int64).reshape(-1, 2),
         boxes=np.array([d.box for d in draws], dtype=np.int64).reshape(-1, 4),
+        resized=np.array([d.resized for d in draws], dtype=np.int64).reshape(-1, 2),
+        offsets=np.array([d.offset for d in draws], dtype=np.int64).reshape(-1, 2),
         flips=np.array([d.flip for d in draws], dtype=bool),
-        names=names,
+        operations=operations,
         arguments=arguments,
         ready_rows=np.array(list(ready), dtype=np.int64),
-        ready=torch.stack(list(ready.values())) if ready else None,
+        files=[data] if files else [],
+        ready=[torch.stack(list(ready.values()))] if ready else [],
     )
+    into_shared_memory(*batch.files, *batch.ready)
+    return batch
 
 
-class DeviceLoader:
-    """Augmented images (B, 3, H, W), normalised on `device`, and targets (B,).
+def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
+    """One batch of what workers have collated, in this order; each file is a tensor then."""
+    first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
+    turns = max(piece.operations.shape[1] for piece in pieces)
+    joined = {
+        name: np.concatenate([getattr(piece, name) for piece in pieces])
+        for name in ("targets", "keys", "lengths", "sizes", "boxes", "resized", "offsets", "flips")
+    }
+    joined |= {
+        name: np.concatenate([first + getattr(piece, name) for first, piece in zip(first_rows, pieces)])
+        for name in ("rows", "ready_rows")
+    }
+    for name in ("operations", "arguments"):
+        arrays = [getattr(piece, name) for piece in pieces]
+        padding = [[(0, 0), (0, turns - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
+        joined[name] = np.concatenate([np.pad(array, pad) for array, pad in zip(arrays, padding)])
+    data = [(data, piece.lengths.tolist()) for piece in pieces for data in piece.files]
+    files = [file for bytes_of_files, lengths in data for file in bytes_of_files.split(lengths)]
+    return EncodedBatch(**joined, files=files, ready=[images for piece in pieces for images in piece.ready])
 
-    A thread of its own decodes and augments the next batch on a stream of its own while the model trains.
+
+class PieceLoader:
+    """Batches of images (B, 3, H, W) uint8 and targets (B,), both on `device`, out of the pieces that workers load.
 
     Args:
-        loader: Yields `EncodedBatch`; its dataset's `finish(key)` gives an augmented image and its target.
-        transform: What drew for the images.
+        loader: Yields pieces of at most `PIECE` images.
+        batches: A batch sampler that knows the `sizes()` of its batches; None where a piece is a batch.
+        device: Where the batches go.
+        plan: How the pieces are loaded.
     """
 
-    def __init__(self, loader: DataLoader, transform: DrawingTransform, data_config: dict, device: torch.device):
-        self.loader, self.transform, self.device = loader, transform, device
-        self.mean, self.std = (
-            torch.tensor([255 * value for value in data_config[name]], device=device).view(3, 1, 1)
-            for name in ("mean", "std")
-        )
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, loader: DataLoader, batches, device: torch.device, plan: LoaderPlan):
+        self.loader, self.batches, self.device, self.plan = loader, batches, device, plan
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader if self.batches is None else self.batches)
 
     @property
     def dataset(self):
         return self.loader.dataset
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ahead: deque[tuple[EncodedBatch, Future]] = deque()
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            for batch in self.loader:
-                ahead.append((batch, thread.submit(self._augment, batch)))
-                if len(ahead) > 1:
-                    yield self._finish(*ahead.popleft())
-            while ahead:
-                yield self._finish(*ahead.popleft())
+    def gathered(self) -> Iterator[list]:
+        """The pieces of each batch."""
+        with lost_workers_named():
+            if self.batches is None:
+                yield from ([piece] for piece in self.loader)
+            elif len(self.batches):
+                pieces = iter(self.loader)
+                for size in self.batches.sizes():
+                    yield list(islice(pieces, math.ceil(size / PIECE)))
 
-    def _augment(self, batch: EncodedBatch) -> tuple[Tensor, list[int], torch.cuda.Event | None]:
-        """The batch's images (B, 3, H, W) uint8, which of its files were not decoded, and what to wait for."""
+
+class HostLoader(PieceLoader):
+    """Of images that the workers decode and augment."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for pieces in self.gathered():
+            images, targets = (
+                [tensor.to(self.device, non_blocking=True) for tensor in tensors] for tensors in zip(*pieces)
+            )
+            yield (images[0], targets[0]) if len(pieces) == 1 else (torch.cat(images), torch.cat(targets))
+
+
+class DeviceLoader(PieceLoader):
+    """Of files that the device decodes and transforms, in a thread of its own and on a stream of its own.
+
+    It works on two batches while the model trains on one, and not on more: what it has not trained on fills memory.
+
+    Args:
+        transform: What drew for the images.
+    """
+
+    def __init__(self, *args, transform: DrawingTransform):
+        super().__init__(*args)
+        self.transform = transform
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        ahead: deque[Future] = deque()
+        thread = ThreadPoolExecutor(max_workers=1)
+        try:
+            used = None
+            for pieces in self.gathered():
+                ahead.append(thread.submit(self._prepare, pieces, used))
+                if len(ahead) > 1:
+                    yield self._finish(*ahead.popleft().result())
+                    used = self._what_is_queued()
+            while ahead:
+                yield self._finish(*ahead.popleft().result())
+        finally:  # also where a run is interrupted
+            thread.shutdown(cancel_futures=True)
+
+    def _what_is_queued(self) -> torch.cuda.Event | None:
+        """Comes to pass when the device has done what was queued so far: the last batch is used, then."""
+        if not self.stream:
+            return None
+        event = torch.cuda.Event(blocking=True)  # a thread that waits needs no core
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _prepare(self, pieces: list[EncodedBatch], used: torch.cuda.Event | None):
+        """The batch, its images uint8, which of its files were not decoded, and what to wait for."""
+        if used:
+            used.synchronize()
+        batch = join_pieces(pieces)
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             images = torch.empty(len(batch.targets), 3, *self.transform.size, dtype=torch.uint8, device=self.device)
-            failed = []
-            for files in _groups(batch.sizes.prod(axis=1)):
-                failed += self._decode_and_transform(batch, files, images)
-            if batch.ready is not None:
-                images[to_device(batch.ready_rows, self.device)] = batch.ready.to(self.device)
-            return images, failed, self.stream.record_event() if self.stream else None
+            failed = self._decode_and_transform(batch, images)
+            if batch.ready:
+                images[to_device(batch.ready_rows, self.device)] = torch.cat(batch.ready).to(self.device)
+            return batch, images, failed, self.stream.record_event() if self.stream else None
 
-    def _decode_and_transform(self, batch: EncodedBatch, files: np.ndarray, images: Tensor) -> list[int]:
-        """Puts what becomes of some of a batch's files into `images`. Returns which of them were not decoded."""
-        if self.stream:
-            # torchvision's decoder writes on a stream of its own to memory that comes from this one's pool, and
-            # does not wait for this one: what was queued here may still be reading that memory
-            self.stream.synchronize()
-        data = batch.data.split(batch.lengths)
-        decoded = dict(zip(files.tolist(), decode([data[i] for i in files], self.device)))
-        # a decoder that takes a file for one of another size than its header says has no part in it
-        good = [i for i, image in decoded.items() if image is not None and image.shape[1:] == (*batch.sizes[i],)]
-        if good:
-            images[to_device(batch.rows[good], self.device)] = self._transform(
-                [decoded[i] for i in good],
-                batch.boxes[good],
-                batch.flips[good],
-                batch.names[good],
-                to_device(batch.arguments[good], self.device),
-            )
-        return sorted(decoded.keys() - good)
+    def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
+        """Puts what becomes of a batch's files into `images`. Returns which of them were not decoded."""
+        # repeated augmentation may have brought a file several times: it is decoded once
+        _, first, copy_of = np.unique(batch.keys[:, 0], return_index=True, return_inverse=True)
+        failed = []
+        for group in _groups(batch.sizes[first].prod(axis=1)):
+            if self.stream:
+                # torchvision's decoder writes on a stream of its own to memory that comes from this one's pool, and
+                # does not wait for this one: what was queued here may still be reading that memory
+                self.stream.synchronize()
+            decoded = dict(zip(group.tolist(), decode([batch.files[i] for i in first[group]], self.device)))
+            # a decoder that takes a file for one of another size than its header says has no part in it
+            good = {
+                i for i, image in decoded.items() if image is not None and image.shape[1:] == (*batch.sizes[first[i]],)
+            }
+            files = np.flatnonzero((copy_of >= group[0]) & (copy_of <= group[-1]))
+            whole = np.array([i in good for i in copy_of[files].tolist()], dtype=bool)
+            failed += files[~whole].tolist()
+            if len(files := files[whole]):
+                originals = [decoded[i] for i in copy_of[files].tolist()]
+                images[to_device(batch.rows[files], self.device)] = self._transform(batch, files, originals)
+        return failed
 
-    def _transform(self, images, boxes, flips, names, arguments) -> Tensor:
+    def _transform(self, batch: EncodedBatch, files: np.ndarray, originals: list[Tensor]) -> Tensor:
         transform = self.transform
-        crops = crop_resize_flip(images, boxes, flips, transform.size, transform.interpolation)
-        return apply_operations(crops, names, arguments, transform.fill, transform.interpolation)
+        crops = crop_resize_flip(
+            originals,
+            batch.boxes[files],
+            batch.flips[files],
+            transform.size,
+            transform.interpolation,
+            batch.resized[files],
+            batch.offsets[files],
+        )
+        if not batch.operations[files].any():
+            return crops
+        return apply_operations(
+            crops, batch.operations[files], batch.arguments[files], transform.fill, transform.interpolation
+        )
 
-    def _finish(self, batch: EncodedBatch, augmented: Future) -> tuple[Tensor, Tensor]:
-        images, failed, done = augmented.result()
+    def _finish(self, batch: EncodedBatch, images: Tensor, failed: list[int], done: torch.cuda.Event | None):
         if done:
             consumer = torch.cuda.current_stream(self.device)
             consumer.wait_event(done)
             images.record_stream(consumer)
         for i in failed:  # here and not in the thread, since it draws from the process's generators
-            row = int(batch.rows[i])
-            image, target = self.dataset.finish(batch.keys[i])
-            images[row] = image.to(self.device)
-            batch.targets[row] = target
-        targets = batch.targets.to(self.device, non_blocking=True)
-        return images.float().sub_(self.mean).div_(self.std), targets
+            image, batch.targets[batch.rows[i]] = self.dataset.finish(tuple(batch.keys[i].tolist()))
+            images[int(batch.rows[i])] = image.to(self.device)
+        return images, to_device(batch.targets, self.device)
 
 
 def _groups(pixels: np.ndarray) -> list[np.ndarray]:
@@ -261,8 +419,29 @@ def _groups(pixels: np.ndarray) -> list[np.ndarray]:
 
 def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
     """Images (3, h, w) uint8 of JPEG files, by nvJPEG on a GPU; None for one that is refused."""
-    cpu_or_cuda = device if device.type == "cuda" else torch.device("cpu")
     try:
-        return [image.to(device) for image in decode_jpeg(files, ImageReadMode.RGB, device=cpu_or_cuda)]
+        return _decode_all(files, device)
     except Exception:  # of one of them, it does not say which
         return [None] if len(files) == 1 else [image for file in files for image in decode([file], device)]
+
+
+def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
+    from torchvision.io import ImageReadMode, decode_jpeg  # deprecated: one day it is gone
+
+    cpu_or_cuda = device if device.type == "cuda" else torch.device("cpu")
+    images = decode_jpeg(files, ImageReadMode.RGB, device=cpu_or_cuda)
+    return images if cpu_or_cuda == device else [image.to(device) for image in images]
+
+
+@functools.cache
+def decoder_is_missing(device: torch.device) -> str | None:
+    """Why JPEG files cannot be decoded on a device, found by trying; None if they can."""
+    # users of ours have no part in what torchvision asks of us
+    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities of TorchVision")
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, format="JPEG")
+    try:
+        _decode_all([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
+    except Exception as error:  # ImportError, AttributeError, RuntimeError: versions and builds differ
+        return f"torchvision decodes no JPEG on {device}: {' '.join(str(error).split())[:200] or type(error).__name__}"
+    return None

@@ -137,6 +137,10 @@ class Evaluator:
             for images, top1, top5, loss, unreadable in rows
         ]
 
+    def normalised(self, images: Tensor) -> Tensor:
+        """uint8 images as models take them."""
+        return (images - self.mean) / self.std
+
     def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
         if not self.batch:
             return self._run
@@ -145,7 +149,7 @@ class Evaluator:
 
     def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What a batch adds to the sums (models, 5), and every model's logits."""
-        images = (images - self.mean) / self.std
+        images = self.normalised(images)
         with self.precision:
             logits = [model(images) for model in self.models]
         return torch.stack([_batch_sums(x.float(), targets) for x in logits]), logits

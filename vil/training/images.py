@@ -29,12 +29,16 @@ class UnfitImageError(ValueError):
     """An image is beyond the limits, or its pixels have no range."""
 
 
-class UnreadableSplitError(ConfigError):
-    """No image of a split can be read."""
+class WorkersError(ConfigError):
+    """An error that a loader's process may meet, whose message is one line in the training process, too."""
 
     def __init__(self, message: str):
         # PyTorch makes another of one that comes from a loader's process, with the traceback for its message
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+class UnreadableSplitError(WorkersError):
+    """No image of a split can be read."""
 
 
 def read_image(file: BinaryIO) -> Image.Image:

@@ -19,12 +19,12 @@ class SyntheticImages:
 
 
 class SyntheticLoader:
-    """The same random images (B, 3, H, W) and targets (B,) again and again, as many as the batch sampler has."""
+    """The same random images (B, 3, H, W) uint8 and targets (B,) again and again, as many as the batch sampler has."""
 
     def __init__(self, dataset: SyntheticImages, batches, batch_size: int, input_size, device: torch.device):
         self.dataset, self.batches = dataset, batches
         generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(batch_size, *input_size, generator=generator).to(device)
+        self.images = torch.randint(256, (batch_size, *input_size), generator=generator, dtype=torch.uint8).to(device)
         self.targets = torch.arange(batch_size, device=device) % 2
 
     def __len__(self) -> int:
@@ -32,4 +32,4 @@ class SyntheticLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for size in self.batches.sizes():
-            yield self.images[:size].clone(), self.targets[:size]  # augmentation works in place
+            yield self.images[:size], self.targets[:size]
