@@ -22,10 +22,10 @@ from vil.kernels.cuda import compiler
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN, BLOCK = ["tests/test_cuda.py"], ["tests/test_block_kernels.py", "tests/test_block.py"]
+AUGMENT = ["tests/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
 TESTS = {"types.cuh": SCAN + BLOCK, "common.cuh": SCAN, "lanes.cuh": SCAN, "forward.cu": SCAN, "quads.cu": SCAN}
-TESTS |= {"augment.cu": ["tests/test_augment_kernels.py"]}
-TESTS |= {"pairs.cu": SCAN, "summary.cu": SCAN, "summary_triples.cu": SCAN, "backward.cu": SCAN}
+TESTS |= {"pairs.cu": SCAN, "summary.cu": SCAN, "summary_triples.cu": SCAN, "backward.cu": SCAN, "augment.cu": AUGMENT}
 
 
 class Mutant(NamedTuple):
@@ -380,7 +380,7 @@ TABLE = {
          "for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;",
          "if (column < int(blockDim.x)) for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;"),
         ("a row is forgotten while another needs it",
-         "while (oldest < bottom && vertical.end[oldest] <= y)", "while (oldest < bottom && vertical.end[oldest] <= y + 1)"),
+         "vertical.end[oldest] <= y)", "vertical.end[oldest] <= y + 1)"),
         ("crops are never flipped",
          "crop.flip ? W - 1 - column : column", "column"),
         ("a histogram without its last barrier",
@@ -422,7 +422,8 @@ TABLE = {
         ("a partner keeps its pixels where it is erased",
          "normalise(rests[rest.partner],", "normalise(rest,"),
         ("mixed shares are swapped",
-         "rest.share * values.at[i] + (1 - rest.share) * others.at[i]", "rest.share * others.at[i] + (1 - rest.share) * values.at[i]"),
+         "rest.share * values.at[i] + (1 - rest.share) * others.at[i]",
+         "rest.share * others.at[i] + (1 - rest.share) * values.at[i]"),
         ("the last of an odd number of pixels is not written",
          "if (i < left) to[i]", "if (i + 1 < left) to[i]"),
         ("32-bit offsets of finished images",
@@ -456,7 +457,7 @@ def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
     log = os.open(run.log, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    files = SCAN + BLOCK
+    files = SCAN + BLOCK + AUGMENT
     if mutant:
         sources, cache = folder / "sources", folder / "cache"
         shutil.copytree(compiler.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))

@@ -260,6 +260,8 @@ def normalised(images):
 @pytest.mark.parametrize("shape", [(5, 20, 24), (4, 7, 9), (3, 1, 1)])
 def test_images_are_normalised_erased_and_mixed(where, shape):
     count, height, width = shape
+    if where.device.type == "cuda":
+        height, width = height + 200, width + 200
     numbers = np.random.default_rng(0)
     images = batch([noise(height, width, i) for i in range(count)], where.device)
     given, truth = images.clone(), normalised(images)
@@ -371,8 +373,8 @@ def test_the_kernels_noise_is_philox_and_box_mullers(kernels):
 
 @NVRTC
 def test_kernels_compile_without_spills_and_round_products_as_pil_does(monkeypatch):
-    macros = tuple(sorted(augment.MACROS.items()))
-    assert_no_spills([("augment", arch, macros) for arch in ("sm_80", "sm_90")])
+    assert_no_spills([("augment", arch, augment.MACROS) for arch in ("sm_80", "sm_90")])
+    macros = tuple(augment.MACROS.items())
     cubin = compiler.compile_cubin("augment", "sm_90", macros)
     monkeypatch.setattr(compiler, "ROUNDS_PRODUCTS", set())
     assert compiler.compile_cubin("augment", "sm_90", macros) != cubin
