@@ -146,8 +146,7 @@ def time_stages(options) -> None:
     decoded = device_loader.decode(files, device)
     crops_of = (decoded, batch.boxes, batch.flips, transform.size, transform.interpolation)
     crops = batched_transforms.crop_resize_flip(*crops_of)
-    arguments = torch.from_numpy(batch.arguments).to(device)
-    operations = (batch.names, arguments, transform.fill, transform.interpolation)
+    operations = (batch.operations, batch.arguments, transform.fill, transform.interpolation)
     ready = crops.float(), batch.targets.to(device)
     stages = {
         "worker: read, draw": lambda: [loader.dataset[key] for key in keys],

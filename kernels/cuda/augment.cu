@@ -131,12 +131,14 @@ extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *
     if (threadIdx.x == 0) sum[0] = 0;
     __syncthreads();
     if (code == AUTOCONTRAST || code == EQUALIZE)
+#pragma unroll 4
         for (i64 i = threadIdx.x; i < pixels; i += blockDim.x)
 #pragma unroll
             for (int c = 0; c < 3; c++)
                 atomicAdd(&counts[(c * 256 + red[c * pixels + i]) * COPIES + threadIdx.x % COPIES], 1u);
     if (code == CONTRAST) {
         u64 part = 0;
+#pragma unroll 4
         for (i64 i = threadIdx.x; i < pixels; i += blockDim.x) part += grey(red[i], green[i], blue[i]);
         atomicAdd(&sum[0], part);
     }
