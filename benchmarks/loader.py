@@ -84,7 +84,7 @@ def create_loader(options, path: str, workers: int):
     dataset.reader.samples *= 64  # an epoch that does not end while we measure
     batches = data.TrainingBatches(len(dataset), config, options.batch_size, rank=0, world_size=1)
     loader = data.training_loader(dataset, config, DATA_CONFIG, options.device, batches)
-    return loader, data.BatchAugmentation(config, 1000, options.device)
+    return loader, data.BatchAugmentation(config, 1000, DATA_CONFIG)
 
 
 def time_loaders(options) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -100,7 +101,9 @@ def _random_state_of_host() -> tuple:
 def _refused() -> Iterator[None]:
     """Whatever makes the host wait for the GPU within is an error."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
