@@ -31,6 +31,7 @@ import dataclasses
 import logging
 import math
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
@@ -41,16 +42,17 @@ from timm.data import resolve_data_config
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
 from vil.training import checkpoint, data
 from vil.training.config import Config, ConfigError, load_config
-from vil.training.evaluation import autocast, evaluate, known_device
+from vil.training.cuda_graphs import Replayed, unchanged
+from vil.training.evaluation import Evaluator, autocast, known_device
 from vil.training.files import FolderInUseError, FolderLock
+from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.models import create_model
 from vil.training.processes import (
@@ -61,7 +63,7 @@ from vil.training.processes import (
     leave_processes,
     sum_over_processes,
 )
-from vil.training.summary import EpochMeter, Reporter
+from vil.training.summary import Bottleneck, EpochMeter, Reporter
 
 
 class DivergenceError(RuntimeError):
@@ -100,7 +102,7 @@ class Trainer:
     def __init__(self, config: Config, device: torch.device, rank: int, world_size: int):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         self.folder = Path(config.output) / config.experiment
-        micro_batch, self.accumulation = data.split_global_batch(config, world_size)
+        micro_batch, _ = data.split_global_batch(config, world_size)
         train_set, val_set, num_classes = data.open_splits(config)
 
         data.share_cores(device, config.workers)
@@ -126,7 +128,6 @@ class Trainer:
             val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device
         )
         self.augment = data.BatchAugmentation(config, num_classes, data_config)
-        self.data_config = data_config
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
         fused = True if config.opt == "adamw" and device.type == "cuda" else None  # one kernel in place of a dozen
@@ -157,21 +158,20 @@ class Trainer:
         self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
+        self.bottleneck = Bottleneck()
         self.saved_config = dataclasses.asdict(config) | {"num_classes": num_classes}
         if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
             self.saved_config["data_dir"] = str(Path(config.data_dir).resolve())
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
-
-        self.wrapped = self.distribute(data_config["input_size"]) if world_size > 1 else self.model
-        # gradients out of a CUDA graph lie in its own memory, which the next replay overwrites: sums lie elsewhere
-        self.keep_gradients = config.torchcompile and self.accumulation > 1
-        if self.keep_gradients:
-            for parameter in self.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-        if config.torchcompile:
-            self.wrapped = torch.compile(self.wrapped, mode="reduce-overhead")
+        models = [self.model] + ([self.ema.module] if self.ema else [])
+        self.evaluator = Evaluator(
+            models, data_config, device, self.precision, 2 * micro_batch if config.cuda_graphs else None
+        )
+        self.gradients = FlatGradients(self.model.parameters())
+        self.network = torch.compile(self.model) if config.torchcompile else self.model
+        self.fit_to_device(data_config["input_size"], num_classes)
 
     def warn_of_a_slow_average(self) -> None:
         steps, decay = self.config.epochs * self.batches.steps, self.config.model_ema_decay
@@ -182,19 +182,51 @@ class Trainer:
                 decay, 1 / (1 - decay), steps, max(0.5, 1 - 10 / steps),
             )  # fmt: skip
 
-    def distribute(self, input_size: tuple[int, ...]) -> nn.Module:
-        """The model as one whose backward adds up the gradients of all processes."""
-        gpu = [self.device] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(self.model, gpu, gradient_as_bucket_view=True)
-        # DDP settles on its buckets, and so on the order of its additions, after a first backward: this one, so that no
-        # step's sums depend on where the run was interrupted
-        with self.precision:
-            wrapped(torch.zeros(2, *input_size, device=self.device)).sum().backward()
-        self.optimizer.zero_grad()
-        return wrapped
+    def fit_to_device(self, input_size: tuple[int, ...], num_classes: int) -> None:
+        """Chooses how many images are trained on at once, and has a GPU do that as a CUDA graph."""
+        micro_batch = self.batches.micro_batch
+        self.at_once, self.accumulation, self.forward_backward = micro_batch, self.batches.accumulation, self.backward
+        if self.device.type != "cuda":
+            return
+        self.model.train()
+        for self.at_once in (n for n in range(micro_batch, 0, -1) if micro_batch % n == 0):
+            self.accumulation = self.batches.accumulation * (micro_batch // self.at_once)
+            try:
+                self.forward_backward = self.tried_out(input_size, num_classes)
+                return
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+        raise ConfigError(f"{self.device} has too little memory to train {self.config.model} on one image")
+
+    def tried_out(self, input_size: tuple[int, ...], num_classes: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """`backward` for `at_once` images, of which the GPU has done one already; as a CUDA graph if that can be."""
+        images = torch.zeros(self.at_once, *input_size, device=self.device)
+        classes = images.new_zeros(self.at_once, dtype=torch.long)
+        targets = images.new_zeros(self.at_once, num_classes) if self.config.mixing else classes
+        changed = [self.gradients.flat, *self.model.buffers()]
+        optimizers_share = images.new_empty(2, self.gradients.flat.numel())  # which it takes later
+        if self.config.cuda_graphs:
+            return Replayed(self.backward, [images, targets], "training", changed)
+        with unchanged(changed):
+            self.backward(images, targets)
+        del optimizers_share
+        return self.backward
+
+    @property
+    def plan(self) -> str:
+        """What was chosen for the machine, in a line."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        graphs = ", as a CUDA graph" if getattr(self.forward_backward, "graph", None) else ""
+        return (
+            f"{self.world_size} x {name}: {self.at_once} of {self.config.global_batch_size} images at once on each"
+            f"{graphs}; {data.describe(self.train_loader)}"
+        )
 
     def run(self) -> None:
-        report = Reporter(self.folder, self.config, self.saved_config) if self.rank == 0 else None
+        report = None
+        if self.rank == 0:
+            report = Reporter(self.folder, self.config, self.saved_config, self.plan)
+            logging.warning(self.plan)
         epochs, batch = self.config.epochs, self.config.global_batch_size
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
         sizes = dict(total=epochs * self.batches.steps * batch, initial=self.steps * batch)
@@ -214,53 +246,58 @@ class Trainer:
 
     def train_one_epoch(self, epoch: int, bar: tqdm) -> None:
         """Trains on the global batches of an epoch that have not been trained on yet."""
-        self.wrapped.train()
+        self.model.train()
         loss = torch.zeros((), device=self.device)
         batches = data.micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
         for i, ((images, targets), position) in enumerate(self.meter.timed(batches), start=1):
             images, targets = self.augment(images, targets, epoch, position)
-            # what the model draws (stochastic depth) follows from the seed and the place in the run as well
-            data.seed_everything(data.derive_seed(self.config.seed, epoch, position, 2))
-            complete = i % self.accumulation == 0
-            loss = loss + self.backward(images, targets, synchronize=complete)
-            if not complete:
+            for start in range(0, len(images), self.at_once):
+                # what the model draws (stochastic depth) follows from the seed and the place in the run as well
+                data.seed_everything(data.derive_seed(self.config.seed, epoch, position + start, 2))
+                part = slice(start, start + self.at_once)
+                loss = loss + self.forward_backward(images[part], targets[part])
+            if i % self.batches.accumulation:
                 continue
             self.meter.add(loss, self.update())
             loss = torch.zeros_like(loss)
             if self.meter.steps % self.config.log_interval == 0:
                 self.check_finite()
+                if self.device.type == "cuda":
+                    self.bottleneck.look(self.meter, data.describe(self.train_loader))
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
         self.check_finite()
 
-    def backward(self, images: Tensor, targets: Tensor, synchronize: bool) -> Tensor:
-        """Adds a micro-batch's gradient to this process's, or to all processes'; returns its share of the loss."""
-        with self.wrapped.no_sync() if self.world_size > 1 and not synchronize else nullcontext():
-            with self.precision:
-                loss = self.loss_fn(self.wrapped(images), targets) / self.accumulation
-            self.scaler.scale(loss).backward()
+    def backward(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Adds the gradient of a part of this process's share of a global batch; returns its part of the loss."""
+        with self.precision:
+            loss = self.loss_fn(self.network(images), targets) / self.accumulation
+        self.gradients.add(self.scaler.scale(loss))
         return loss.detach()
 
     def update(self) -> Tensor:
         """One step of the optimizer. Returns the norm of the gradient before it is clipped."""
+        self.gradients.average_over_processes()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = self.gradients.norm()
         if self.config.clip_grad is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.gradients.zero()
         if self.ema:
             self.ema.update(self.model)
         return norm
 
     def evaluate(self) -> dict[str, float]:
-        models = {"": self.model} | ({"_ema": self.ema.module} if self.ema else {})
-        images = takewhile(lambda _: not self.timer.signalled, data.normalised(self.val_loader, self.data_config))
-        results = evaluate(list(models.values()), images, self.device, self.precision)
-        row = {}
-        for suffix, result in zip(models, results):
+        if self.world_size > 1:
+            for model in self.evaluator.models:  # each process has the statistics of its own images
+                distribute_bn(model, self.world_size, reduce=True)
+        images = takewhile(lambda _: not self.timer.signalled, self.val_loader)
+        results = self.evaluator(images)
+        row = {"eval_images_per_second": results[0].images_per_second}
+        for suffix, result in zip(("", "_ema"), results):
             row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
         skipped = sum_over_processes(torch.tensor(data.unreadable_images(self.train_loader)))
         return row | {"unreadable_images": results[0].unreadable + skipped.item()}

@@ -39,7 +39,7 @@ from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
 from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from vil.training.config import ConfigError, confirm_dataset, parse_key_values
-from vil.training.evaluation import Evaluation, autocast, evaluate, known_device
+from vil.training.evaluation import Evaluation, Evaluator, autocast, known_device
 from vil.training.files import write_atomically
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model, load_model
@@ -181,10 +181,10 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         labels = real_labels(images, num_classes, options.real_labels or None)
         notes.append("judged by ReaL labels, without the images that have none")
     loader = data.evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
-    batches = data.normalised(loader, data_config)
-    batches = tqdm(batches, total=len(loader), unit="batch", disable=None if rank == 0 else True)
+    batches = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
     predictions, precision = Predictions(), autocast(device, options.amp, "bfloat16")
-    results = evaluate(judged, batches, device, precision, predictions)
+    evaluate = Evaluator(judged, data_config, device, precision, options.batch_size)
+    results = evaluate(batches, predictions)
     if results[0].unreadable:
         notes.append(f"{results[0].unreadable} unreadable images were left out")
     comparison = None
@@ -193,7 +193,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         results = [comparison.judge(result, m) for m, result in enumerate(results)]
     speeds = []
     if len(models) > 1 and rank == 0:
-        batch = next(data.normalised(loader, data_config))[0]
+        batch = evaluate.normalised(next(iter(loader))[0])
         speeds = [measure_speed(model, batch, precision) for model in models]
     names = {number: name for name, number in data.class_names(images).items()}
     return Outcome(results, notes, names, comparison, speeds)

@@ -84,7 +84,7 @@ def create_loader(options, path: str, workers: int):
     dataset.reader.samples *= 64  # an epoch that does not end while we measure
     batches = data.TrainingBatches(len(dataset), config, options.batch_size, rank=0, world_size=1)
     loader = data.training_loader(dataset, config, DATA_CONFIG, options.device, batches)
-    return loader, data.BatchAugmentation(config, 1000, options.device)
+    return loader, data.BatchAugmentation(config, 1000, DATA_CONFIG)
 
 
 def time_loaders(options) -> None:
@@ -146,8 +146,7 @@ def time_stages(options) -> None:
     decoded = device_loader.decode(files, device)
     crops_of = (decoded, batch.boxes, batch.flips, transform.size, transform.interpolation)
     crops = batched_transforms.crop_resize_flip(*crops_of)
-    arguments = torch.from_numpy(batch.arguments).to(device)
-    operations = (batch.names, arguments, transform.fill, transform.interpolation)
+    operations = (batch.operations, batch.arguments, transform.fill, transform.interpolation)
     ready = crops.float(), batch.targets.to(device)
     stages = {
         "worker: read, draw": lambda: [loader.dataset[key] for key in keys],

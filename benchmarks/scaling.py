@@ -2,10 +2,9 @@
 
     python benchmarks/scaling.py --gpus 1 2 4
     python benchmarks/scaling.py --gpus 1 2 4 --same-global-batch    # the recipe's 1024 images a step, accumulated
-    python benchmarks/scaling.py --gpus 1 2 4 --no-torchcompile      # options it does not know go to train_imagenet.py
+    python benchmarks/scaling.py --gpus 1 2 4 --no-cuda-graphs       # options it does not know go to train_imagenet.py
 
-Runs train_imagenet.py as users do: with EMA, mixup and random erasing, bf16, AdamW, and --torchcompile. The second
-epoch counts.
+Runs train_imagenet.py as users do: with EMA, mixup and random erasing, bf16, AdamW. The second epoch counts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def measure(gpus: int, options: argparse.Namespace, passed_on: list[str]) -> dic
         command += ["train_imagenet.py", "-c", f"configs/{options.model}.yaml", "--output", output, "--epochs", "2"]
         command += ["--synthetic", str(images), "--global-batch-size", str(batch)]
         command += ["--batch-size", str(options.batch_size), "--experiment", "scaling", "--workers", "0"]
-        command += ["--torchcompile", *passed_on]
+        command += passed_on
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         with open(Path(output) / "scaling" / "summary.csv") as file:
             return {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}

@@ -22,9 +22,10 @@ from vil.kernels.cuda import compiler
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN, BLOCK = ["tests/test_cuda.py"], ["tests/test_block_kernels.py", "tests/test_block.py"]
+AUGMENT = ["tests/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
 TESTS = {"types.cuh": SCAN + BLOCK, "common.cuh": SCAN, "lanes.cuh": SCAN, "forward.cu": SCAN, "quads.cu": SCAN}
-TESTS |= {"pairs.cu": SCAN, "summary.cu": SCAN, "summary_triples.cu": SCAN, "backward.cu": SCAN}
+TESTS |= {"pairs.cu": SCAN, "summary.cu": SCAN, "summary_triples.cu": SCAN, "backward.cu": SCAN, "augment.cu": AUGMENT}
 
 
 class Mutant(NamedTuple):
@@ -366,6 +367,70 @@ TABLE = {
         ("wrong gradient of SiLU",
          "return s * fmaf(x, 1 - s, 1);", "return s * fmaf(x, s, 1);"),
     ],
+    "augment.cu": [
+        ("weights are cut, not rounded",
+         "int(weight * ONE + (weight < 0 ? -0.5 : 0.5))", "int(weight * ONE)"),
+        ("the first tap is one too late",
+         "max(int(centre - support + 0.5), 0)", "max(int(centre - support + 1.5), 0)"),
+        ("enlarged crops get a wider filter",
+         "stretch = scale < 1 ? 1 : scale", "stretch = scale"),
+        ("rows beyond a window are not left out",
+         "bool inside = of >= 0 && of < axis.resized;", "bool inside = of >= 0;"),
+        ("columns beyond the first 256 keep the sums of others",
+         "for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;",
+         "if (column < int(blockDim.x)) for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;"),
+        ("a row is forgotten while another needs it",
+         "vertical.end[oldest] <= y)", "vertical.end[oldest] <= y + 1)"),
+        ("crops are never flipped",
+         "crop.flip ? W - 1 - column : column", "column"),
+        ("a histogram without its last barrier",
+         "counts[i * COPIES] += counts[i * COPIES + copy];\n    __syncthreads();",
+         "counts[i * COPIES] += counts[i * COPIES + copy];"),
+        ("one copy of a histogram is not added",
+         "for (int copy = 1; copy < COPIES; copy++)", "for (int copy = 2; copy < COPIES; copy++)"),
+        ("Equalize begins at 0",
+         "(step / 2 + counts[", "(counts["),
+        ("Equalize exceeds white",
+         "/ step, i64(255));", "/ step, i64(999));"),
+        ("Solarize spares its threshold",
+         "value >= argument", "value > argument"),
+        ("Contrast's mean is cut, not rounded",
+         "double(sum[0]) / pixels + 0.5", "double(sum[0]) / pixels"),
+        ("an enhanced level wraps",
+         "return v <= 0 ? 0 : v >= 255 ? 255 : u8(v);", "return v >= 255 ? 255 : int(v);"),
+        ("the cubic's last term has another sign",
+         "twist = at - before - next + after", "twist = at - before - next - after"),
+        ("what comes from the last half pixel is outside",
+         "from_x < W &&", "from_x < W - 0.5 &&"),
+        ("edges are smoothed across rows",
+         "if (x == 0 || y == 0 ||", "if (y == 0 ||"),
+        ("smoothed levels are cut, not rounded",
+         "(2 * sum + 13) / 26", "2 * sum / 26"),
+        ("blurred boxes end a pixel early",
+         "j <= at + radius; j++) sum", "j < at + radius; j++) sum"),
+        ("a blur is taken twice",
+         "pass < 3", "pass < 2"),
+        ("a blur does not wait for its neighbours",
+         "ends * end_weight + (1 << 23)) >> 24;\n        }\n        __syncthreads();",
+         "ends * end_weight + (1 << 23)) >> 24;\n        }"),
+        ("noise without its first key",
+         "unsigned(second >> 32) ^ b ^ key_0", "unsigned(second >> 32) ^ b"),
+        ("noise of nine rounds",
+         "round < 10", "round < 9"),
+        ("erased boxes are a row too high",
+         "y >= 0 && y < rest.erased_height", "y >= 0 && y <= rest.erased_height"),
+        ("a partner keeps its pixels where it is erased",
+         "normalise(rests[rest.partner],", "normalise(rest,"),
+        ("mixed shares are swapped",
+         "rest.share * values.at[i] + (1 - rest.share) * others.at[i]",
+         "rest.share * others.at[i] + (1 - rest.share) * values.at[i]"),
+        ("the last of an odd number of pixels is not written",
+         "if (i < left) to[i]", "if (i + 1 < left) to[i]"),
+        ("32-bit offsets of finished images",
+         "float *to = out + image * i64(elements) + first;", "float *to = out + image * elements + first;"),
+        ("32-bit offsets of images to transform",
+         "const u8 *from = images + image * i64(3) * pixels;", "const u8 *from = images + image * 3 * pixels;"),
+    ],
     "filter.cuh": [
         ("the convolutions' gradients lack their biases",
          "bias.at[c] *= factor;", ""),
@@ -392,7 +457,7 @@ def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
     log = os.open(run.log, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    files = SCAN + BLOCK
+    files = SCAN + BLOCK + AUGMENT
     if mutant:
         sources, cache = folder / "sources", folder / "cache"
         shutil.copytree(compiler.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))

@@ -10,13 +10,16 @@ from fp32 ones here, which are written by ordinary stores.
 
 from unittest import mock
 
+import numpy as np
 import torch
 from test_operators import longhorn_inputs, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan, triton_scan
 from vil.kernels.cuda import block as kernels
 from vil.kernels.cuda import scan, variants
+from vil.kernels.cuda.augment import OPERATIONS
 
 from vil.block import Block, LonghornMixer, MambaMixer
+from vil.training.batched_transforms import apply_operations, crop_resize_flip, finish
 
 B, L, D, N = 1, 70, 35, 16  # more than a chunk; more than a block of channels and not a multiple of any vector
 REVERSE = [False, True]
@@ -29,6 +32,10 @@ def main() -> None:
                 run(recurrence, dtype)
                 torch.cuda.synchronize()
                 print(run.__name__, recurrence, dtype, flush=True)
+    for interpolation in ("bilinear", "bicubic"):
+        augmentation(interpolation)
+        torch.cuda.synchronize()
+        print("augmentation", interpolation, flush=True)
 
 
 def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
@@ -75,6 +82,22 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
         ):
             for middle in (False, True):
                 Block(width, mixer, drop_path=0.5).cuda().train()(x, middle, []).sum().backward()
+
+
+def augmentation(interpolation: str) -> None:
+    """Every operation in each of two turns, on sizes that are no multiples of anything."""
+    count, size = len(OPERATIONS), (37, 261)
+    images = [torch.randint(0, 256, (3, 9 * i + 1, 61 - i), dtype=torch.uint8).cuda() for i in range(count)]
+    boxes = np.array([(0, 0, *image.shape[1:]) for image in images])
+    resized, offsets = np.full((count, 2), (30, 400)), np.full((count, 2), (-3, 5))
+    flips = np.arange(count) % 2 == 0
+    crop_resize_flip(images, boxes, flips, size, interpolation)
+    crops = crop_resize_flip(images, boxes, flips, size, interpolation, resized, offsets)
+    codes = np.arange(count)[:, None].repeat(2, axis=1)
+    crops = apply_operations(crops, codes, np.full((count, 2, 6), 0.9), (1, 2, 3), interpolation)
+    erasing, mixing = np.array([[3, 4, 20, 200]] * count), np.array([[0, 30, 0, 200, 0.5, 0.5]] * count)
+    for mode in ("pixel", "rand", "const"):
+        finish(crops, (0.5,) * 3, (0.2,) * 3, erasing, np.arange(count), mode, mixing, np.arange(count)[::-1])
 
 
 def in_fp32(product):

@@ -175,9 +175,10 @@ def fused(monkeypatch):
     """Blocks run as on a GPU, by plain modules; a list of whether each, in turn, computed the middle token alone."""
     middles = []
 
-    def fused_block(block, x, middle=False, handed=None):
+    def fused_block(block, x, scale_B, middle=False, handed=None):
         middles.append(middle)
-        x = x + block.drop_path(block.mixer(block.norm(x)))
+        branch = block.mixer(block.norm(x))
+        x = x + (branch if scale_B is None else scale_B[:, None, None] * branch)
         return middle_token(x) if middle else x
 
     monkeypatch.setattr(vil_block, "runs_fused", lambda block, x: True)

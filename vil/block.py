@@ -9,7 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
-from timm.models import register_notrace_function
+from timm.models import checkpoint, register_notrace_function
 from torch import Tensor, nn
 
 from .kernels import block as block_operator
@@ -196,7 +196,7 @@ class Block(nn.Module):
         """
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
             if runs_fused(self, x_BLC):
-                return fused_block(self, x_BLC, middle, handed)
+                return fused_block(self, x_BLC, path_scale(self, x_BLC), middle, handed)
             if handed:
                 handed.clear()  # it is not of what this block puts out
         x_BLC = x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
@@ -263,16 +263,32 @@ def runs_fused(block: Block, x_BLC: Tensor) -> bool:
     return block_operator.supports_weights(weights, mixer.directions[0].conv1d.kernel_size[0], x_BLC.device)
 
 
-def fused_block(block: Block, x_BLC: Tensor, middle: bool = False, handed: list[Tensor] | None = None) -> Tensor:
+def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
+    """Draws what stochastic depth multiplies each image's branch by, 0 or 1 / (1 - rate); None for 1."""
+    if not (block.training and isinstance(block.drop_path, DropPath)):
+        return None
+    return block.drop_path(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+
+
+def fused_block(
+    block: Block, x_BLC: Tensor, scale_B: Tensor | None, middle: bool = False, handed: list[Tensor] | None = None
+) -> Tensor:
     """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
     norm, mixer = block.norm, block.mixer
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else norm.weight.dtype
-    scale_B = None
-    if block.training and isinstance(block.drop_path, DropPath):
-        scale_B = block.drop_path(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
     directions = [parameter for direction in mixer.directions for parameter in direction.fused_parameters()]
     return block_operator.block(
         mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
         directions, dtype, middle, handed,
     )  # fmt: skip
+
+
+def checkpointed(block: nn.Module, x_BLC: Tensor, middle: bool = False) -> Tensor:
+    """The block, which backward computes once more.
+
+    Of a fused one nothing is drawn again: a CUDA graph could not go back to the random numbers of forward.
+    """
+    if type(block) is Block and not hooked(block) and runs_fused(block, x_BLC):
+        return checkpoint(fused_block, block, x_BLC, path_scale(block, x_BLC), middle, preserve_rng_state=False)
+    return checkpoint(block, x_BLC, middle=True) if middle else checkpoint(block, x_BLC)

@@ -11,7 +11,6 @@ Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirec
 
 import math
 import re
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from timm.layers import (
 )
 from timm.models import (
     build_model_with_cfg,
-    checkpoint,
-    checkpoint_seq,
     generate_default_cfgs,
     register_model,
     register_notrace_function,
@@ -45,6 +42,7 @@ from .block import (
     MambaMixer,
     RMSNorm,
     at_least_fp32,
+    checkpointed,
     hand_over,
     middle_token,
     stops_at_middle,
@@ -371,7 +369,7 @@ class VisionLonghorn(nn.Module):
         x = self.embed(x)
         intermediates, class_tokens = [], []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+            x = checkpointed(block, x) if self.grad_checkpointing else block(x)
             if i in taken:
                 patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
                 if output_fmt == "NCHW":
@@ -419,15 +417,16 @@ class VisionLonghorn(nn.Module):
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
             alone = middle and stops_at_middle(self.blocks, x)
             if alone:
-                *others, last = self.blocks
                 handed = [] if hand_over(self.blocks) else None
-                for block in (*others, partial(last, middle=True)):
-                    x = checkpoint(block, x) if self.grad_checkpointing else block(x, handed=handed)
+                for i, block in enumerate(self.blocks, start=1):
+                    last = i == len(self.blocks)
+                    x = checkpointed(block, x, last) if self.grad_checkpointing else block(x, last, handed)
                 return x
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.blocks, x)
-        else:
-            x = self.blocks(x)
+            if self.grad_checkpointing:
+                for block in self.blocks:
+                    x = checkpointed(block, x)
+                return middle_token(x) if middle else x
+        x = self.blocks(x)
         return middle_token(x) if middle else x
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The scan: `common.cuh` holds the recurrences; `forward.cu`, `backward.cu` and `s
 both; `quads.cu` and `pairs.cu` are forward on tensor cores, for few and long sequences, `summary_triples.cu` is the
 summary; `scan` launches them; `variants` chooses among their variants. What surrounds it in a block: `block.cu`,
 `convolve.cu`, `project.cu`, `step.cu`, `output.cu` and, on Hopper, `output_hopper.cu` and `output_hopper_backward.cu`,
-which `block` launches.
+which `block` launches. Images before all that: `augment.cu`, which `augment` launches.
 `types.cuh` is what all share; `compiler` compiles them, `cache` keeps what it has compiled.
 """
 

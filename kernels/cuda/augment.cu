@@ -131,12 +131,14 @@ extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *
     if (threadIdx.x == 0) sum[0] = 0;
     __syncthreads();
     if (code == AUTOCONTRAST || code == EQUALIZE)
+#pragma unroll 4
         for (i64 i = threadIdx.x; i < pixels; i += blockDim.x)
 #pragma unroll
             for (int c = 0; c < 3; c++)
                 atomicAdd(&counts[(c * 256 + red[c * pixels + i]) * COPIES + threadIdx.x % COPIES], 1u);
     if (code == CONTRAST) {
         u64 part = 0;
+#pragma unroll 4
         for (i64 i = threadIdx.x; i < pixels; i += blockDim.x) part += grey(red[i], green[i], blue[i]);
         atomicAdd(&sum[0], part);
     }
@@ -271,14 +273,12 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation 
     u8 *from = reinterpret_cast<u8 *>(shared), *to = from + length * together;  // (length, together)
     u8 *pixels = images + plane * length * lines + first * apart;
     int width = min(int(together), int(lines) - first), all = length * width, last = length - 1;
-    auto move = [&](auto one) {  // in the order in which pixels follow each other in memory
-        for (int i = threadIdx.x; i < all; i += blockDim.x) {
-            int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
-            one(pixels[at * step + line * apart], from[at * together + line]);
-        }
-        __syncthreads();
-    };
-    move([](u8 pixel, u8 &waiting) { waiting = pixel; });
+    // in the order in which pixels follow each other in memory
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
+        int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
+        from[at * together + line] = pixels[at * step + line * apart];
+    }
+    __syncthreads();
     int radius = operation.arguments[0];
     unsigned weight = operation.arguments[1], end_weight = operation.arguments[2];  // 24 bits behind the point
     for (int pass = 0; pass < 3; pass++) {
@@ -293,7 +293,10 @@ extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation 
         u8 *other = from;
         from = to, to = other;
     }
-    move([](u8 &pixel, u8 done) { pixel = done; });
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
+        int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
+        pixels[at * step + line * apart] = from[at * together + line];
+    }
 }
 
 // What is left to do for an image. Mixed: inside the box it keeps `share` of itself and has the rest of its partner.

@@ -67,7 +67,7 @@ def apply_operations(
     images = images.contiguous()
     operations = np.empty((turns, count), OPERATION)
     operations["code"], operations["arguments"] = codes_BT.T, arguments_BTA.swapaxes(0, 1)
-    records = _to_device(operations, images.device).view(turns, -1)
+    records = _to_device(operations, images.device).view(turns, count * OPERATION.itemsize)
     tables = torch.empty(count, 3, 256, dtype=torch.uint8, device=images.device)
     parts = -(-H * W // 256)
     for record, codes_B in zip(records, codes_BT.T):
@@ -111,6 +111,5 @@ def finish(
 
 def _to_device(records: np.ndarray, device: torch.device) -> Tensor:
     """Their bytes. Pageable memory might have the host wait for all that is queued before the copy."""
-    host = torch.empty(records.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host.numpy()[:] = records.reshape(-1).view(np.uint8)
-    return host.to(device, non_blocking=True)
+    host = torch.from_numpy(records.reshape(-1).view(np.uint8))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

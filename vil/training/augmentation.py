@@ -23,11 +23,6 @@ from .config import Config
 MIXUP_GROUP = 8
 
 
-def normalise(images_B3HW: Tensor, data_config: dict[str, Any]) -> Tensor:
-    """uint8 images as the float32 ones that a model takes, by the mean and standard deviation in timm's config."""
-    return finish(images_B3HW, data_config["mean"], data_config["std"])
-
-
 class BatchAugmentation:
     """Normalises, erases and mixes a batch, and softens its targets, as timm does it to each group of images.
 

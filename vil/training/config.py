@@ -65,9 +65,11 @@ class Config:
     )
     drop_path: float = _option(0.0, "stochastic depth rate of the last block", low=0, high=0.99)
     grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
-    torchcompile: bool = _option(
-        False, "train through torch.compile and CUDA graphs, which take the host's work out of a step"
+    cuda_graphs: bool = _option(
+        True,
+        "on a GPU, replay forward, backward and evaluation as CUDA graphs, which takes the host's work out of them",
     )
+    torchcompile: bool = _option(False, "train through torch.compile, by which DeiT and its like gain, ViL hardly")
     # optimisation
     epochs: int = _option(300, "epochs", low=1)
     global_batch_size: int = _option(1024, "images per optimizer step over all processes", low=1)

@@ -31,7 +31,7 @@ from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .augmentation import BatchAugmentation, normalise  # noqa: F401  a run has all of these from here
+from .augmentation import BatchAugmentation  # noqa: F401  a run has all of these from here
 from .config import Config, ConfigError
 from .device_loader import (
     DeviceLoader,
@@ -419,11 +419,6 @@ def evaluation_loader(
     )
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
     return _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size)
-
-
-def normalised(loader, data_config: dict) -> Iterator[tuple[Tensor, Tensor]]:
-    """A loader's batches as a model takes them in evaluation."""
-    return ((normalise(images, data_config), targets) for images, targets in loader)
 
 
 def describe(loader) -> str:

@@ -1,0 +1,47 @@
+"""The gradients of a model in one piece of memory: one sum over processes, one norm, and always in the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ALIGNMENT = 64  # elements: what kernels with the widest loads want
+
+
+class FlatGradients:
+    """The sum of gradients that the `grad` of each parameter shows: all of them are views of `flat` (fp32).
+
+    With one sum over processes in place of DistributedDataParallel's buckets nothing but kernels runs in backward, so
+    that a CUDA graph can replay it, and the order of additions does not depend on where a run was interrupted.
+
+    Raises:
+        TypeError: A parameter is not fp32.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        if other := {p.dtype for p in self.parameters} - {torch.float32}:
+            raise TypeError(f"parameters must be float32 to be trained, not {', '.join(map(str, other))}")
+        sizes = [p.numel() + -p.numel() % ALIGNMENT for p in self.parameters]
+        self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)
+        for parameter, view in zip(self.parameters, self.flat.split(sizes)):
+            parameter.grad = view[: parameter.numel()].view_as(parameter)
+
+    def add(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss, all at once: `backward` would, one after the other."""
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        used = [(p.grad, gradient) for p, gradient in zip(self.parameters, gradients) if gradient is not None]
+        torch._foreach_add_(*map(list, zip(*used)))
+
+    def average_over_processes(self) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(self.flat.div_(dist.get_world_size()))
+
+    def norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self.flat)
+
+    def zero(self) -> None:
+        self.flat.zero_()
