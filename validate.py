@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--crop-pct", type=float, help="share of the image inside the centre crop")
     parser.add_argument("--interpolation", help="interpolation of the resize")
     parser.add_argument("--batch-size", type=int, default=128, help="images a process holds at once (default: 128)")
-    parser.add_argument("--workers", type=int, help="loader processes per process (default: by the cores there are)")
+    parser.add_argument("--workers", type=int, help="loader processes per process; by the cores there are if not given")
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")

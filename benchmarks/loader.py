@@ -139,22 +139,21 @@ def time_stages(options) -> None:
     device = options.device
     loader, augment = create_loader(options, "device", 0)
     transform = loader.transform
-    keys = next(iter(loader.loader.batch_sampler))
+    keys = next(iter(loader.batches))
     read = [loader.dataset[key] for key in keys]
-    batch = device_loader.collate_encoded(read, transform.size)
-    files = list(batch.data.split(batch.lengths))
-    decoded = device_loader.decode(files, device)
+    batch = device_loader.join_pieces([device_loader.collate_encoded(read, transform.size)])
+    decoded = device_loader.decode(batch.files, device)
     crops_of = (decoded, batch.boxes, batch.flips, transform.size, transform.interpolation)
     crops = batched_transforms.crop_resize_flip(*crops_of)
     operations = (batch.operations, batch.arguments, transform.fill, transform.interpolation)
-    ready = crops.float(), batch.targets.to(device)
+    ready = crops, torch.from_numpy(batch.targets).to(device)
     stages = {
         "worker: read, draw": lambda: [loader.dataset[key] for key in keys],
         "worker: collate": lambda: device_loader.collate_encoded(read, transform.size),
-        "decode": lambda: device_loader.decode(files, device),
+        "decode": lambda: device_loader.decode(batch.files, device),
         "crop, resize, flip": lambda: batched_transforms.crop_resize_flip(*crops_of),
         "RandAugment": lambda: batched_transforms.apply_operations(crops, *operations),
-        "random erasing, mixup": lambda: augment(*ready, 0, 0),
+        "normalisation, random erasing, mixup": lambda: augment(*ready, 0, 0),
     }
     print("| part | ms a batch | of which the host | us an image |\n| --- | --- | --- | --- |")
     for name, stage in stages.items():

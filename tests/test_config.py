@@ -49,8 +49,10 @@ def test_recipes_are_those_published_with_vim(family, size):
 
 def test_defaults_are_those_of_tiny():
     config = Config()
-    expected = SHARED | SIZES["tiny"] | dict(model="vil_tiny", workers=None, opt_betas=None, opt_eps=None, crop_pct=None)
-    expected |= dict(interpolation=None, checkpoint_interval="30m", log_interval=50, resume=None, device=None)
+    expected = SHARED | SIZES["tiny"] | dict(model="vil_tiny", workers=None, opt_betas=None, opt_eps=None)
+    expected |= dict(
+        crop_pct=None, interpolation=None, checkpoint_interval="30m", log_interval=50, resume=None, device=None
+    )
     expected |= dict(output="output", augment_on_device=None, log_tensorboard=False, log_wandb=False)
     assert {option: getattr(config, option) for option in expected} == expected
 

@@ -238,7 +238,7 @@ def readers(rows, transform=identity, draw=lambda header: device_loader.Draws())
     dataset = ImageDataset("", reader=rows)
     yield data.ImageReader(dataset, transform, is_training=True)
     yield data.ImageReader(dataset, transform, is_training=False)
-    yield data.EncodedReader(dataset, transform, draw)
+    yield data.EncodedReader(dataset, transform, True, draw)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
@@ -498,8 +498,7 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
     assert collections.Counter(targets.tolist()) == {1: 8, 2: 1, data.UNREADABLE: len(UNFIT)}
-    expected = (GREY[12, 16] / 255 - 0.5) / 0.5
-    assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([expected] * 3, abs=0.05)  # and not white
+    assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([GREY[12, 16]] * 3, abs=6)  # and not white
     assert data.unreadable_images(loader) == len(UNFIT)
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
     batches = data.TrainingBatches(len(train), config, 8, 0, 1)
@@ -593,9 +592,9 @@ def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
 
 
 def batches_on_device(root):
-    """The images of an epoch on the device path, and how many could not be read."""
+    """The grey levels of an epoch on the device path, and how many images could not be read."""
     loader = loader_of(root, "device")
-    return torch.cat([images for images, _ in loader]), data.unreadable_images(loader)
+    return torch.cat([images for images, _ in loader]).float(), data.unreadable_images(loader)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
@@ -606,22 +605,21 @@ def test_what_the_device_refuses_for_whatever_reason_the_cpu_decodes(tmp_path, e
     def refuse(files, *_, **__):
         raise error("of the file")
 
-    monkeypatch.setattr(device_loader, "decode_jpeg", refuse)
+    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
+    monkeypatch.setattr(device_loader, "_decode_all", refuse)
     images, unreadable = batches_on_device(root)
     assert unreadable == 0
-    assert (images - whole).abs().mean() < 0.02
+    assert (images - whole).abs().mean() < 2.5
 
 
 def test_a_file_that_the_device_takes_for_another_size_is_decoded_on_the_cpu(tmp_path, monkeypatch):
     root = folder_of(tmp_path, {})
     whole, _ = batches_on_device(root)
-    decode = device_loader.decode_jpeg
-    monkeypatch.setattr(
-        device_loader, "decode_jpeg", lambda files, *args, **kwargs: [i[:, 9:] for i in decode(files, *args, **kwargs)]
-    )
+    decode = device_loader._decode_all
+    monkeypatch.setattr(device_loader, "_decode_all", lambda *files: [image[:, 9:] for image in decode(*files)])
     images, unreadable = batches_on_device(root)
     assert unreadable == 0
-    assert (images - whole).abs().mean() < 0.02
+    assert (images - whole).abs().mean() < 2.5
 
 
 def test_large_pictures_and_those_of_two_sizes_are_not_for_the_device():
@@ -647,7 +645,7 @@ def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):
     parts, _ = batches_on_device(root)
     assert len(most) > 8
     assert max(most) <= 2000
-    assert (parts - whole).abs().mean() < 1e-3  # other images beside one change in what order a pixel's sum is taken
+    assert (parts - whole).abs().mean() < 0.1  # other images beside one change in what order a pixel's sum is taken
 
 
 # fuzzing
