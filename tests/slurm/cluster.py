@@ -38,7 +38,8 @@ GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=node[0-{last}] CPUs={cpus} Gres=gpu:1
-PartitionName=normal Nodes=ALL PriorityTier=1 GraceTime=60 Default=YES
+PartitionName=normal Nodes=ALL PriorityTier=1 Default=YES
+PartitionName=graceful Nodes=ALL PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
@@ -59,7 +60,7 @@ def command(*words: str | os.PathLike) -> str:
 
 
 class Cluster:
-    """`nodes` machines, called node0, node1, ..., each with all cores of this one and a GPU that only Slurm believes in.
+    """`nodes` machines, node0, node1, ..., each with all cores of this one and a GPU that only Slurm believes in.
 
     Args:
         folder: For its files; deep ones are too long for a socket's name.
@@ -109,7 +110,7 @@ class Cluster:
         for device in ("lo", "eth0"):
             command(*inside, "ip", "link", "set", device, "up")
         (self.folder / name).mkdir(exist_ok=True)
-        machine = "unshare --uts --pid --mount --fork --kill-child --mount-proc sh -c".split()
+        machine = "unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh", "-c"
         self.nodes[node] = self._start(*inside, *machine, f"hostname {name}; slurmd -D; exit")
         ready = "idle", "allocated", "mixed"
         wait_until(lambda: self.state_of(node) in ready, 60, f"{name} is up: {self.folder}/{name}.log")

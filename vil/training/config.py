@@ -141,7 +141,8 @@ class Config:
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
         except Exception as error:  # timm's parsers of policies have no common type
-            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows: {error!r}") from error
+            known = "like rand-m9-mstd0.5-inc1 or 3a"
+            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows, {known}: {error}") from error
         for name in ("scale", "ratio"):
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
