@@ -356,6 +356,8 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         ("[" * 3000, "c.yaml is not YAML"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
         ("sched: cosin", "sched 'cosin' is unknown; did you mean 'cosine'"),
+        ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
+        ("opt: qqqq", r"opt 'qqqq' is unknown; there are \w.* \.\.\.$"),
         ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
         ("train_interpolation: cubic", "train_interpolation 'cubic' is unknown; did you mean 'bicubic'"),

@@ -8,6 +8,7 @@ import difflib
 import functools
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -137,7 +138,8 @@ class Config:
         for name, choices in _choices().items():
             value = getattr(self, name)
             if value is not None and value not in choices:
-                raise ConfigError(f"{name} {value!r} is unknown" + _nearest(value, choices))
+                known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
+                raise ConfigError(f"{name} {value!r} is unknown{_nearest(value, choices) or '; there are ' + known}")
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
         except Exception as error:  # timm's parsers of policies have no common type
