@@ -5,13 +5,14 @@
 #              says which changes of the code the tests would not notice
 # make cuda-mutants [WORDS="pairs.cu Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
 # make timm-tests    runs timm's own tests of its models on ours
+# make slurm-test    runs scripts/slurm.sh under a Slurm of two nodes: as root, apt-get install slurm-wlm munge iproute2
 
 PYTHON ?= python3
 BIN := .venv/bin
 # one thread trains while the other core loads images: these tensors are too small to share between two
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint timm-tests mutants cuda-mutants
+.PHONY: demo test lint timm-tests slurm-test mutants cuda-mutants
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,6 +35,10 @@ test: .venv/installed
 
 timm-tests: .venv/installed
 	$(BIN)/python tests/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
+
+slurm-test: .venv/installed
+	unshare --mount --net --uts --pid --fork --kill-child --mount-proc \
+		$(BIN)/python -m pytest -p no:randomly -p no:xdist -o timeout=1500 tests/slurm/on_slurm.py
 
 mutants: .venv/installed
 	$(BIN)/python tests/mutants/run.py $(PATHS) $(if $(TESTS),--tests $(TESTS)) $(if $(SAMPLE),--sample $(SAMPLE)) \

@@ -19,9 +19,12 @@ cd "${SLURM_SUBMIT_DIR:?submit this with sbatch from the repository}"
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=1
-# a static rendezvous: the other one unpickles what anybody on the network may write (docs/security.md)
-srun --kill-on-bad-exit=1 bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
-    --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
+gpus=${SLURM_GPUS_ON_NODE:?ask for GPUs: sbatch --gpus-per-node=N}
+# a static rendezvous: the other one unpickles what anybody on the network may write (docs/security.md);
+# the cores once more, which srun does not take from the job since Slurm 22.05
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
+    --nnodes="$SLURM_NNODES" --nproc-per-node="$gpus" \
     --master-addr="$first" --master-port="$((20000 + SLURM_JOB_ID % 10000))" --max-restarts=3 \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     train_imagenet.py --resume auto "$@" &
@@ -32,7 +35,9 @@ wait $step && status=0 || status=$?
 while kill -0 $step 2>/dev/null; do  # the trap ended the wait
     wait $step && status=0 || status=$?
 done
-if [ $preempted ]; then
+# where preemption leaves a time of grace, Slurm signals the step alone; a job that is cancelled runs no more
+job=$(scontrol show --oneliner job "$SLURM_JOB_ID")
+if [ $status != 0 ] && [[ $job == *" JobState=RUNNING "* && ( $preempted || $job == *" PreemptTime=2"* ) ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

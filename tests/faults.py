@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import yaml
 from processes import CONTEXT, SMALL, become, free_port
 
@@ -99,14 +100,25 @@ class Run:
             pass
 
     def result(self) -> dict:
-        """What the last checkpoint holds, without what differs from one run to another."""
-        saved = checkpoint.read_checkpoint(self.folder / "last.pt")
-        measured = (
-            "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
-        )  # fmt: skip
-        history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
-        names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
-        return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
+        return result(self.folder)
+
+
+def result(folder: Path) -> dict:
+    """What the last checkpoint of a run holds, without what differs from one run to another."""
+    saved = checkpoint.read_checkpoint(folder / "last.pt")
+    measured = (
+        "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
+    )  # fmt: skip
+    history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
+    names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
+    return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
+
+
+def assert_same(result: dict, truth: dict) -> None:
+    """Two results have the same history and weights, bit for bit."""
+    assert result["history"] == truth["history"]
+    for part in ("state_dict", "state_dict_ema"):
+        assert all(torch.equal(result[part][name], tensor) for name, tensor in truth[part].items())
 
 
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:

@@ -4,8 +4,11 @@ FUZZ=500 python -m pytest tests/test_hostile_checkpoints.py    tries as many of 
 """
 
 import copy
+import io
 import math
 import os
+import pathlib
+import pickle
 import random
 import re
 import sys
@@ -154,6 +157,38 @@ def test_a_file_that_asks_for_more_than_it_holds_is_refused_before_memory_is_tak
     for read in (checkpoint.read_weights, checkpoint.saved_config, checkpoint.read_checkpoint):
         with pytest.raises(CheckpointError, match=r"packed.pt cannot be read as a checkpoint.* compressed"):
             read(packed)
+
+
+def saved(thing):
+    torch.save(thing, file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("words.pt", b"this is no checkpoint", "it holds no tensors"),
+        ("words.npz", b"no" * 50, "it holds no tensors"),  # of which PyTorch says to file an issue
+        ("words.safetensors", b"no" * 50, "header"),
+        ("empty.pt", b"", "it holds no tensors"),
+        ("pickle.pt", pickle.dumps([1, 2]), "it holds no tensors"),  # in a protocol of which PyTorch warns
+        ("list.pt", saved([1, 2]), "it holds no tensors"),
+        (
+            "code.pt",
+            saved(pathlib.PurePosixPath("x")),
+            "it holds pathlib.PurePosixPath, and nothing .* may run code",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_the_same(
+    tmp_path, recwarn, name, content, reason
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read as a checkpoint; .*{reason}") as refused:
+        checkpoint.read_weights(tmp_path / name)
+    assert not re.search("allowlist|safe_globals|weights_only|issue|\n", str(refused.value))
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch):
@@ -321,7 +356,9 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         ("[" * 3000, "c.yaml is not YAML"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
         ("sched: cosin", "sched 'cosin' is unknown; did you mean 'cosine'"),
-        ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows"),
+        ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
+        ("opt: qqqq", r"opt 'qqqq' is unknown; there are \w.* \.\.\.$"),
+        ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
         ("train_interpolation: cubic", "train_interpolation 'cubic' is unknown; did you mean 'bicubic'"),
     ],

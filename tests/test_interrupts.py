@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from faults import Run
+from faults import Run, assert_same
 from processes import ROOT, train_command
 
 from vil.training import checkpoint
@@ -34,12 +33,6 @@ def undisturbed(tmp_path_factory, image_folder):
         return run.result()
 
     return {processes: result(processes) for processes in (1, 2)}
-
-
-def assert_same(result, truth):
-    assert result["history"] == truth["history"]
-    for part in ("state_dict", "state_dict_ema"):
-        assert all(torch.equal(result[part][name], tensor) for name, tensor in truth[part].items())
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -113,7 +106,11 @@ def test_ctrl_c_in_a_terminal_stops_a_run_and_its_launcher_with_everything_saved
 
 STAND_INS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; export SLURM_NODEID=0; exec "$@"',
-    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$SCONTROL_LOG"; fi',
+    "scontrol": """case "$1 $2" in
+        'show hostnames') echo 127.0.0.1;;
+        'show --oneliner') echo "JobId=$4 JobState=RUNNING Reason=None PreemptTime=None";;
+        *) echo "$@" >> "$SCONTROL_LOG";;
+    esac""",
 }
 
 
@@ -124,7 +121,9 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = dict(GPUS="1", SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_NODELIST="node", SLURM_JOB_ID=str(os.getpid()))
-    environment |= dict(SLURM_NNODES="1", SLURM_GPUS_ON_NODE="1", SCONTROL_LOG=str(tmp_path / "scontrol.txt"))
+    environment |= dict(
+        SLURM_NNODES="1", SLURM_GPUS_ON_NODE="1", SLURM_CPUS_PER_TASK="2", SCONTROL_LOG=str(tmp_path / "scontrol.txt")
+    )
     environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -275,7 +275,8 @@ def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(t
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("vil_huge", {}, "cannot create the model vil_huge: Unknown model"),
+        ("vil_tinny", {}, "cannot create the model vil_tinny: Unknown model .*; did you mean 'vil_tiny'"),
+        ("zzz", {}, "cannot create the model zzz: Unknown model .*; timm.list_models.. has those that there are$"),
         ("vil_tiny", {"heads": 3}, "cannot create the model vil_tiny: .*heads"),
         ("vil_tiny", {"img_size": 100}, r"img_size \(100, 100\) is not covered .* use \(96, 96\), or dynamic_img_size"),
     ],

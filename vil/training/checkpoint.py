@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import shutil
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from timm.models import load_state_dict
 from torch import nn
 
@@ -27,6 +30,7 @@ PARTS = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,
 }  # fmt: skip
+READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
 
 
 class CheckpointError(RuntimeError):
@@ -112,7 +116,8 @@ def _content(path: str | Path):
 
 def _load(path: str | Path):
     # ViM's training script keeps its options beside the weights; nothing else that runs code on loading is let in
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of pickles by others, with advice to file an issue
         _refuse_compression(path)
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -243,9 +248,16 @@ def _guarded(path: str | Path, read):
     try:
         return read()
     except Exception as error:  # what the readers raise on broken files has no common type
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        # between its reasons PyTorch advises to load such a file with all of pickle's power
-        reason = next((line for line in lines if "WeightsUnpickler" in line), lines[0])
         raise BrokenCheckpointError(
-            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {reason[:400]}"
+            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {_reason(error)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be read, without PyTorch's advice to load it with all of pickle's power."""
+    if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"it holds {code[1]}, and nothing is loaded that may run code; save its state_dict() alone"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, READABLE) and lines:
+        return lines[0][:400]
+    return "it holds no tensors as torch.save and safetensors write them"

@@ -8,6 +8,7 @@ import difflib
 import functools
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -141,11 +142,13 @@ class Config:
         for name, choices in _choices().items():
             value = getattr(self, name)
             if value is not None and value not in choices:
-                raise ConfigError(f"{name} {value!r} is unknown" + _nearest(value, choices))
+                known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
+                raise ConfigError(f"{name} {value!r} is unknown{_nearest(value, choices) or '; there are ' + known}")
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
         except Exception as error:  # timm's parsers of policies have no common type
-            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows: {error!r}") from error
+            known = "like rand-m9-mstd0.5-inc1 or 3a"
+            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows, {known}: {error}") from error
         for name in ("scale", "ratio"):
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:

@@ -35,14 +35,19 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     try:
         created = timm.create_model(model, **arguments)
     except RuntimeError as error:
-        known = difflib.get_close_matches(model, timm.list_models(), n=1) if not timm.is_model(model) else []
-        nearest = f"; did you mean {known[0]!r}?" if known else ""
-        raise ConfigError(f"cannot create the model {model}: {error}{nearest}") from error
+        raise ConfigError(f"cannot create the model {model}: {error}{_nearest(model)}") from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if pretrained_path and is_first_process():
         _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
     return created
+
+
+def _nearest(model: str) -> str:
+    if timm.is_model(model):
+        return ""
+    nearest = difflib.get_close_matches(model, timm.list_models(), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else "; timm.list_models() has those that there are"
 
 
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:

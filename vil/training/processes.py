@@ -20,6 +20,7 @@ from timm.utils import init_distributed_device
 from torch import Tensor
 
 GRACE = 20  # seconds in which a process may notice by itself that another is gone
+RESTART = 120  # seconds in which all processes have been started again, if they are
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 
@@ -88,7 +89,22 @@ def _rendezvous(url: str, **kwargs):
     """
     for store, rank, world_size in dist.rendezvous(url.replace("vil:", "env:"), **kwargs):
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        yield dist.PrefixStore(f"start {start}", store), rank, world_size
+        store = dist.PrefixStore(f"start {start}", store)
+        if start != "0":
+            _wait_for_all(store, rank, world_size)
+        yield store, rank, world_size
+
+
+def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
+    """For a torchrun that starts its processes again after another machine has been lost, with the torchrun there."""
+    store.set(f"rank {rank}", "")
+    try:
+        store.wait([f"rank {other}" for other in range(world_size)], datetime.timedelta(seconds=RESTART))
+    except dist.DistStoreError:
+        sys.exit(
+            f"error: not all {world_size} processes have been started again within {RESTART} seconds: "
+            "start the run again on all machines, with --resume auto"
+        )
 
 
 dist.register_rendezvous_handler("vil", _rendezvous)

@@ -1,0 +1,186 @@
+"""scripts/slurm.sh on two nodes of a real Slurm: whatever ends its job, the run ends as an undisturbed one.
+
+    make slurm-test    as root, with Debian's slurm-wlm, munge and iproute2; some ten minutes
+
+The truth is a run of two processes that has never met Slurm, on a CPU: weights and losses are equal bit for bit.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster import Cluster, Job, command, wait_until
+from faults import OPTIONS, Run, assert_same, result
+from processes import ROOT
+
+EPOCHS = 30  # some 20 seconds
+RECIPE = OPTIONS | dict(checkpoint_interval="none", model_ema_decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        cluster = Cluster(Path(folder))
+        yield cluster
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, image_folder):
+    """What two processes come to that nobody interrupts, by the number of epochs."""
+    results = {}
+
+    def result_of(epochs):
+        if epochs not in results:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            run = Run(folder, 2, data_dir=str(image_folder), **RECIPE | dict(epochs=epochs))
+            assert run.wait() == [0, 0], run.log.read_text()[-3000:]
+            results[epochs] = run.result()
+        return results[epochs]
+
+    return result_of
+
+
+class Training(Job):
+    """A job of scripts/slurm.sh that trains in `output`/run."""
+
+    def __init__(self, output, image_folder, *words, epochs=EPOCHS, **options):
+        self.folder = output / "run"
+        config = output / "small.yaml"
+        where = dict(data_dir=str(image_folder), output=str(output), device="cpu", workers=1)
+        config.write_text(yaml.safe_dump(RECIPE | where | dict(epochs=epochs) | options))
+        os.chdir(ROOT)  # whence the script is submitted
+        machines = "--nodes=2", "--gpus-per-node=1", f"--cpus-per-task={os.cpu_count()}"
+        super().__init__(output / "log.txt", *machines, *words, "scripts/slurm.sh", "-c", config)
+
+    def wait_until_it_trains(self, epochs=3):
+        """In this start, some epochs more than before."""
+        rows = self.rows()
+        wait_until(lambda: self.rows() >= rows + epochs, 120, f"it trains: {self.log}")
+
+    def wait_until_restarted(self, restarts):
+        wait_until(lambda: int(self.show()["Restarts"]) == restarts, 120, f"it is queued again: {self.log}")
+
+    def rows(self):
+        summary = self.folder / "summary.csv"
+        return summary.read_text().count("\n") if summary.exists() else 0
+
+    def assert_ended_like(self, truth, restarts):
+        shown = self.wait("COMPLETED")
+        assert shown["JobState"] == "COMPLETED", self.text[-3000:]
+        assert int(shown["Restarts"]) == restarts, self.text[-3000:]
+        assert_same(result(self.folder), truth)
+
+
+@pytest.fixture
+def training(cluster, image_folder, tmp_path):
+    jobs = []
+
+    def submit(*words, **options):
+        jobs.append(Training(tmp_path, image_folder, *words, **options))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        print(job.text)
+        subprocess.run(["scancel", "--signal=KILL", "--full", job.number], capture_output=True)  # if it still runs
+        subprocess.run(["scancel", job.number], capture_output=True)
+        wait_until(lambda: not command("squeue", "-h").strip(), 60, "the queue is empty")
+
+
+def test_two_nodes_train_what_two_processes_do(cluster, training, undisturbed):
+    job = training()
+    job.wait_until_it_trains()
+    for node in (0, 1):
+        processes = cluster.processes(node, "train_imagenet.py")
+        assert processes
+        for process in processes:  # srun gives its tasks one core if it is not told otherwise
+            assert len(os.sched_getaffinity(process)) == os.cpu_count()
+    job.assert_ended_like(undisturbed(EPOCHS), restarts=0)
+
+
+def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undisturbed):
+    job = training()
+    for restarts in (0, 1):
+        job.wait_until_it_trains()
+        command("scancel", "--signal=USR1", "--batch", job.number)
+        job.wait_until_restarted(restarts + 1)
+        assert job.text.count("stopped by a signal: ") == restarts + 1
+    job.assert_ended_like(undisturbed(EPOCHS), restarts=2)
+
+
+def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed):
+    """By the script's own --signal, of five minutes, which Slurm sends 30 to 60 seconds early."""
+    job = training("--time=6", epochs=120)
+    assert job.wait("COMPLETED")["JobState"] == "COMPLETED"
+    restarts = job.text.count("stopped by a signal: ")
+    assert restarts >= 1
+    job.assert_ended_like(undisturbed(120), restarts)
+
+
+@pytest.mark.parametrize("partition", ["normal", "graceful"])
+def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training, undisturbed, tmp_path, partition):
+    """At once, or after a minute of grace, in which Slurm tells the step and not the script."""
+    job = training(f"--partition={partition}")
+    job.wait_until_it_trains()
+    urgent = Job(tmp_path / "urgent.txt", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
+    assert urgent.wait("COMPLETED", seconds=100)["JobState"] == "COMPLETED"
+    job.assert_ended_like(undisturbed(EPOCHS), restarts=1)
+    assert job.text.count("stopped by a signal: ") == 1
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_out_of_the_queue(training, undisturbed):
+    job = training()
+    job.wait_until_it_trains()
+    command("scancel", job.number)
+    assert job.wait("CANCELLED")["JobState"] == "CANCELLED"
+    wait_until(lambda: not command("squeue", "-h").strip(), 60, "it has left its nodes")
+    assert job.show()["JobState"] == "CANCELLED"
+    assert job.text.count("stopped by a signal: ") == 1
+    again = training()
+    again.assert_ended_like(undisturbed(EPOCHS), restarts=0)
+    assert "going on after step " in again.text
+
+
+def test_a_node_that_is_lost_without_a_word_costs_no_more_than_the_steps_since_a_checkpoint(
+    cluster, training, undisturbed
+):
+    job = training(checkpoint_interval="1")
+    job.wait_until_it_trains()
+    cluster.fail_node(1)
+    job.wait_until_restarted(1)
+    cluster.start_node(1)
+    job.assert_ended_like(undisturbed(EPOCHS), restarts=1)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_process_that_is_killed_is_started_again_without_the_scheduler(cluster, training, undisturbed, node):
+    job = training(checkpoint_interval="1")
+    job.wait_until_it_trains()
+    launcher = cluster.processes(node, "--node-rank=")  # torchrun, its process, and that one's loaders
+    worker = next(p for p in cluster.processes(node, "-u train_imagenet.py") if parent(p) in launcher)
+    os.kill(worker, 9)
+    job.assert_ended_like(undisturbed(EPOCHS), restarts=0)
+    assert job.text.count("going on after step ") == 1
+
+
+def test_a_launcher_that_is_killed_fails_the_job_which_can_be_requeued(cluster, training, undisturbed):
+    job = training(checkpoint_interval="1")
+    job.wait_until_it_trains()
+    begin = time.monotonic()
+    for process in cluster.processes(1, "torchrun --node-rank="):
+        os.kill(process, 9)
+    assert job.wait("FAILED")["JobState"] == "FAILED"
+    assert time.monotonic() - begin < 60
+    command("scontrol", "requeue", job.number)
+    job.assert_ended_like(undisturbed(EPOCHS), restarts=1)
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
