@@ -625,20 +625,19 @@ def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path, m
 
 
 def test_a_gpu_that_decodes_nothing_is_one_line(photo_folder, said, monkeypatch):
-    monkeypatch.setattr(data, "decoder_is_missing", lambda device: "torchvision decodes no JPEG on cuda: no nvJPEG")
+    monkeypatch.setattr(data, "decoder_is_missing", lambda device: "cuda decodes no JPEG: no nvJPEG")
     for make in (training_loader, evaluation_loader):
         assert type(make(photo_folder, CUDA)) is device_loader.HostLoader
     (line,) = said()
-    assert line.endswith("not the GPU: torchvision decodes no JPEG on cuda: no nvJPEG")
-    with pytest.raises(ConfigError, match="augment_on_device: torchvision decodes no JPEG on cuda: no nvJPEG"):
+    assert line.endswith("not the GPU: cuda decodes no JPEG: no nvJPEG")
+    with pytest.raises(ConfigError, match="augment_on_device: cuda decodes no JPEG: no nvJPEG"):
         evaluation_loader(photo_folder, CUDA, augment_on_device=True)
 
 
 @pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb")])
-def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device, recwarn):
+def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device):
     device_loader.decoder_is_missing.cache_clear()
     assert device_loader.decoder_is_missing(device) is None
-    assert not [warning for warning in recwarn if issubclass(warning.category, DeprecationWarning)]
     device_loader.decoder_is_missing.cache_clear()
 
     def fail(*_):
@@ -646,7 +645,7 @@ def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device,
 
     monkeypatch.setattr(device_loader, "_decode_all", fail)
     reason = device_loader.decoder_is_missing(device)
-    assert reason.startswith(f"torchvision decodes no JPEG on {device}: {' '.join(str(error).split())}")
+    assert reason.startswith(f"{device} decodes no JPEG: {' '.join(str(error).split())}")
     device_loader.decoder_is_missing.cache_clear()
 
 

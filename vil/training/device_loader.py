@@ -11,7 +11,6 @@ import functools
 import io
 import math
 import random
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpola
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import CenterCrop, ColorJitter, Compose, RandomHorizontalFlip, Resize
+from torchvision.transforms.functional import pil_to_tensor
 
 from .batched_transforms import (
     ARGUMENTS,
@@ -39,9 +39,9 @@ from .batched_transforms import (
     to_device,
 )
 from .config import ConfigError
+from .nvjpeg import MOST_PIXELS, decoder
 from .workers import PIECE, LoaderPlan, into_shared_memory, lost_workers_named
 
-MOST_PIXELS = 2**24  # of a file that the device decodes: larger ones are few, and left to the CPU
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
 
 
@@ -328,7 +328,8 @@ class DeviceLoader(PieceLoader):
     def __init__(self, *args, transform: DrawingTransform):
         super().__init__(*args)
         self.transform = transform
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # of high priority: small kernels go in between those of the model, and not behind them
+        self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         ahead: deque[Future] = deque()
@@ -354,7 +355,7 @@ class DeviceLoader(PieceLoader):
         return event
 
     def _prepare(self, pieces: list[EncodedBatch], used: torch.cuda.Event | None):
-        """The batch, its images uint8, which of its files were not decoded, and what to wait for."""
+        """The batch, its images uint8, and which of its files were not decoded."""
         if used:
             used.synchronize()
         batch = join_pieces(pieces)
@@ -363,7 +364,9 @@ class DeviceLoader(PieceLoader):
             failed = self._decode_and_transform(batch, images)
             if batch.ready:
                 images[to_device(batch.ready_rows, self.device)] = torch.cat(batch.ready).to(self.device)
-            return batch, images, failed, self.stream.record_event() if self.stream else None
+        if self.stream:
+            self.stream.synchronize()  # until then the files are read
+        return batch, images, failed
 
     def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
         """Puts what becomes of a batch's files into `images`. Returns which of them were not decoded."""
@@ -371,10 +374,6 @@ class DeviceLoader(PieceLoader):
         _, first, copy_of = np.unique(batch.keys[:, 0], return_index=True, return_inverse=True)
         failed = []
         for group in _groups(batch.sizes[first].prod(axis=1)):
-            if self.stream:
-                # torchvision's decoder writes on a stream of its own to memory that comes from this one's pool, and
-                # does not wait for this one: what was queued here may still be reading that memory
-                self.stream.synchronize()
             decoded = dict(zip(group.tolist(), decode([batch.files[i] for i in first[group]], self.device)))
             # a decoder that takes a file for one of another size than its header says has no part in it
             good = {
@@ -405,11 +404,9 @@ class DeviceLoader(PieceLoader):
             crops, batch.operations[files], batch.arguments[files], transform.fill, transform.interpolation
         )
 
-    def _finish(self, batch: EncodedBatch, images: Tensor, failed: list[int], done: torch.cuda.Event | None):
-        if done:
-            consumer = torch.cuda.current_stream(self.device)
-            consumer.wait_event(done)
-            images.record_stream(consumer)
+    def _finish(self, batch: EncodedBatch, images: Tensor, failed: list[int]) -> tuple[Tensor, Tensor]:
+        if self.stream:
+            images.record_stream(torch.cuda.current_stream(self.device))
         for i in failed:  # here and not in the thread, since it draws from the process's generators
             image, batch.targets[batch.rows[i]] = self.dataset.finish(tuple(batch.keys[i].tolist()))
             images[int(batch.rows[i])] = image.to(self.device)
@@ -432,22 +429,19 @@ def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
 
 
 def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg  # deprecated: one day it is gone
-
-    cpu_or_cuda = device if device.type == "cuda" else torch.device("cpu")
-    images = decode_jpeg(files, ImageReadMode.RGB, device=cpu_or_cuda)
-    return images if cpu_or_cuda == device else [image.to(device) for image in images]
+    if device.type == "cuda":
+        return decoder(device)(files)
+    pictures = (Image.open(io.BytesIO(file.numpy().tobytes())).convert("RGB") for file in files)
+    return [pil_to_tensor(picture).to(device) for picture in pictures]
 
 
 @functools.cache
 def decoder_is_missing(device: torch.device) -> str | None:
     """Why JPEG files cannot be decoded on a device, found by trying; None if they can."""
-    # users of ours have no part in what torchvision asks of us
-    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities of TorchVision")
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, format="JPEG")
     try:
         _decode_all([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
-    except Exception as error:  # ImportError, AttributeError, RuntimeError: versions and builds differ
-        return f"torchvision decodes no JPEG on {device}: {' '.join(str(error).split())[:200] or type(error).__name__}"
+    except Exception as error:  # whatever is missing, in whatever way
+        return f"{device} decodes no JPEG: {' '.join(str(error).split())[:200] or type(error).__name__}"
     return None
