@@ -567,7 +567,7 @@ CUDA = torch.device("cuda")
 
 
 def test_on_a_gpu_that_decodes_jpegs_go_there_without_asking(photo_folder, said, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     for loader in (training_loader(photo_folder, CUDA), evaluation_loader(photo_folder, CUDA)):
         assert isinstance(loader, device_loader.DeviceLoader)
         assert data.describe(loader) == "no workers, decoding and augmenting on the device"
@@ -615,7 +615,7 @@ def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(png_folder, 
 
 
 def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     (tmp_path / "in").mkdir()
     with tarfile.open(tmp_path / "in" / "train.tar", "w") as tar:
         tar.add(photo_folder / "train", ".")
