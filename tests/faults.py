@@ -101,7 +101,9 @@ class Run:
     def result(self) -> dict:
         """What the last checkpoint holds, without what differs from one run to another."""
         saved = checkpoint.read_checkpoint(self.folder / "last.pt")
-        measured = ("images_per_second", "data_wait_percent", "peak_memory_gib")
+        measured = (
+            "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
+        )  # fmt: skip
         history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
         names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
         return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])

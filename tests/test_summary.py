@@ -160,7 +160,8 @@ def test_peak_memory_is_what_the_process_has_taken():
 
 def row(epoch, **values):
     names = ["train_loss", "eval_loss", "eval_loss_ema", "eval_top1", "eval_top1_ema", "eval_top5", "eval_top5_ema"]
-    names += ["lr", "grad_norm", "images_per_second", "data_wait_percent", "peak_memory_gib", "unreadable_images"]
+    names += ["lr", "grad_norm", "images_per_second", "data_wait_percent", "gpu_wait_percent"]
+    names += ["eval_images_per_second", "peak_memory_gib", "unreadable_images"]
     return {"epoch": epoch} | {name: 10 * i + epoch / 8 for i, name in enumerate(names)} | values
 
 
@@ -171,7 +172,7 @@ def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
     saved = dict(model="vil_tiny", epochs=3, aa=None, model_kwargs=dict(depth=2))
     for resume in ("", "--resume"):
         monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--epochs", "3", *resume.split()])
-        Reporter(tmp_path / "new" / "run", Config(), saved)
+        Reporter(tmp_path / "new" / "run", Config(), saved, "1 x cpu")
     folder = tmp_path / "new" / "run"
     config = (folder / "config.yaml").read_text()
     assert yaml.safe_load(config) == saved
@@ -180,12 +181,13 @@ def test_a_run_says_what_it_was_started_with_each_time(tmp_path, monkeypatch):
     assert first.splitlines()[0].endswith("  train_imagenet.py --epochs 3")
     assert second.splitlines()[0].endswith("  train_imagenet.py --epochs 3 --resume")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}", first.partition("  ")[0])
-    assert dict(line.split(maxsplit=1) for line in second.splitlines()[1:])["commit"] == git_commit()
+    assert dict(line.split(maxsplit=1) for line in second.splitlines()[1:-1])["commit"] == git_commit()
+    assert second.splitlines()[-1] == "1 x cpu"
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "info.txt"]
 
 
 def test_the_table_has_a_row_for_each_epoch(tmp_path, no_pictures):
-    report = Reporter(tmp_path, Config(), {})
+    report = Reporter(tmp_path, Config(), {}, "1 x cpu")
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
     with open(tmp_path / "summary.csv") as file:
@@ -201,13 +203,15 @@ def lines(axis):
 
 def test_the_picture_shows_every_column_by_epoch(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
-    Reporter(tmp_path, Config(), {})(HISTORY)
+    Reporter(tmp_path, Config(), {}, "1 x cpu")(HISTORY)
     (figure,) = figures
     axes = {axis.get_title(): axis for axis in figure.axes}
     columns = {
         "loss": {"training": "train_loss", "validation": "eval_loss", "validation, EMA": "eval_loss_ema"},
         "top-1 (%)": {"model": "eval_top1", "EMA": "eval_top1_ema"},
         "top-5 (%)": {"model": "eval_top5", "EMA": "eval_top5_ema"},
+        "images/s": {"training": "images_per_second", "validation": "eval_images_per_second"},
+        "the host waits (% of time)": {"for data": "data_wait_percent", "for the GPU": "gpu_wait_percent"},
     }
     for title, names in columns.items():
         truth = {label: ([1, 2, 3], [line[name] for line in HISTORY]) for label, name in names.items()}
@@ -216,8 +220,6 @@ def test_the_picture_shows_every_column_by_epoch(tmp_path, monkeypatch):
     single = {
         "learning rate": "lr",
         "norm of the gradient": "grad_norm",
-        "images/s": "images_per_second",
-        "waiting for data (% of time)": "data_wait_percent",
         "peak memory (GiB)": "peak_memory_gib",
         "unreadable images": "unreadable_images",
     }
@@ -234,9 +236,9 @@ def test_the_picture_shows_every_column_by_epoch(tmp_path, monkeypatch):
 def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     without = {name: value for name, value in row(1).items() if not name.endswith("_ema")}
-    Reporter(tmp_path, Config(), {})([without])
-    Reporter(tmp_path, Config(), {})([without, row(2)])
-    assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [10, 13]
+    Reporter(tmp_path, Config(), {}, "1 x cpu")([without])
+    Reporter(tmp_path, Config(), {}, "1 x cpu")([without, row(2)])
+    assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [12, 15]
     (loss,) = (axis for axis in figures[1].axes if axis.get_title() == "loss")
     ema = lines(loss)["validation, EMA"][1]
     assert math.isnan(ema[0])
@@ -259,7 +261,7 @@ def test_a_file_that_cannot_be_written_stays_what_it_was(tmp_path):
 
 def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    report = Reporter(tmp_path / "run", Config(), {})
+    report = Reporter(tmp_path / "run", Config(), {}, "1 x cpu")
     assert f"could not write {tmp_path / 'run'}" in caplog.text
     shutil.rmtree(tmp_path / "run")
     report(HISTORY)
@@ -276,14 +278,14 @@ def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
 def test_a_log_without_its_package_is_refused(option, package, module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{option} needs a package: pip install {package}"):
-        Reporter(tmp_path, Config(**{option: True}), {})
+        Reporter(tmp_path, Config(**{option: True}), {}, "1 x cpu")
 
 
 def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    report = Reporter(tmp_path, Config(log_tensorboard=True), {})
+    report = Reporter(tmp_path, Config(log_tensorboard=True), {}, "1 x cpu")
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
         events = EventAccumulator(str(tmp_path)).Reload()  # also while the run goes on
@@ -303,10 +305,10 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, monkeypatch, no_
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     config, saved = Config(log_wandb=True, experiment="mine"), dict(epochs=3)
     for epochs in ((1, 2), (3,)):
-        report = Reporter(tmp_path / "run", config, saved)
+        report = Reporter(tmp_path / "run", config, saved, "1 x cpu")
         for epoch in epochs:
             report(HISTORY[:epoch])
-    Reporter(tmp_path / "other", config, saved)
+    Reporter(tmp_path / "other", config, saved, "1 x cpu")
     options = dict(project="vision-longhorn", name="mine", resume="allow", config=saved, dir=tmp_path / "run")
     assert [page | {"id": None} for page, _ in pages[:2]] == [options | {"id": None}] * 2
     first, second, other = (page["id"] for page, _ in pages)
@@ -330,7 +332,7 @@ def test_a_log_that_fails_does_not_stop_a_run(tmp_path, monkeypatch, no_pictures
         rows.append(step)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    report = Reporter(tmp_path / "run", Config(log_wandb=True), {})
+    report = Reporter(tmp_path / "run", Config(log_wandb=True), {}, "1 x cpu")
     assert "Weights & Biases: no network; the next epoch tries again" in caplog.text
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])

@@ -27,7 +27,9 @@ from vil.training.models import create_model
 
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
-MEASURED = ("images_per_second", "data_wait_percent", "peak_memory_gib")  # these differ from run to run
+MEASURED = (  # these differ from run to run
+    "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
+)  # fmt: skip
 
 
 def small_config(image_folder, **options) -> Config:
@@ -114,7 +116,7 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
     assert type(trainer.optimizer) is torch.optim.SGD
     weight = trainer.model.head.weight
     before = weight.detach().clone()
-    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2], synchronize=True)
+    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     gradient = weight.grad.clone()
     trainer.update()
     # Nesterov's momentum, timm's default of 0.9, in its first step
@@ -129,16 +131,17 @@ def test_checkpointing_computes_every_block_once_more_for_backward(image_folder)
         trainer = Trainer(small_config(image_folder, grad_checkpointing=enabled), CPU, 0, 1)
         calls[enabled] = []
         trainer.model.blocks[0].mixer.register_forward_pre_hook(lambda *_, calls=calls[enabled]: calls.append(None))
-        trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2], synchronize=True)
+        trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     assert (len(calls[False]), len(calls[True])) == (1, 2)
 
 
 def test_training_and_evaluation_run_in_the_precision_chosen(image_folder):
     trainer = Trainer(small_config(image_folder), CPU, 0, 1)
-    trainer.precision = torch.autocast("cpu", torch.bfloat16)  # which a CPU does not get by itself
+    # which a CPU does not get by itself
+    trainer.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
     trainer.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
-    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2], synchronize=True)
+    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     assert dtypes == [torch.bfloat16]
     trainer.evaluate()
     assert set(dtypes) == {torch.bfloat16}

@@ -9,7 +9,6 @@ from faults import Run
 from naive_training import train
 from PIL import Image
 
-import train_imagenet
 from train_imagenet import Trainer
 from vil.training import checkpoint
 from vil.training.config import Config
@@ -133,13 +132,13 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
 def test_best_is_the_best_of_models_and_averages_and_says_which(
     folder, tmp_path, monkeypatch, model, average, epoch, best
 ):
-    def evaluate(models, *_):
+    def evaluate(_):
         counts = [top1[len(run.history)] for top1 in (model, average) if top1]
-        assert len(counts) == len(models)
         return [Evaluation(42, count, 42, 1.0, 0, 1.0) for count in counts]
 
-    monkeypatch.setattr(train_imagenet, "evaluate", evaluate)
     run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None)
+    assert run.evaluator.models == [run.model, *([run.ema.module] if average else [])]
+    run.evaluator = evaluate
     run.run()
     path = tmp_path / "run" / "best.pt"
     saved = checkpoint.read_checkpoint(path)
@@ -167,8 +166,7 @@ def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder
     assert_same_run(tmp_path, truth)
 
     before = {name: tensor.clone() for name, tensor in scaled.model.state_dict().items()}
-    for parameter in scaled.model.parameters():
-        parameter.grad = torch.full_like(parameter, torch.inf)
+    scaled.gradients.flat.fill_(torch.inf)
     scaled.scaler.scale(torch.zeros(()))
     assert not torch.isfinite(scaled.update())
     assert all(torch.equal(tensor, before[name]) for name, tensor in scaled.model.state_dict().items())

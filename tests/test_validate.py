@@ -322,22 +322,25 @@ class Guess(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0.99)
 
     def forward(self, images):
-        return self.dropout(images) @ torch.eye(images.shape[1])
+        return self.dropout(images.flatten(1)) @ torch.eye(images.shape[-1])
 
 
 def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
     ticks = iter([100.0, 104.0])
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    images, targets = torch.stack([torch.randperm(7) for _ in range(10)]).float(), torch.arange(10) % 7
+    pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
+    targets = torch.arange(10) % 7
     targets[[2, 6]] = -1  # unreadable
     models, observed = [Guess().train(), Guess().eval()], []
-    results = evaluation.evaluate(
-        models,
-        [(images[:6], targets[:6]), (images[6:7], targets[6:7]), (images[7:], targets[7:])],
-        torch.device("cpu"),
-        torch.autocast("cpu", torch.bfloat16),
+    data_config = dict(input_size=(1, 1, 7), mean=(2 / 255,), std=(0.5 / 255,))
+    evaluate = evaluation.Evaluator(
+        models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6
+    )
+    results = evaluate(
+        [(pixels[:6], targets[:6]), (pixels[6:7], targets[6:7]), (pixels[7:], targets[7:])],
         lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),
     )
+    images = (pixels.flatten(1).float() - 2) / 0.5
     readable = targets >= 0
     expected = naive.numbers(images[readable].bfloat16().double().numpy(), targets[readable].numpy())
     for result in results:

@@ -175,7 +175,7 @@ class Reporter:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
         info = folder / "info.txt"  # one paragraph for each start
-        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}\n{plan}\n"
+        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{plan}\n\n"
         try:
             write_atomically(folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
             write_atomically(info, (info.read_text() if info.exists() else "") + start)
@@ -243,7 +243,7 @@ PICTURE = {
     "top-5 (%)": {"eval_top5": "model", "eval_top5_ema": "EMA"},
     "learning rate": {"lr": None},
     "norm of the gradient": {"grad_norm": None},
-    "images/s": {"images_per_second": None},
+    "images/s": {"images_per_second": "training", "eval_images_per_second": "validation"},
     "the host waits (% of time)": {"data_wait_percent": "for data", "gpu_wait_percent": "for the GPU"},
     "peak memory (GiB)": {"peak_memory_gib": None},
     "unreadable images": {"unreadable_images": None},
