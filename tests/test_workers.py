@@ -141,7 +141,7 @@ def test_a_few_workers_prepare_whole_batches_ahead(machine, shared_memory):
 
 @pytest.mark.parametrize(
     ("free", "processes", "expected"),
-    [(300, 1, (14, 2)), (200, 1, (14, 1)), (100, 1, (9, 1)), (64, 1, (5, 1)), (20, 1, (1, 1)), (200, 2, (9, 1))],
+    [(300, 1, (14, 2)), (200, 1, (14, 1)), (100, 1, (8, 1)), (64, 1, (4, 1)), (30, 1, (1, 1)), (200, 2, (8, 1))],
 )
 def test_with_little_shared_memory_there_are_fewer_pieces_and_workers_and_a_line_says_so(
     machine, shared_memory, caplog, free, processes, expected
@@ -150,23 +150,27 @@ def test_with_little_shared_memory_there_are_fewer_pieces_and_workers_and_a_line
     shared_memory(free)
     count, prefetch = plan()
     assert (count, prefetch) == expected
-    assert processes * (count * prefetch + 1) * 10 <= free
+    assert processes * (count * prefetch + 2) * 10 <= free
     lines = [record.getMessage() for record in caplog.records]
     if expected == (14, 2):
         assert lines == []
     else:
         (line,) = lines
-        assert f"has {free} MiB free: {count} loader processes" in line
+        assert (
+            f"has {free} MiB free: {count} workers with {prefetch} x 64 images prefetched in place of 14 with 2" in line
+        )
         assert "--shm-size" in line
 
 
 def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(machine, shared_memory):
     machine(16)
-    shared_memory(19)
+    shared_memory(29)
     with pytest.raises(
-        ConfigError, match="has 19 MiB free, and loading .* least 20: .*--shm-size=8g, or .*--workers 0"
+        ConfigError, match="has 29 MiB free, and loading .* least 30: .*--shm-size=8g, or .*--workers 0"
     ):
         plan()
+    with pytest.raises(ConfigError, match="at least 130:"):  # files that a device reads stay there until it has
+        plan(on_device=True)
     assert plan(wanted=0) == (0, None)
 
 

@@ -534,14 +534,14 @@ def _has_jpegs(dataset) -> bool:
 
 
 def _typical_bytes(dataset) -> int:
-    """Of a file, and rather too many: what the workers have read fills shared memory."""
-    reader, found = dataset.reader, [LARGE_FILE // 2]
+    """Of a file, and half as much again: what the workers have read fills shared memory."""
+    reader, found = dataset.reader, [LARGE_FILE]
     if isinstance(reader, ReaderImageFolder):
         found = []
         for i in _sample(dataset):
             with contextlib.suppress(OSError):
                 found.append(os.stat(reader.samples[i][0]).st_size)
-    return 2 * sum(found) // max(1, len(found))
+    return 3 * sum(found) // max(1, 2 * len(found))
 
 
 def unreadable_images(loader) -> int:

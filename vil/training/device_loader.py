@@ -288,15 +288,18 @@ class PieceLoader:
     def dataset(self):
         return self.loader.dataset
 
-    def gathered(self) -> Iterator[list]:
-        """The pieces of each batch."""
+    def gathered(self) -> Iterator[Iterator]:
+        """The pieces of each batch, one after the other."""
+        pieces = self._loaded()
+        if self.batches is None:
+            yield from (iter([piece]) for piece in pieces)
+        elif len(self.batches):
+            for size in self.batches.sizes():
+                yield islice(pieces, math.ceil(size / PIECE))
+
+    def _loaded(self) -> Iterator:
         with lost_workers_named():
-            if self.batches is None:
-                yield from ([piece] for piece in self.loader)
-            elif len(self.batches):
-                pieces = iter(self.loader)
-                for size in self.batches.sizes():
-                    yield list(islice(pieces, math.ceil(size / PIECE)))
+            yield from self.loader
 
 
 class HostLoader(PieceLoader):
@@ -304,10 +307,13 @@ class HostLoader(PieceLoader):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for pieces in self.gathered():
-            images, targets = (
-                [tensor.to(self.device, non_blocking=True) for tensor in tensors] for tensors in zip(*pieces)
-            )
-            yield (images[0], targets[0]) if len(pieces) == 1 else (torch.cat(images), torch.cat(targets))
+            moved = [self._move(*piece) for piece in pieces]
+            images, targets = (torch.cat(tensors) if len(moved) > 1 else tensors[0] for tensors in zip(*moved))
+            yield images, targets
+
+    def _move(self, *tensors: Tensor) -> list[Tensor]:
+        """A copy on a CPU, too: what workers share is little, and they get it back."""
+        return [tensor.to(self.device, non_blocking=True, copy=True) for tensor in tensors]
 
 
 class DeviceLoader(PieceLoader):
@@ -331,7 +337,7 @@ class DeviceLoader(PieceLoader):
         try:
             used = None
             for pieces in self.gathered():
-                ahead.append(thread.submit(self._prepare, pieces, used))
+                ahead.append(thread.submit(self._prepare, list(pieces), used))
                 if len(ahead) > 1:
                     yield self._finish(*ahead.popleft().result())
                     used = self._what_is_queued()

@@ -118,21 +118,23 @@ def plan_loader(
     prefetch = max(2, math.ceil(BATCHES_AHEAD * math.ceil(batch_size / PIECE) / workers))
     if not SHARED_MEMORY.is_dir():
         return LoaderPlan(workers, prefetch, on_device)
-    # of the two splits' workers only those prefetch whose split is being read; one more piece is on its way
+    # of the two splits' workers only those prefetch whose split is being read; besides, some pieces are in use
+    in_use = BATCHES_AHEAD * math.ceil(batch_size / PIECE) if on_device else 2
     free = shutil.disk_usage(SHARED_MEMORY).free
-    room = free // _local_processes() // max(1, piece_bytes) - 1
+    room = free // _local_processes() // max(1, piece_bytes) - in_use
     if room < 1:
         raise ConfigError(
             f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and loading images takes at least "
-            f"{_local_processes() * 2 * piece_bytes / 2**20:.0f}: start the container with --shm-size=8g, or give "
-            "--workers 0"
+            f"{_local_processes() * (in_use + 1) * piece_bytes / 2**20:.0f}: start the container with --shm-size=8g, "
+            "or give --workers 0"
         )
+    in_a_piece = min(batch_size, PIECE)
     plan = LoaderPlan(min(workers, room), min(prefetch, max(1, room // workers)), on_device)
     if (plan.workers, plan.prefetch) != (workers, prefetch):
         _logger.warning(
-            "%s has %.0f MiB free: %d loader processes with %d pieces prefetched in place of %d with %d; a container "
+            "%s has %.0f MiB free: %d workers with %d x %d images prefetched in place of %d with %d x %d; a container "
             "gets more with --shm-size",
-            SHARED_MEMORY, free / 2**20, plan.workers, plan.prefetch, workers, prefetch,
+            SHARED_MEMORY, free / 2**20, plan.workers, plan.prefetch, in_a_piece, workers, prefetch, in_a_piece,
         )  # fmt: skip
     return plan
 
