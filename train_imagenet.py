@@ -31,7 +31,7 @@ import dataclasses
 import logging
 import math
 import traceback
-from collections.abc import Callable
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
@@ -185,38 +185,39 @@ class Trainer:
     def fit_to_device(self, input_size: tuple[int, ...], num_classes: int) -> None:
         """Chooses how many images are trained on at once, and has a GPU do that as a CUDA graph."""
         micro_batch = self.batches.micro_batch
-        self.at_once, self.accumulation, self.forward_backward = micro_batch, self.batches.accumulation, self.backward
+        self.at_once, self.accumulation, self.replayed = micro_batch, self.batches.accumulation, None
         if self.device.type != "cuda":
             return
         self.model.train()
         for self.at_once in (n for n in range(micro_batch, 0, -1) if micro_batch % n == 0):
             self.accumulation = self.batches.accumulation * (micro_batch // self.at_once)
             try:
-                self.forward_backward = self.tried_out(input_size, num_classes)
+                self.replayed = self.tried_out(input_size, num_classes)
                 return
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
         raise ConfigError(f"{self.device} has too little memory to train {self.config.model} on one image")
 
-    def tried_out(self, input_size: tuple[int, ...], num_classes: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """`backward` for `at_once` images, of which the GPU has done one already; as a CUDA graph if that can be."""
+    def tried_out(self, input_size: tuple[int, ...], num_classes: int) -> Replayed | None:
+        """Has the GPU do `backward` for `at_once` images. Returns it as a CUDA graph, if there is to be one."""
         images = torch.zeros(self.at_once, *input_size, device=self.device)
         classes = images.new_zeros(self.at_once, dtype=torch.long)
         targets = images.new_zeros(self.at_once, num_classes) if self.config.mixing else classes
         changed = [self.gradients.flat, *self.model.buffers()]
         optimizers_share = images.new_empty(2, self.gradients.flat.numel())  # which it takes later
         if self.config.cuda_graphs:
-            return Replayed(self.backward, [images, targets], "training", changed)
+            backward = weakref.WeakMethod(self.backward)  # or the run and its loaders would outlive what refers to them
+            return Replayed(lambda *batch: backward()(*batch), [images, targets], "training", changed)
         with unchanged(changed):
             self.backward(images, targets)
         del optimizers_share
-        return self.backward
+        return None
 
     @property
     def plan(self) -> str:
         """What was chosen for the machine, in a line."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        graphs = ", as a CUDA graph" if getattr(self.forward_backward, "graph", None) else ""
+        graphs = ", as a CUDA graph" if self.replayed and self.replayed.graph else ""
         return (
             f"{self.world_size} x {name}: {self.at_once} of {self.config.global_batch_size} images at once on each"
             f"{graphs}; {data.describe(self.train_loader)}"
@@ -255,7 +256,7 @@ class Trainer:
                 # what the model draws (stochastic depth) follows from the seed and the place in the run as well
                 data.seed_everything(data.derive_seed(self.config.seed, epoch, position + start, 2))
                 part = slice(start, start + self.at_once)
-                loss = loss + self.forward_backward(images[part], targets[part])
+                loss = loss + (self.replayed or self.backward)(images[part], targets[part])
             if i % self.batches.accumulation:
                 continue
             self.meter.add(loss, self.update())

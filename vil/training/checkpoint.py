@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters in another order
 # options whose change between an interruption and the resumption changes nothing that is trained
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
-HARMLESS += ("log_tensorboard", "log_wandb")
+HARMLESS += ("log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device")
 PARTS = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,

@@ -319,7 +319,7 @@ class HostLoader(PieceLoader):
 class DeviceLoader(PieceLoader):
     """Of files that the device decodes and transforms, in a thread of its own and on a stream of its own.
 
-    It works on two batches while the model trains on one, and not on more: what it has not trained on fills memory.
+    It prepares a batch when the model is done with the third one before it: what is ahead of the model fills memory.
 
     Args:
         transform: What drew for the images.
@@ -335,12 +335,12 @@ class DeviceLoader(PieceLoader):
         ahead: deque[Future] = deque()
         thread = ThreadPoolExecutor(max_workers=1)
         try:
-            used = None
+            used: list[torch.cuda.Event | None] = [None, None]
             for pieces in self.gathered():
-                ahead.append(thread.submit(self._prepare, list(pieces), used))
+                ahead.append(thread.submit(self._prepare, list(pieces), used[0]))
                 if len(ahead) > 1:
                     yield self._finish(*ahead.popleft().result())
-                    used = self._what_is_queued()
+                    used = [used[1], self._what_is_queued()]
             while ahead:
                 yield self._finish(*ahead.popleft().result())
         finally:  # also where a run is interrupted
