@@ -214,14 +214,14 @@ def test_a_signal_cuts_an_evaluation_short(undisturbed, start):
 
 
 def signal_myself_in_evaluation():
-    original = train_imagenet.evaluate
+    original = train_imagenet.Evaluator.__call__
 
-    def evaluate(models, loader, *rest):
+    def evaluate(*arguments):
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(models, loader, *rest)
+        return original(*arguments)
 
-    train_imagenet.evaluate = evaluate
+    train_imagenet.Evaluator.__call__ = evaluate
 
 
 def test_three_processes_go_on_bit_for_bit(start, tmp_path):
