@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", default=["vil_tiny"], help="of configs/")
     parser.add_argument("--gpus", nargs="+", type=int, default=[1])
     parser.add_argument("--data-dir", type=Path, help="a data set to train on, in place of one that is made")
-    parser.add_argument("--images", type=int, default=122_880, help="of a made epoch")
+    parser.add_argument("--images", type=int, default=102_400, help="of a made epoch")
     parser.add_argument("--distinct", type=int, default=10_000, help="files of the made data set")
     parser.add_argument("--validation-images", type=int, default=50_000, help="of the made data set")
     options, passed_on = parser.parse_known_args()
@@ -87,10 +87,10 @@ def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str
     start = [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(ROOT / "configs" / f"{config}.yaml")]
     name = f"{config}-{gpus}"
     files = [*start, "--data-dir", str(data_dir), "--output", str(folder), *passed_on]
-    noise = [*start, "--synthetic", str(options.images), "--output", str(folder), *passed_on]
+    noise = [*start, "--synthetic", str(options.images // 2), "--output", str(folder), *passed_on]
     first_step = seconds_to_checkpoint([*files, "--experiment", f"{name}-first"], folder / f"{name}-first")
     row = last_epoch([*files, "--epochs", "2", "--experiment", name], folder / name)
-    of_noise = last_epoch([*noise, "--epochs", "2", "--experiment", f"{name}-noise"], folder / f"{name}-noise")
+    of_noise = last_epoch([*noise, "--epochs", "1", "--experiment", f"{name}-noise"], folder / f"{name}-noise")
     rate, evaluation = (float(row[column]) for column in ("images_per_second", "eval_images_per_second"))
     hours = EPOCHS * (IMAGENET / rate + 50_000 / evaluation) / 3600
     cells = [

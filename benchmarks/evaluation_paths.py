@@ -3,8 +3,8 @@
     python benchmarks/evaluation_paths.py                                                       # made images
     python benchmarks/evaluation_paths.py --checkpoint best.pt --data-dir /imagenet --split val
 
-Without a checkpoint it draws handwritten digits (scikit-learn's, those of the test split are no others' copies) into
-JPEG files of 500x375 pixels full of noise, trains `vil_tiny` on them for a few epochs, and evaluates that on both paths.
+Without a checkpoint it draws handwritten digits (scikit-learn's) into JPEG files of 500x375 pixels, trains `vil_tiny`
+on them for a few epochs, and evaluates that on both paths.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ def make_data(root: Path, train_images: int, val_images: int) -> None:
 
 def draw_digit(folder: Path, pictures: np.ndarray, targets: np.ndarray, seed: int) -> None:
     random_numbers = np.random.default_rng((seed, len(targets)))
-    i, side = random_numbers.integers(len(targets)), int(random_numbers.integers(90, 260))
+    i, side = random_numbers.integers(len(targets)), int(random_numbers.integers(220, 370))
     digit = Image.fromarray((255 / 16 * pictures[i]).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
     shapes = Image.fromarray(random_numbers.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
     grain = Image.fromarray(random_numbers.integers(0, 256, (375, 500, 3), dtype=np.uint8))
-    image = Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5)
-    colour = Image.new("RGB", (side, side), tuple(random_numbers.integers(0, 256, 3).tolist()))
+    image = Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5).point(lambda value: value // 3)
+    colour = Image.new("RGB", (side, side), tuple(random_numbers.integers(160, 256, 3).tolist()))
     place = tuple(int(random_numbers.integers(0, length - side)) for length in (500, 375))
     image.paste(colour, place, digit)
     image.save(folder / str(targets[i]) / f"{seed}.jpg", quality=90)
 
 
 def train(data_dir: Path, folder: Path, epochs: int) -> str:
-    words = f"--epochs {epochs} --warmup-epochs 1 --global-batch-size 256 --model-ema-decay 0.99 --aug-repeats 0"
+    words = f"--epochs {epochs} --warmup-epochs 1 --global-batch-size 128 --model-ema-decay 0.99 --aug-repeats 0"
     words += " --mixup-prob 0 --reprob 0 --hflip 0 --scale 0.5 1 --aa rand-m3-n1 --experiment run"
     command = [sys.executable, str(ROOT / "train_imagenet.py"), "-c", str(ROOT / "configs" / "vil_tiny.yaml")]
     command += ["--data-dir", str(data_dir), "--output", str(folder), *words.split()]

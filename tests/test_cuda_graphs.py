@@ -7,7 +7,10 @@ import random
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
+from train_imagenet import Trainer
+from vil.training.config import Config, ConfigError
 from vil.training.cuda_graphs import Replayed, unchanged
 
 pytestmark = [
@@ -18,6 +21,9 @@ pytestmark = [
 
 def as_it_is(x):
     return x
+
+
+CUDA = torch.device("cuda", 0)
 
 
 class Step:
@@ -126,3 +132,37 @@ def test_what_is_unchanged_is_so_after_an_error_too():
         t.zero_()
         _ = 1 / 0
     assert t.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, cuda_graphs):
+    """With the gradients of all, and one line that says how many."""
+    options = dict(synthetic=64, num_classes=4, global_batch_size=64, amp=False, model_ema=False, mixup_prob=0.0)
+    options |= dict(model_kwargs=dict(embed_dim=192, depth=4), img_size=224, output=str(tmp_path), reprob=0.0)
+    runs = []
+    for limit in (None, 2**30):
+        if limit:
+            room = limit / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(room)
+        try:
+            runs.append(Trainer(Config(**options, cuda_graphs=cuda_graphs, experiment="run"), CUDA, 0, 1))
+            runs[-1].train_one_epoch(0, tqdm(disable=True))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        runs[-1].lock.__exit__(None, None, None)
+    whole, parts = runs
+    assert whole.at_once == 64 > parts.at_once
+    assert f"{parts.at_once} of 64 images at once" in parts.plan
+    assert parts.meter.losses == pytest.approx(whole.meter.losses, rel=1e-5)
+    assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-4)
+
+
+def test_a_gpu_without_room_for_one_image_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Trainer, "backward", full)
+    options = dict(synthetic=8, num_classes=4, global_batch_size=8, model_kwargs=dict(depth=1), output=str(tmp_path))
+    with pytest.raises(ConfigError, match="cuda:0 has too little memory to train vil_tiny on one image"):
+        Trainer(Config(**options, experiment="run"), CUDA, 0, 1)

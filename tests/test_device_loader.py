@@ -434,8 +434,8 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     expected, expected_targets, broken = by_timm(ours.dataset.dataset, keys, **literal)
     assert [target for part in targets for target in part] == expected_targets
     differences = (torch.cat(images) - expected).abs().mean(dim=(1, 2, 3))
-    # a decoder's rounding can bring a pixel over the threshold of an operation; nvJPEG has another upsampling of chroma
-    exact, nearly_all, most = (0.03, 0.3, 0.3) if device.type == "cpu" else (1.5, 8.0, 25.0)
+    # a decoder's rounding can bring a pixel over the threshold of an operation
+    exact, nearly_all, most = (0.03, 0.3, 0.3) if device.type == "cpu" else (0.2, 1.0, 6.0)
     assert differences.median() < exact
     assert differences.quantile(0.9) < nearly_all
     assert differences.max() < most
@@ -520,7 +520,7 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
     assert broken == data.unreadable_images(loader) >= 2
     # of a resized image of few pixels, many sums are exactly half a level
-    mean, largest = (0.1, 2) if device.type == "cpu" else (1.5, 64)
+    mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
     assert max(levels.max() for levels in differences) <= largest
 
@@ -695,7 +695,7 @@ def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(photo_folder, devi
     next(batches)
     assert len(set(threading.enumerate()) - threads) >= 1
     batches.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_an_error_of_the_thread_comes_with_its_traceback(photo_folder, device, monkeypatch):

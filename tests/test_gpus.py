@@ -88,11 +88,17 @@ def test_gradients_in_float16_are_measured_and_clipped_without_their_scale(start
         assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, SUMMED], ids=str)
+@pytest.mark.parametrize("options", [{}, SUMMED, {"grad_checkpointing": True}, {"clip_grad": 0.5}], ids=str)
 def test_cuda_graphs_train_as_eager_mode(start, options):
-    eager = losses(finished(start("eager", 1, **options)))
+    eager = losses(finished(start("eager", 1, cuda_graphs=False, **options)))
+    assert losses(finished(start("1", 1, **options))) == pytest.approx(eager, rel=1e-6)
+    assert losses(finished(start("2", 2, **options))) == pytest.approx(eager, rel=2e-3)
+
+
+def test_compiled_models_train_as_eager_mode(start):
+    eager = losses(finished(start("eager", 1, cuda_graphs=False)))
     for processes in (1, 2):
-        compiled = losses(finished(start(str(processes), processes, torchcompile=True, **options)))
+        compiled = losses(finished(start(str(processes), processes, torchcompile=True)))
         assert compiled == pytest.approx(eager, rel=2e-3)
 
 

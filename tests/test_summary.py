@@ -22,7 +22,7 @@ from processes import in_processes
 from vil.info import git_commit
 from vil.training import processes, summary
 from vil.training.config import Config, ConfigError
-from vil.training.summary import EpochMeter, Reporter
+from vil.training.summary import Bottleneck, EpochMeter, Reporter
 
 
 def fp32(value):
@@ -136,6 +136,67 @@ def test_means_are_over_all_processes():
         assert row["grad_norm"] == 2.5
         assert row["images_per_second"] == 4.0  # 16 are the images of both
         assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
+
+
+def looked(clock, steps, caplog):
+    """What is said of epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
+    bottleneck = Bottleneck()
+    with caplog.at_level("WARNING"):
+        for epoch in steps:
+            meter = EpochMeter()
+            for i, (data, host, gpu) in enumerate(epoch, start=1):
+                meter.seconds += data + host + gpu
+                meter.waited += data
+                meter.waited_for_gpu += gpu
+                if i % 5 == 0:
+                    bottleneck.look(meter, "3 workers")
+    return caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ((6, 2, 0.1), r"training waits for images 74% of the time \(3 workers\): more --workers, .* may help"),
+        ((2, 5, 0.0), r"the GPU waits for what the host does, 71% of the time: --cuda-graphs, .* may help"),
+        ((6, 2, 0.2), None),  # it always has work, for which the host waits
+        ((0, 0.1, 9), None),
+    ],
+)
+def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, step, said):
+    start = [(50, 0, 0)] * 5  # of an epoch, when workers begin to load
+    messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
+    assert len(messages) == (said is not None)
+    assert said is None or re.fullmatch(said, messages[0])
+
+
+def test_the_host_is_two_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock, monkeypatch):
+    waited_for = []
+
+    class Event:
+        def __init__(self, blocking):
+            assert blocking  # a host that spins takes a core from the loader
+            self.number = len(events)
+            events.append(self)
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            clock.now += 7
+            waited_for.append(self.number)
+
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    meter = EpochMeter()
+    for step in range(5):
+        clock.now += 1
+        note(meter, [1.0], [1.0])
+        assert waited_for == list(range(step - 1))
+    assert meter.times == (5 + 3 * 7, 0, 3 * 7)
+    meter.collect()
+    assert waited_for == [0, 1, 2, 3, 4]
+    assert meter.summary(8)["gpu_wait_percent"] == pytest.approx(100 * 35 / 40)
 
 
 def fill_memory(rank):

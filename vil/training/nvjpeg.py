@@ -1,8 +1,8 @@
 """JPEG files decoded by a GPU: NVIDIA's nvJPEG, whose decoders are hardware of their own on data-centre GPUs.
 
-Called here and not through torchvision for one flag. Without it nvJPEG prepares the next files of a batch while the
-hardware decodes one, and waits for the whole GPU in between: beside a model that trains it decodes some hundred images
-a second, with it 14,500 (docs/benchmarks.md).
+Called here and not through torchvision for two flags. By one, colours of half resolution are interpolated as Pillow
+does it: pixels differ by 1 at most. Without the other, nvJPEG waits for the whole GPU while it prepares its next files,
+so that beside a model that trains it decodes some hundred images a second, and 14,500 with it (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
-NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
+NO_PIPELINE, INTERPOLATE = 1, 32  # NVJPEG_FLAGS_HW_DECODE_..., NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION
 MOST_PIXELS = 2**24  # of a file that is decoded here: larger ones are few
 PLANAR_RGB = 3  # nvjpegOutputFormat_t
 STATUS = (
@@ -52,7 +52,8 @@ class Decoder:
         self.batch_size = 0
 
     def _create(self, backend: int) -> int:
-        return self.library.nvjpegCreateEx(backend, None, None, NO_PIPELINE, ctypes.byref(self.handle))
+        flags = NO_PIPELINE | INTERPOLATE
+        return self.library.nvjpegCreateEx(backend, None, None, flags, ctypes.byref(self.handle))
 
     def __call__(self, files: Sequence[Tensor]) -> list[Tensor]:
         """Images (3, h, w) uint8 RGB, on the GPU when the current stream gets there.
