@@ -90,7 +90,7 @@ def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str
     noise = [*start, "--synthetic", str(options.images // 2), "--output", str(folder), *passed_on]
     first_step = seconds_to_checkpoint([*files, "--experiment", f"{name}-first"], folder / f"{name}-first")
     row = last_epoch([*files, "--epochs", "2", "--experiment", name], folder / name)
-    of_noise = last_epoch([*noise, "--epochs", "1", "--experiment", f"{name}-noise"], folder / f"{name}-noise")
+    of_noise = last_epoch([*noise, "--epochs", "2", "--experiment", f"{name}-noise"], folder / f"{name}-noise")
     rate, evaluation = (float(row[column]) for column in ("images_per_second", "eval_images_per_second"))
     hours = EPOCHS * (IMAGENET / rate + 50_000 / evaluation) / 3600
     cells = [

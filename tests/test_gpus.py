@@ -27,7 +27,9 @@ def start(tmp_path, image_folder):
 
     def start(name, processes, **options):
         (tmp_path / name).mkdir(exist_ok=True)
-        runs.append(Run(tmp_path / name, processes, data_dir=str(image_folder), device="cuda", **options))
+        # of 16 images each of two processes has a whole group of those that are mixed
+        options = dict(data_dir=str(image_folder), device="cuda", global_batch_size=16) | options
+        runs.append(Run(tmp_path / name, processes, **options))
         return runs[-1]
 
     yield start
