@@ -458,6 +458,16 @@ def test_what_a_device_can_decode_is_left_to_it(photo_folder):
         assert encoded == (kind.isdigit() or kind in ON_DEVICE)
 
 
+@pytest.mark.parametrize(("sampling", "known"), [(0x11, True), (0x21, True), (0x12, True), (0x22, True), (0x41, False)])
+def test_colours_at_a_quarter_of_the_width_are_not_for_the_hardware(sampling, known):
+    jpeg = bytearray(encode(PHOTO))
+    first = jpeg.index(b"\xff\xc0") + 2 + 2 + 1 + 4 + 1  # of the components in the frame's header
+    jpeg[first + 1] = sampling
+    header = Image.open(io.BytesIO(jpeg))
+    assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
+    assert device_loader.is_plain_jpeg(bytes(jpeg), header) == known
+
+
 def test_a_file_that_is_too_large_to_be_harmless_is_replaced(photo_folder, monkeypatch):
     dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
     transform = timm_transform()

@@ -186,7 +186,8 @@ def is_plain_jpeg(data: bytes, header: Image.Image) -> bool:
     one_frame = len(header.layer) == header.layers  # of two, decoders may believe the one or the other
     ycc = header.info.get("adobe_transform", 1) == 1
     baseline = header.mode in ("RGB", "L") and not header.info.get("progressive")
-    return baseline and ycc and one_frame and data.endswith(b"\xff\xd9")
+    sampled = all(across <= 2 and down <= 2 for _, across, down, _ in header.layer)  # 4:1:1 is not for the hardware
+    return baseline and ycc and one_frame and sampled and data.endswith(b"\xff\xd9")
 
 
 @dataclass
