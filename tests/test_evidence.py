@@ -261,6 +261,24 @@ def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
     demo = f"{share}% ({right} of {of}) in {minutes} min {seconds} s, training and validation together, on two cores "
     assert demo + f"(Intel Xeon virtual machine, torch {torch_version}, timm {timm_version}, commit f018d4d)" in results
 
+    ends = {
+        (name, gpus): cells
+        for head, *body in read_tables(benchmarks)
+        if head[0] == "config"
+        for name, gpus, *cells in body
+    }
+    use = (request.config.rootpath / "README.md").read_text()
+    rates = re.search(r"trains `vil_tiny` from files at (\d+) images/s on one H200 and at (\d+) on two", use)
+    assert [*rates.groups()] == [ends["vil_tiny", gpus][0] for gpus in "12"]
+    for page in (readme, results):
+        rows = table(page, "", "images/s", "evaluation of 50,000 images, model and EMA", "300 ImageNet epochs")
+        for gpus, cells in zip("12", rows.values(), strict=True):
+            rate, *_, evaluated, hours = ends["vil_tiny", gpus]
+            assert cells == [rate, f"{50_000 / float(evaluated):.1f} s", f"{float(hours):.1f} h"]
+            assert float(hours) == pytest.approx(
+                300 / 3600 * (1_281_167 / float(rate) + 50_000 / float(evaluated)), abs=0.01
+            )
+
     small, tiny = quoted(r"DeiT trains at (\d+) \(small\) and (\d+) \(tiny\) images/s")
     assert re.search(rf"deit_small trains at {small} / [\d.]+, deit_tiny at {tiny} / ", benchmarks)
     level, faster = quoted(r"At (\d+) pixels `vil_small` trains as fast as DeiT, from (\d+) on faster")
