@@ -66,11 +66,11 @@ def make_data(folder: Path, images: int, validation_images: int, distinct: int) 
         pool.starmap(write_image, enumerate(files), chunksize=16)
     print(f"files of {sum(f.stat().st_size for f in files) / distinct / 1e3:.0f} KB", flush=True)
     for split, count in (("train", images), ("val", validation_images)):
-        classes = [folder / split / f"{c:04}" for c in range(1000)]
+        classes = [folder / split / f"{c:04}" for c in range(min(1000, validation_images))]
         for directory in classes:
             directory.mkdir(parents=True)
         for i in range(count):
-            os.link(files[i % distinct], classes[i % 1000] / f"{i}.jpg")
+            os.link(files[i % distinct], classes[i % len(classes)] / f"{i}.jpg")
     return folder
 
 
