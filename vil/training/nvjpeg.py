@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
-NO_PIPELINE, INTERPOLATE = 1, 32  # NVJPEG_FLAGS_HW_DECODE_..., NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION
+FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}
 MOST_PIXELS = 2**24  # of a file that is decoded here: larger ones are few
 PLANAR_RGB = 3  # nvjpegOutputFormat_t
 STATUS = (
@@ -52,8 +52,7 @@ class Decoder:
         self.batch_size = 0
 
     def _create(self, backend: int) -> int:
-        flags = NO_PIPELINE | INTERPOLATE
-        return self.library.nvjpegCreateEx(backend, None, None, flags, ctypes.byref(self.handle))
+        return self.library.nvjpegCreateEx(backend, None, None, sum(FLAGS.values()), ctypes.byref(self.handle))
 
     def __call__(self, files: Sequence[Tensor]) -> list[Tensor]:
         """Images (3, h, w) uint8 RGB, on the GPU when the current stream gets there.
