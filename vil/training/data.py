@@ -459,8 +459,8 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         **order,
     )
     if not streams:
-        # A thread that enters Python, as autograd's do, holds a lock, which Python below 3.12 takes into a fork and then
-        # waits for: so the workers start here, before there are such threads.
+        # A thread that enters Python, as those of autograd, holds a lock that Python below 3.12 takes into a fork and
+        # waits for then: so the workers start here, before there are such threads.
         if plan.workers:
             with signals_blocked():
                 iter(loader)
