@@ -32,7 +32,7 @@ import logging
 import math
 import traceback
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -184,19 +184,22 @@ class Trainer:
 
     def fit_to_device(self, input_size: tuple[int, ...], num_classes: int) -> None:
         """Chooses how many images are trained on at once, and has a GPU do that as a CUDA graph."""
-        micro_batch = self.batches.micro_batch
-        self.at_once, self.accumulation, self.replayed = micro_batch, self.batches.accumulation, None
+        self.at_once = micro_batch = self.batches.micro_batch
+        self.replayed = None
         if self.device.type != "cuda":
             return
         self.model.train()
         for self.at_once in (n for n in range(micro_batch, 0, -1) if micro_batch % n == 0):
-            self.accumulation = self.batches.accumulation * (micro_batch // self.at_once)
-            try:
+            with suppress(torch.OutOfMemoryError):
                 self.replayed = self.tried_out(input_size, num_classes)
                 return
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         raise ConfigError(f"{self.device} has too little memory to train {self.config.model} on one image")
+
+    @property
+    def accumulation(self) -> int:
+        """How many backward passes add up to this process's share of a global batch."""
+        return self.batches.accumulation * self.batches.micro_batch // self.at_once
 
     def tried_out(self, input_size: tuple[int, ...], num_classes: int) -> Replayed | None:
         """Has the GPU do `backward` for `at_once` images. Returns it as a CUDA graph, if there is to be one."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import timm
 import torch
+from loader import picture
 from PIL import Image, ImageFilter
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def main() -> None:
     step = training_step(options.model, options.batch_size)
     print(f"| flags | alone, us a file | decoded, images/s | trained, images/s |\n|{' --- |' * 4}")
     print(f"| no decoder | | | {rates(step, None, options)[1]:.0f} |", flush=True)
-    files = [encoded(noise(seed), 2) for seed in range(FILES)]
+    files = [encoded(picture(seed), 2) for seed in range(FILES)]
     for names in ([], [*FLAGS][:1], [*FLAGS]):
         decode = decoder(names, files)
         start = time.perf_counter()
@@ -47,15 +48,8 @@ def main() -> None:
     print(f"\n| colours at | flags | smooth: mean, largest difference from Pillow | noise |\n|{' --- |' * 4}")
     for subsampling, colours in enumerate(("full resolution", "half", "a quarter")):
         for names in ([*FLAGS][:1], [*FLAGS]):
-            cells = [", ".join(map(str, difference(names, make, subsampling))) for make in (smooth, noise)]
+            cells = [", ".join(map(str, difference(names, make, subsampling))) for make in (smooth, picture)]
             print(f"| {colours} | {' '.join(names)} | {' | '.join(cells)} |", flush=True)
-
-
-def noise(seed: int) -> Image.Image:
-    random_numbers = np.random.default_rng(seed)
-    shapes = Image.fromarray(random_numbers.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
-    grain = Image.fromarray(random_numbers.integers(0, 256, (375, 500, 3), dtype=np.uint8))
-    return Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5)
 
 
 def smooth(seed: int) -> Image.Image:

@@ -23,8 +23,7 @@ import time
 from multiprocessing import Pool
 from pathlib import Path
 
-import numpy as np
-from PIL import Image, ImageFilter
+from loader import picture
 
 from vil.info import format_environment
 
@@ -75,10 +74,7 @@ def make_data(folder: Path, images: int, validation_images: int, distinct: int) 
 
 
 def write_image(seed: int, path: Path) -> None:
-    random_numbers = np.random.default_rng(seed)
-    shapes = Image.fromarray(random_numbers.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
-    grain = Image.fromarray(random_numbers.integers(0, 256, (375, 500, 3), dtype=np.uint8))
-    Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5).save(path, quality=92)
+    picture(seed).save(path, quality=92)
 
 
 def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str], folder: Path) -> None:

@@ -67,10 +67,15 @@ def write_images(root: Path, count: int) -> None:
 
 
 def _write_image(path: Path, seed: int) -> None:
+    picture(seed).save(path, quality=88)
+
+
+def picture(seed: int) -> Image.Image:
+    """Shapes and grain of 500x375 pixels, whose files are about as large as those of photos."""
     random_numbers = np.random.default_rng(seed)
     shapes = Image.fromarray(random_numbers.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
     grain = Image.fromarray(random_numbers.integers(0, 256, (375, 500, 3), dtype=np.uint8))
-    Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5).save(path, quality=88)
+    return Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5)
 
 
 def create_loader(options, path: str, workers: int):
