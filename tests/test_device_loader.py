@@ -699,6 +699,23 @@ def test_the_thread_is_two_batches_ahead_and_no_more(photo_folder, device, monke
     assert taken == len(begun) == 6
 
 
+def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(photo_folder, monkeypatch):
+    taken, waited_for, prepare = [], [], device_loader.DeviceLoader._prepare
+
+    def note(self, pieces, used):
+        waited_for.append(used)
+        return prepare(self, pieces, None)
+
+    monkeypatch.setattr(device_loader.DeviceLoader, "_prepare", note)
+    monkeypatch.setattr(device_loader.DeviceLoader, "_what_is_queued", lambda _: f"the use of {len(taken) - 1}")
+    loader = training_loader(photo_folder, torch.device("cpu"), augment_on_device=True)
+    monkeypatch.setattr(data.TrainingBatches, "steps", 6)
+    loader.batches.num_images = 24
+    for batch in loader:
+        taken.append(batch)
+    assert waited_for == [None] * 3 + [f"the use of {number}" for number in range(3)]
+
+
 def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(photo_folder, device):
     threads = set(threading.enumerate())
     batches = iter(training_loader(photo_folder, device, augment_on_device=True))
