@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
-from vil.kernels.cuda import augment
+from vil.kernels import augment
 
 from vil.training.batched_transforms import (
     ARGUMENTS,

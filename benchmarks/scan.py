@@ -17,8 +17,8 @@ import subprocess
 
 import torch
 import triton
-from vil.kernels import gpu
-from vil.kernels.kept import boundaries
+from vil.kernels.scan import op as gpu
+from vil.kernels.scan.checkpoints import boundaries
 
 from vil.info import git_commit
 

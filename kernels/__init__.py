@@ -1,10 +1,12 @@
-"""The recurrences as operators on plain tensors; they know nothing of vision. Imported as `vil.kernels`.
+"""Operators on plain tensors; they know nothing of vision. Imported as `vil.kernels`. One folder an operator:
 
-`operators` holds the public functions, `reference` the definition of both recurrences in plain PyTorch, `gpu` the
-operators for GPUs, which `cuda` (CUDA C++) and `triton_scan` (Triton) run, and `block` the operator around them: the
-mixer of a block with norm and residual addition.
+`scan`     the recurrences: `reference` defines them, `operators` has the public functions, `op` the operators for
+           GPUs, which `launch` (CUDA C++) and `triton_scan` (Triton) run
+`block`    the operator around the scan, the mixer of a block with norm and residual addition: `op`, which `launch` runs
+`augment`  augmentation of images, before all that
+`cuda`     what their CUDA sources share, and what compiles and launches them
 """
 
-from .operators import longhorn_scan, selective_scan
+from .scan.operators import longhorn_scan, selective_scan
 
 __all__ = ["longhorn_scan", "selective_scan"]

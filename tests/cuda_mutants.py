@@ -24,8 +24,8 @@ LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN, BLOCK = ["tests/test_cuda.py"], ["tests/test_block_kernels.py", "tests/test_block.py"]
 AUGMENT = ["tests/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
-TESTS = {"types.cuh": SCAN + BLOCK, "common.cuh": SCAN, "lanes.cuh": SCAN, "forward.cu": SCAN, "quads.cu": SCAN}
-TESTS |= {"pairs.cu": SCAN, "summary.cu": SCAN, "summary_triples.cu": SCAN, "backward.cu": SCAN, "augment.cu": AUGMENT}
+TESTS = {"cuda/types.cuh": SCAN + BLOCK}  # of files; of others those of their folders
+FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
 
 
 class Mutant(NamedTuple):
@@ -38,7 +38,7 @@ class Mutant(NamedTuple):
 # what each shows, the text, which the file has once, and what stands in its place
 # fmt: off
 TABLE = {
-    "types.cuh": [
+    "cuda/types.cuh": [
         ("odd channels: what lies behind the last token or channel is read",
          "*shared = valid ? *global : T{};", "*shared = *global;"),
         ("every other bf16 value has its neighbour's bits behind its own",
@@ -48,7 +48,7 @@ TABLE = {
         ("keys that no vector can read: two states exchanged",
          "p[2].bits | unsigned(p[3].bits) << 16", "p[3].bits | unsigned(p[2].bits) << 16"),
     ],
-    "common.cuh": [
+    "scan/recurrences.cuh": [
         ("Longhorn: one term of dk has the wrong sign",
          "dk = fmaf(2, eps_G_residual, fmaf(-x, eps_G, dk));", "dk = fmaf(2, eps_G_residual, fmaf(x, eps_G, dk));"),
         ("Longhorn: dk lacks the derivative of the key's norm",
@@ -79,7 +79,7 @@ TABLE = {
         ("keys behind the last token are read",
          "min(first + i * APART, tokens - 1)", "(first + i * APART)"),
     ],
-    "lanes.cuh": [
+    "scan/lanes.cuh": [
         ("copies go to the stage that is being read",
          "copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);",
          "copy(warp.stage[stage], t0 + (STAGES - 1) * TILE);"),
@@ -97,7 +97,7 @@ TABLE = {
         ("a tile is read before it has arrived",
          "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
     ],
-    "forward.cu": [
+    "scan/forward_simt.cu": [
         ("both directions have the first one's skip connection",
          "load<C>(skips + at.g * D + at.d)", "load<C>(skips + at.d)"),
         ("states are kept one chunk too late",
@@ -112,7 +112,7 @@ TABLE = {
          "for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];",
          "for (int i = 1; i < CHAINS - 1; i++) y[j].at[c] += sums[i][c];"),
     ],
-    "summary.cu": [
+    "scan/segment_states.cu": [
         ("a segment forgets all but the one before it",
          "carried = fmaf(decays[at], carried, ends[at]);", "carried = ends[at];"),
         ("gradients pass from segment to segment in the wrong order",
@@ -124,7 +124,7 @@ TABLE = {
         ("states between segments decay by k in place of k^2",
          "GRADIENTS ? k.at[i] : k.at[i] * k.at[i]", "k.at[i]"),
     ],
-    "backward.cu": [
+    "scan/backward.cu": [
         ("every segment takes the first one's gradient from behind",
          "later + state_offset(at.g, at.b, at.segment, 4 * at.quad", "later + state_offset(at.g, at.b, 0, 4 * at.quad"),
         ("dq from S_{t-1} in place of S_t",
@@ -162,7 +162,7 @@ TABLE = {
         ("dk and dq of a tile are overwritten while other warps add them up",
          "            buffer ^= 1;\n", ""),
     ],
-    "quads.cu": [
+    "scan/quads.cu": [
         ("the next tile is staged before it has arrived",
          "wait_for_copies<STAGES - 3>();", "wait_for_copies<STAGES - 2>();"),
         ("odd channels: the last one's neighbour, of the next token, is overwritten",
@@ -176,7 +176,7 @@ TABLE = {
         ("every segment starts from the state behind the first",
          "at.segment - 1, 2 * at.p, at.d, B, segments - 1, D", "0, 2 * at.p, at.d, B, segments - 1, D"),
     ],
-    "pairs.cu": [
+    "scan/forward_mma.cu": [
         ("g x is rounded to 16 bits",
          "pack(T{}, v_0 - high.at[0], v_1 - high.at[1])", "0"),
         ("what the second of two tokens does to the first one's drive has the wrong sign",
@@ -205,7 +205,7 @@ TABLE = {
          "for (int i = 0; i < 2; i++, t0 += TILE) copy_results();",
          "for (int i = 0; i < 1; i++, t0 += TILE) copy_results();"),
     ],
-    "summary_triples.cu": [
+    "scan/segment_gradients_mma.cu": [
         ("gradients between segments: the token behind the last counts",
          "dys.at(t0 + token + t + 1), t + 1 < left)", "dys.at(t0 + token + t + 1), t < left)"),
         ("gradients between segments begin at a whole tile",
@@ -221,7 +221,7 @@ TABLE = {
          "((at.g * B + at.b) * boundaries + at.boundary) * tiles_of(tokens)",
          "((at.g * B + at.b) * boundaries) * tiles_of(tokens)"),
     ],
-    "block.cu": [
+    "block/pack.cu": [
         ("the norm has no eps: NaN for a token of zeros",
          "rsqrtf(sum_over_warp(squares) / WIDTH + eps)", "rsqrtf(sum_over_warp(squares) / WIDTH)"),
         ("dx lacks the derivative of the norm's factor",
@@ -258,7 +258,7 @@ TABLE = {
         ("tensors of more than 2^31 elements: wrong gradients of the gate",
          "    dgated += token * D, means += token * D,", "    dgated += int(token * D), means += int(token * D),"),
     ],
-    "convolve.cu": [
+    "block/conv.cu": [
         ("an image's first tokens see the image before",
          "unsigned(t + i) < unsigned(L)", "t + i < L"),
         ("the second direction's taps are in the wrong order",
@@ -280,7 +280,7 @@ TABLE = {
         ("the middle token's block: outputs before the second direction's first token",
          "if (t + i < end && t + i >= begin_1)", "if (t + i < end)"),
     ],
-    "project.cu": [
+    "block/conv_xproj.cu": [
         ("an image's last tokens see the next image",
          "bool valid = t >= 0 && position < L && sequence < there;",
          "bool valid = t >= 0 && position < L + BACK && sequence < there;"),
@@ -297,7 +297,7 @@ TABLE = {
          "row[m] = sequence * (L + BACK) + t - first + BACK - onward * BACK;",
          "row[m] = sequence * (L + BACK) + t - first + BACK - BACK;"),
     ],
-    "step.cu": [
+    "block/dt_proj_bwd.cu": [
         ("the step's gradient lacks the last channels",
          "for (int w = 1; w < WARPS; w++)", "for (int w = 1; w < WARPS - 1; w++)"),
         ("dq is lost",
@@ -309,7 +309,7 @@ TABLE = {
         ("tensors of more than 2^31 elements: the second direction's gradients",
          "dlogits += g * tokens * CHANNELS,", "dlogits += int(g * tokens * CHANNELS),"),
     ],
-    "output.cu": [
+    "block/gate_outproj.cu": [
         ("drop-path of the image before, for the first tokens of the next",
          "scales[(token + i * AT_ONCE) / L] : 1;", "scales[token / L] : 1;"),
         ("few tokens: sums over channels before all warps have theirs",
@@ -322,13 +322,13 @@ TABLE = {
         ("few tokens: the product lacks the last channels",
          "sum = sum + load<4>(&parts[w][row][c]);", "sum = w < WARPS - 1 ? sum + load<4>(&parts[w][row][c]) : sum;"),
     ],
-    "output.cuh": [
+    "block/gate.cuh": [
         ("the sum of both directions in place of their mean",
          "mean.at[c] *= 0.5f;", "mean.at[c] *= 1;"),
         ("Hopper: weights of other channels",
          "eighth = d % STEP / 8 ^ place / 2 % 4;", "eighth = d % STEP / 8 ^ place % 4;"),
     ],
-    "output_hopper.cu": [
+    "block/gate_outproj_sm90.cu": [
         ("Hopper: drop-path of another image",
          "gate<T>(y_0[w], y_1[w], zs[w], scale[w % 2])", "gate<T>(y_0[w], y_1[w], zs[w], scale[0])"),
         ("Hopper: the norm has no eps",
@@ -344,7 +344,7 @@ TABLE = {
         ("Hopper: norms of tokens that belong to another group",
          "if (token + i * 8 >= end) continue;", "if (token + i * 8 >= all) continue;"),
     ],
-    "output_hopper_backward.cu": [
+    "block/gate_outproj_bwd_sm90.cu": [
         ("Hopper: the gradient of out_proj counts dropped images",
          "of_gated.at[j] = scale[i] * m.at[j] * silu;", "of_gated.at[j] = m.at[j] * silu;"),
         ("Hopper: products of weights that other threads have not written",
@@ -357,17 +357,17 @@ TABLE = {
          "scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;",
          "scale[i] = scales && token + i * 8 < end ? scales[token / L] : 1;"),
     ],
-    "ring.cuh": [
+    "cuda/pipeline.cuh": [
         ("Hopper: a place is given back that is still read",
          "return full() + ((place() == 0) * PLACES + PLACES - 1) * 8;", "return full() + (PLACES - 1) * 8;"),
         ("Hopper: a place is read again before it is filled again",
          "turn = turn + 1 < 2 * PLACES ? turn + 1 : 0;", "turn = turn + 1 < PLACES ? turn + 1 : 0;"),
     ],
-    "silu.cuh": [
+    "block/silu.cuh": [
         ("wrong gradient of SiLU",
          "return s * fmaf(x, 1 - s, 1);", "return s * fmaf(x, s, 1);"),
     ],
-    "augment.cu": [
+    "augment/augment.cu": [
         ("weights are cut, not rounded",
          "int(weight * ONE + (weight < 0 ? -0.5 : 0.5))", "int(weight * ONE)"),
         ("the first tap is one too late",
@@ -431,7 +431,7 @@ TABLE = {
         ("32-bit offsets of images to transform",
          "const u8 *from = images + image * i64(3) * pixels;", "const u8 *from = images + image * 3 * pixels;"),
     ],
-    "filter.cuh": [
+    "block/filter.cuh": [
         ("the convolutions' gradients lack their biases",
          "bias.at[c] *= factor;", ""),
     ],
@@ -466,7 +466,11 @@ def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
         cache.mkdir()
         for library in emulator.CACHE.iterdir():  # of the other kernels
             (cache / library.name).symlink_to(library)
-        compiler.SOURCES, emulator.CACHE, files = sources, cache, TESTS.get(mutant.file, BLOCK)
+        compiler.SOURCES, emulator.CACHE, files = (
+            sources,
+            cache,
+            TESTS.get(mutant.file, FOLDERS[Path(mutant.file).parent.name]),
+        )
     code = 3
     try:
         code = pytest.main([*PYTEST, *files])

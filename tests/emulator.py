@@ -85,8 +85,8 @@ CACHE = Path(__file__).parents[1] / ".pytest_cache" / "emulated"
 
 @functools.cache
 def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
-    hopper = (compiler.SOURCES / "hopper.cuh").read_text()  # of which emulator.cpp has its own
-    kernels = compiler.source(name).replace(hopper, "")
+    hopper = (compiler.SOURCES / "cuda/sm90.cuh").read_text()  # of which emulator.cpp has its own
+    kernels = compiler.source(name).replace(hopper.partition('#include "types.cuh"\n')[2], "")
     for ptx, meaning in MEANING.items():
         kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
     assert "asm" not in kernels, "the emulator does not know what this PTX means"

@@ -13,10 +13,12 @@ from unittest import mock
 import numpy as np
 import torch
 from test_operators import longhorn_inputs, selective_inputs
-from vil.kernels import longhorn_scan, selective_scan, triton_scan
-from vil.kernels.cuda import block as kernels
-from vil.kernels.cuda import scan, variants
-from vil.kernels.cuda.augment import OPERATIONS
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.augment import OPERATIONS
+from vil.kernels.block import launch as kernels
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import launch as scan
+from vil.kernels.scan import triton_scan
 
 from vil.block import Block, LonghornMixer, MambaMixer
 from vil.training.batched_transforms import apply_operations, crop_resize_flip, finish

@@ -13,9 +13,10 @@ from PIL import Image, ImageFilter
 from scipy import stats
 from test_cuda import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
-from vil.kernels import gpu
-from vil.kernels.cuda import augment, compiler
-from vil.kernels.cuda.augment import CODES, OPERATIONS
+from vil.kernels import augment
+from vil.kernels.augment import CODES, OPERATIONS
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import op as gpu
 
 from vil.training import batched_transforms
 from vil.training.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
@@ -373,11 +374,11 @@ def test_the_kernels_noise_is_philox_and_box_mullers(kernels):
 
 @NVRTC
 def test_kernels_compile_without_spills_and_round_products_as_pil_does(monkeypatch):
-    assert_no_spills([("augment", arch, augment.MACROS) for arch in ("sm_80", "sm_90")])
+    assert_no_spills([("augment/augment", arch, augment.MACROS) for arch in ("sm_80", "sm_90")])
     macros = tuple(augment.MACROS.items())
-    cubin = compiler.compile_cubin("augment", "sm_90", macros)
+    cubin = compiler.compile_cubin("augment/augment", "sm_90", macros)
     monkeypatch.setattr(compiler, "ROUNDS_PRODUCTS", set())
-    assert compiler.compile_cubin("augment", "sm_90", macros) != cubin
+    assert compiler.compile_cubin("augment/augment", "sm_90", macros) != cubin
 
 
 def test_a_batch_takes_few_launches_and_one_copy_a_function(monkeypatch):

@@ -8,7 +8,10 @@ import pytest
 import torch
 from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vil.kernels import cuda, gpu, kept, longhorn_scan, operators, reference, selective_scan
+from vil.kernels import cuda, longhorn_scan, selective_scan
+from vil.kernels.scan import checkpoints as kept
+from vil.kernels.scan import launch, operators, reference
+from vil.kernels.scan import op as gpu
 
 
 class StandIn:
@@ -212,12 +215,12 @@ def machine(monkeypatch):
 
 
 def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
-    triton = pytest.importorskip("triton") and importlib.import_module("vil.kernels.triton_scan")
+    triton = pytest.importorskip("triton") and importlib.import_module("vil.kernels.scan.triton_scan")
     device = torch.device("cuda", 0)
     machine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert gpu._module("auto", device) is gpu._module("cuda", device) is cuda
+        assert gpu._module("auto", device) is gpu._module("cuda", device) is launch
         assert gpu._module("triton", device) is triton
     assert gpu.runs_cuda(device)
     assert not gpu.runs_cuda(torch.device("cpu"))

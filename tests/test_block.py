@@ -15,10 +15,12 @@ import torch.utils.checkpoint
 from test_cuda import NVRTC, assert_no_spills
 from test_models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
 from torch.utils._pytree import tree_leaves
-from vil.kernels import block as operator
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.cuda import block as kernels
-from vil.kernels.cuda import compiler, scan, variants
+from vil.kernels.block import launch as kernels
+from vil.kernels.block import op as operator
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import launch as scan
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -441,13 +443,18 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     of_project = [dict(TAPS=4, PROJECTIONS=R + 32, RANK=R) for R in (16, 24, 48) if dtype != "float"]
     of_project = [dict(macros, LOGITS=logits) for macros in of_project for logits in (0, 1)]
     of_output = [dict(WIDTH=C) for C in (192, 384) if dtype != "float"]
-    named = ("block", of_block), ("convolve", of_convolve), ("project", of_project), ("step", of_step)
+    named = (
+        ("block/pack", of_block),
+        ("block/conv", of_convolve),
+        ("block/conv_xproj", of_project),
+        ("block/dt_proj_bwd", of_step),
+    )
     of_hopper = [
         dict(KEEP=keep, STAGES=kernels.STAGES, SLOTS=kernels.SLOTS, **macros)
         for macros in of_output for keep in (0, 1) if arch == "sm_90"
     ]  # fmt: skip
-    named += ("output", of_output), ("output_hopper", of_hopper)
-    named += (("output_hopper_backward", of_output if arch == "sm_90" else []),)
+    named += ("block/gate_outproj", of_output), ("block/gate_outproj_sm90", of_hopper)
+    named += (("block/gate_outproj_bwd_sm90", of_output if arch == "sm_90" else []),)
     assert_no_spills(
         [
             (name, arch + "a" * (name in compiler.ONLY_HOPPER), dict(macros, INPUT=dtype))

@@ -8,7 +8,7 @@ import emulator
 import pytest
 import torch
 from test_block import PlainKernels, close, in_tiles, make_block
-from vil.kernels.cuda import block as kernels
+from vil.kernels.block import launch as kernels
 
 from vil.block import LonghornMixer
 

@@ -15,7 +15,8 @@ from vil.kernels.cuda import compiler
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
 # `if constexpr` is of C++17
-TINY = """extern "C" __global__ void tiny(int *p) {
+TINY = """#include "types.cuh"
+extern "C" __global__ void tiny(int *p) {
     if constexpr (sizeof(p) == 8) *p = VALUE;
 }"""
 VALUES = 0x12345678, 0x23456789
@@ -29,7 +30,6 @@ def tiny(tmp_path, monkeypatch):
     (sources / "types.cuh").write_text("// a header\n")
     (sources / "tiny.cu").write_text(TINY)
     monkeypatch.setattr(compiler, "SOURCES", sources)
-    monkeypatch.setitem(compiler.HEADERS, "tiny", ["types.cuh"])
     monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "cache"))
     compiler.source.cache_clear()
     yield sources
@@ -92,7 +92,6 @@ def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, c
         (tiny / "types.cuh").write_text("// another header\n")
     elif differs == "name":
         shutil.copy(tiny / "tiny.cu", tiny / "other.cu")
-        monkeypatch.setitem(compiler.HEADERS, "other", ["types.cuh"])
         arguments = dict(name="other")
     elif "release" in differs:
         from cuda.bindings import nvrtc
@@ -140,7 +139,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tiny, compiled, tmp_path
 
 def codes(_, sources, cache):
     """What a process gets that knows of nothing but a folder of sources."""
-    compiler.SOURCES, compiler.HEADERS["tiny"] = sources, ["types.cuh"]
+    compiler.SOURCES = sources
     os.environ["VIL_CACHE_DIR"] = str(cache)
     return [code(value=value) for value in VALUES] * 2
 
@@ -222,13 +221,15 @@ def gpu(monkeypatch):
 
 def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_in_their_order(gpu):
     x, part = torch.zeros(6).as_subclass(OnGpu), torch.zeros(6).as_subclass(OnGpu)[2:]
-    compiler.launch("forward", "entry", dict(B=1, A="x"), 7, 64, [None, x, 3, part, 0.5, True, 2**40, None], 100)
+    compiler.launch(
+        "scan/forward_simt", "entry", dict(B=1, A="x"), 7, 64, [None, x, 3, part, 0.5, True, 2**40, None], 100
+    )
     ((current, stream, config, kernel, values),) = gpu.launches
     assert values == (0, x.data_ptr(), 3, part.data_ptr(), 0.5, 1, 2**40, 0)
     assert [type(v) for v in values] == [int, int, int, int, float, int, int, int]  # which cuda.core passes in 64 bits
     assert (config.grid, config.block, config.shmem_size) == ((7, 1, 1), (64, 1, 1), 100)
     assert kernel.entry == "entry"
-    assert gpu.loaded == [("forward", "sm_90", (("A", "x"), ("B", 1)))]
+    assert gpu.loaded == [("scan/forward_simt", "sm_90", (("A", "x"), ("B", 1)))]
     # on the GPU that has the tensors, whichever is current, and as PyTorch orders its work there
     assert (current, stream, gpu.bound) == (1, "PyTorch's stream of GPU 1", [1])
     assert gpu.current == 0
@@ -237,9 +238,9 @@ def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_in_their_ord
 def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
     x = torch.zeros(6).as_subclass(OnGpu)
     for grid in (7, 8):
-        compiler.launch("forward", "entry", dict(A=1), grid, 64, [x])
-    compiler.launch("forward", "entry", dict(A=2), 7, 64, [x])
-    compiler.launch("forward", "other", dict(A=2), 7, 32, [x])
+        compiler.launch("scan/forward_simt", "entry", dict(A=1), grid, 64, [x])
+    compiler.launch("scan/forward_simt", "entry", dict(A=2), 7, 64, [x])
+    compiler.launch("scan/forward_simt", "other", dict(A=2), 7, 32, [x])
     assert [c.grid[0] for _, _, c, _, _ in gpu.launches] == [7, 8, 7, 7]
     assert [c.block[0] for _, _, c, _, _ in gpu.launches] == [64, 64, 64, 32]
     assert [(k.entry, "('A', 1)" in k.cubin) for *_, k, _ in gpu.launches] == [
@@ -252,11 +253,11 @@ def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
 @pytest.mark.parametrize(
     ("name", "capability", "arch"),
     [
-        ("forward", (8, 0), "sm_80"),
-        ("forward", (9, 0), "sm_90"),
-        ("forward", (12, 1), "sm_121"),
-        ("output_hopper", (9, 0), "sm_90a"),  # whose instructions are not of sm_90
-        ("output_hopper_backward", (9, 0), "sm_90a"),
+        ("scan/forward_simt", (8, 0), "sm_80"),
+        ("scan/forward_simt", (9, 0), "sm_90"),
+        ("scan/forward_simt", (12, 1), "sm_121"),
+        ("block/gate_outproj_sm90", (9, 0), "sm_90a"),  # whose instructions are not of sm_90
+        ("block/gate_outproj_bwd_sm90", (9, 0), "sm_90a"),
     ],
 )
 def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability, arch, gpu):
@@ -267,14 +268,14 @@ def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability,
 
 def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
     x = torch.zeros(1).as_subclass(OnGpu)
-    compiler.launch("forward", "entry", {}, 1, 32, [x], 48 * 1024)
+    compiler.launch("scan/forward_simt", "entry", {}, 1, 32, [x], 48 * 1024)
     assert gpu.asked == []
-    compiler.launch("forward", "entry", {}, 1, 32, [x], 48 * 1024 + 1)
+    compiler.launch("scan/forward_simt", "entry", {}, 1, 32, [x], 48 * 1024 + 1)
     attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert gpu.asked == [(attribute, 48 * 1024 + 1, "handle of entry", 1)]
     gpu.answer = type(gpu.answer).CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a block: CUDA_ERROR_INVALID"):
-        compiler.launch("forward", "entry", {}, 1, 32, [x], 999999)
+        compiler.launch("scan/forward_simt", "entry", {}, 1, 32, [x], 999999)
     assert len(gpu.launches) == 2
 
 

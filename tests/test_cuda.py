@@ -14,8 +14,11 @@ import naive
 import pytest
 import torch
 from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
-from vil.kernels import gpu, longhorn_scan, selective_scan
-from vil.kernels.cuda import compiler, scan, variants
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import launch as scan
+from vil.kernels.scan import op as gpu
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
@@ -32,25 +35,25 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
     for variant in variants.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, limit):
         if isinstance(variant, variants.Quads):
             macros, _, shared = scan._quads(variant, recurrence, x, x, k, k)
-            yield "quads", macros, shared
+            yield "scan/quads", macros, shared
         elif isinstance(variant, variants.Pairs):
             for rank in (0, 16, 24, 48):
                 macros, _, shared = scan._pairs(variant, recurrence, x, N, rank)
-                yield "pairs", macros, shared
+                yield "scan/forward_mma", macros, shared
         else:
             macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
-            yield "forward", macros, shared
+            yield "scan/forward_simt", macros, shared
     for kind, gradients in (("forward", "false"), ("backward", "true")):
         summary = variants.summary_variant(kind, recurrence, N, dtype.itemsize)
         if isinstance(summary, variants.SummaryTriples):
             macros, _, shared = scan._summary_triples(summary, recurrence, x, x)
-            yield "summary_triples", macros, shared
+            yield "scan/segment_gradients_mma", macros, shared
         else:
             macros, _, shared = scan._lanes(summary, recurrence, x, x, N)
-            yield "summary", dict(macros, GRADIENTS=gradients), shared
+            yield "scan/segment_states", dict(macros, GRADIENTS=gradients), shared
     for variant in (variants.BACKWARD if N < 64 else variants.BACKWARD_64)[recurrence]:
         macros, _, shared = scan._backward(variant, recurrence, x, x, x, N)
-        yield "backward", macros, shared
+        yield "scan/backward", macros, shared
 
 
 @NVRTC
@@ -64,7 +67,7 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
 def test_every_variant_compiles_without_spills_and_fits_a_multiprocessor(recurrence, arch, dtype, N):
     every = list(kernels(recurrence, dtype, N, arch=arch))
     for file, _, shared in every:
-        assert shared <= (SHARED.get(arch, 99 * 1024) if file == "pairs" else 99 * 1024)
+        assert shared <= (SHARED.get(arch, 99 * 1024) if file == "scan/forward_mma" else 99 * 1024)
     assert_no_spills([(file, arch, macros) for file, macros, _ in every])
 
 
@@ -336,15 +339,15 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
         """One of other rows, so that each begins so many elements behind a vector."""
         return torch.cat([t[..., :elements], t, t[..., : 8 - elements]], -1)[..., elements:][..., : t.shape[-1]]
 
-    assert right(x, logits, k, q) == ["pairs"]
+    assert right(x, logits, k, q) == ["scan/forward_mma"]
     for i, elements in enumerate((1, 4, 4, 1)):
         tensors = [behind(t, elements) if i == j else t for j, t in enumerate((x, logits, k, q))]
-        assert right(*tensors) == ["quads"]
+        assert right(*tensors) == ["scan/quads"]
     # neighbours that are not neighbours in memory, and tokens 2 GiB apart
-    assert right(*(t.mT.contiguous().mT for t in (x, logits, k, q))) == ["pairs"]
+    assert right(*(t.mT.contiguous().mT for t in (x, logits, k, q))) == ["scan/forward_mma"]
     for apart in (2**30 - 8, 2**30) if emulator.has_sparse() else ():
         far = emulator.sparse(x.shape, x.dtype, (0, 0, apart, 1))
-        assert right(far.copy_(x), logits, k, q) == ["pairs"]
+        assert right(far.copy_(x), logits, k, q) == ["scan/forward_mma"]
 
 
 needs_sparse = pytest.mark.skipif(not emulator.has_sparse(), reason="needs memory that is not reserved")
@@ -471,8 +474,8 @@ def test_every_mutant_of_the_sources_can_be_planted():
     for file, shows, before, after in cuda_mutants.MUTANTS:
         assert (compiler.SOURCES / file).read_text().count(before) == 1, (file, shows)
         assert before != after
-    files = {path.name for path in compiler.SOURCES.glob("*.cu*")}
-    assert files - {"hopper.cuh"} == {mutant.file for mutant in cuda_mutants.MUTANTS}
+    files = {path.relative_to(compiler.SOURCES).as_posix() for path in compiler.SOURCES.glob("*/*.cu*")}
+    assert files - {"cuda/sm90.cuh"} == {mutant.file for mutant in cuda_mutants.MUTANTS}
 
 
 # With a GPU

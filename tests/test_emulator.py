@@ -46,11 +46,9 @@ extern "C" __global__ void last(float *y) { y[0] = blockIdx.x, y[1] = gridDim.x;
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """(kernel, arguments, ...) of those above."""
-    for header in ("types.cuh", "hopper.cuh"):
-        shutil.copy(compiler.SOURCES / header, tmp_path)
-    (tmp_path / "tests.cu").write_text(KERNELS)
+    shutil.copytree(compiler.SOURCES / "cuda", tmp_path / "cuda")
+    (tmp_path / "tests.cu").write_text('#include "cuda/types.cuh"\n' + KERNELS)
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    monkeypatch.setitem(compiler.HEADERS, "tests", ["types.cuh"])
     return lambda entry, *arguments, grid=1, block=64, shared_bytes=0, **kwargs: emulator.launch(
         "tests", entry, {}, grid, block, arguments, shared_bytes, **kwargs
     )

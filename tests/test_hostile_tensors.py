@@ -13,10 +13,12 @@ import torch
 from test_backends import StandIn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from vil.kernels import block as operator
-from vil.kernels import gpu
-from vil.kernels.cuda import block as kernels
-from vil.kernels.cuda import compiler, scan, variants
+from vil.kernels.block import launch as kernels
+from vil.kernels.block import op as operator
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import launch as scan
+from vil.kernels.scan import op as gpu
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -538,7 +540,7 @@ class OnGpu(torch.Tensor):
 def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(others, first):
     arguments = [torch.zeros(2), *others] if first else [*others, torch.zeros(2)]
     with pytest.raises(ValueError, match=r"norm needs its tensors on one GPU; they are on .*cpu"):
-        compiler.launch("block", "norm", {}, 1, 32, arguments)
+        compiler.launch("block/pack", "norm", {}, 1, 32, arguments)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def compiled(monkeypatch):
 
 
 def code(rank=8):
-    return compiler.cached_cubin("step", "sm_90", (("RANK", rank),))
+    return compiler.cached_cubin("block/dt_proj_bwd", "sm_90", (("RANK", rank),))
 
 
 def entry_of(folder):

@@ -5,7 +5,8 @@ import re
 import naive
 import pytest
 import torch
-from vil.kernels import longhorn_scan, reference, selective_scan
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.scan import reference
 
 
 def longhorn_inputs(B, L, D, N, dtype=torch.float64, seed=0):

@@ -4,10 +4,12 @@ import naive
 import pytest
 import torch
 from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
-from vil.kernels import gpu, kept, longhorn_scan
+from vil.kernels import longhorn_scan
+from vil.kernels.scan import checkpoints as kept
+from vil.kernels.scan import op as gpu
 
 pytest.importorskip("triton")
-from vil.kernels import triton_scan
+from vil.kernels.scan import triton_scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

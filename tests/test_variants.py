@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
-from vil.kernels.cuda import block, scan, variants
-from vil.kernels.cuda.variants import BACKWARD, BACKWARD_64, FORWARD, PAIRS, QUADS, Backward, Lanes, Pairs, Quads
+from vil.kernels.block import launch as block
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import launch as scan
+from vil.kernels.scan.heuristics import BACKWARD, BACKWARD_64, FORWARD, PAIRS, QUADS, Backward, Lanes, Pairs, Quads
 
 H200, A100 = 132, 108  # multiprocessors
 LONGHORN, SELECTIVE = FORWARD["longhorn"], FORWARD["selective"]

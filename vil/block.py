@@ -12,8 +12,8 @@ from timm.layers import DropPath
 from timm.models import checkpoint, register_notrace_function
 from torch import Tensor, nn
 
-from .kernels import block as block_operator
 from .kernels import longhorn_scan, selective_scan
+from .kernels.block import op as block_operator
 
 
 @register_notrace_function

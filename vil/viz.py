@@ -25,7 +25,7 @@ from timm.data import create_transform, get_img_extensions, resolve_data_config
 from torch import Tensor, nn
 
 from .block import LonghornDirection, at_least_fp32
-from .kernels.reference import RECURRENCES
+from .kernels.scan.reference import RECURRENCES
 from .training import checkpoint
 from .training.config import ConfigError
 from .training.models import create_model, load_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import threading
 from pathlib import Path
 
@@ -11,28 +12,11 @@ import torch
 
 from . import cache
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parents[1]
 OLDEST = (8, 0)
 HOPPER = (9, 0)
-ONLY_HOPPER = {"output_hopper", "output_hopper_backward"}  # by instructions that no other generation has
-ROUNDS_PRODUCTS = {"augment"}  # before it adds them up, as PIL does
-SCAN = ["types.cuh", "common.cuh"]
-HEADERS = {
-    "forward": [*SCAN, "lanes.cuh"],
-    "quads": SCAN,
-    "pairs": SCAN,
-    "summary": [*SCAN, "lanes.cuh"],
-    "summary_triples": SCAN,
-    "backward": SCAN,
-    "block": ["types.cuh", "silu.cuh", "output.cuh"],
-    "convolve": ["types.cuh", "silu.cuh", "filter.cuh"],
-    "step": ["types.cuh"],
-    "project": ["types.cuh", "silu.cuh", "filter.cuh"],
-    "output": ["types.cuh", "silu.cuh", "output.cuh"],
-    "output_hopper": ["types.cuh", "silu.cuh", "output.cuh", "hopper.cuh", "ring.cuh"],
-    "output_hopper_backward": ["types.cuh", "silu.cuh", "hopper.cuh", "ring.cuh"],
-    "augment": ["types.cuh"],
-}
+ONLY_HOPPER = {"block/gate_outproj_sm90", "block/gate_outproj_bwd_sm90"}  # by instructions that no other generation has
+ROUNDS_PRODUCTS = {"augment/augment"}  # before it adds them up, as PIL does
 
 
 @functools.cache
@@ -50,7 +34,18 @@ def unavailable() -> str | None:
 
 @functools.cache
 def source(name: str) -> str:
-    return "\n".join((SOURCES / file).read_text() for file in (*HEADERS[name], f"{name}.cu"))
+    """The text of `name`.cu, each file that it includes in place of the first `#include` of it."""
+    included: set[Path] = set()
+
+    def text(path: Path) -> str:
+        if path in included:
+            return ""
+        included.add(path)
+        return re.sub(
+            r'^#include "(.*)"\n', lambda m: text((path.parent / m[1]).resolve()), path.read_text(), flags=re.M
+        )
+
+    return text((SOURCES / f"{name}.cu").resolve())
 
 
 def compile_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...], log=None) -> bytes:
@@ -72,7 +67,7 @@ def cached_cubin(name: str, arch: str, macros: tuple[tuple[str, object], ...]) -
     from cuda.bindings import nvrtc
 
     key = repr((source(name), arch, macros, nvrtc.nvrtcVersion()[1:])).encode()
-    entry = f"{name}-{arch}-{hashlib.sha256(key).hexdigest()[:32]}.sealed"
+    entry = f"{Path(name).name}-{arch}-{hashlib.sha256(key).hexdigest()[:32]}.sealed"
     cubin = cache.read(entry, key)
     if cubin is None:
         cubin = compile_cubin(name, arch, macros)

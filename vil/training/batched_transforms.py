@@ -2,8 +2,8 @@
 
 A crop is cut out, resized and flipped by two matrix products for many images at once. RandAugment and colour jitter are
 applied operation by operation, each to all the images that drew it, with an argument of its own for each. What is left
-is normalised, erased and mixed. All this is the definition of what the kernels of `kernels/cuda/augment.cu` do, which
-run where the images are on an NVIDIA GPU.
+is normalised, erased and mixed. All this is the definition of what the kernels of `kernels/augment` do, which run where
+the images are on an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from ..kernels import gpu
-from ..kernels.cuda import augment
-from ..kernels.cuda.augment import CODES, OPERATIONS
+from ..kernels import augment
+from ..kernels.augment import CODES, OPERATIONS
+from ..kernels.scan import op as gpu
 
 ARGUMENTS = 6  # of an operation: the affine ones need a matrix, the others one number or none
 

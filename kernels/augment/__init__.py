@@ -1,0 +1,115 @@
+"""Launches the kernels of augment.cu, which augment batches of images; `vil.training.batched_transforms` defines them.
+
+What is known of each image goes to the GPU in one copy a call, from pinned memory, so that the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cuda.compiler import launch
+
+# an operation's code is its place
+OPERATIONS = (
+    "", "Affine", "AutoContrast", "Equalize", "Invert", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast",
+    "Brightness", "Sharpness", "GaussianBlur",
+)  # fmt: skip
+CODES = {name: code for code, name in enumerate(OPERATIONS)}
+TABLES = [CODES[name] for name in OPERATIONS[1:] if name not in ("Affine", "Color", "Sharpness", "GaussianBlur")]
+MACROS = {name.upper(): code for name, code in CODES.items() if name}
+NOISE = {"const": 0, "rand": 1, "pixel": 2}
+ROWS = 16  # of the result that a block of crop_resize_flip makes: their sums fill the 48 KB that every block may have
+SHARED_BYTES = 48 * 1024
+
+CROP = np.dtype([("pixels", "i8"), ("row", "i8"), ("plane", "i8"), ("flip", "i8"), ("axes", "i8", (2, 4))])
+OPERATION = np.dtype([("code", "i8"), ("arguments", "f8", 6)])
+REST = np.dtype([("key", "u4"), ("erased", "i4", 4), ("partner", "i4"), ("mixing", "f4", 5)])
+
+
+def crop_resize_flip(
+    images: Sequence[Tensor], sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray, size: tuple[int, int],
+    interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
+) -> Tensor:  # fmt: skip
+    """As `batched_transforms.crop_resize_flip`; `sizes` are the heights and widths of images, which hold the boxes."""
+    images, device = [image.contiguous() for image in images], images[0].device
+    (H, W), count = size, len(images)
+    crops = np.empty(count, CROP)
+    pointers = np.array([image.data_ptr() for image in images])
+    crops["row"], crops["plane"], crops["flip"] = sizes_B2[:, 1], sizes_B2.prod(axis=1), flips_B
+    crops["pixels"] = pointers + boxes_B4[:, 0] * sizes_B2[:, 1] + boxes_B4[:, 1]
+    lengths_B2 = boxes_B4[:, 2:]
+    support_B2 = (1 + (interpolation == "bicubic")) * np.maximum(lengths_B2 / resized_B2, 1)
+    taps_B2 = np.minimum(2 * np.ceil(support_B2).astype(np.int64) + 1, lengths_B2)
+    ends = ((2 + taps_B2) * size).cumsum()  # of each axis's weights, behind their first and last pixels
+    starts_B2 = np.concatenate([[0], ends[:-1]]).reshape(-1, 2)
+    crops["axes"] = np.stack([lengths_B2, resized_B2, offsets_B2, starts_B2], axis=2)
+    records, weights = _to_device(crops, device), torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
+    launch("augment/augment", "resize_weights", MACROS, 2 * count, 256, [
+        records, weights, H, W, int(interpolation == "bicubic"),
+    ])  # fmt: skip
+    result = torch.empty(count, 3, H, W, dtype=torch.uint8, device=device)
+    threads = min(256, -(-W // 32) * 32)
+    launch("augment/augment", "crop_resize_flip", MACROS, count * -(-H // ROWS), threads, [
+        records, weights, result, H, W, ROWS,
+    ], ROWS * 3 * threads * 4)  # fmt: skip
+    return result
+
+
+def apply_operations(
+    images: Tensor, codes_BT: np.ndarray, arguments_BTA: np.ndarray, fill: Sequence[int], interpolation: str
+) -> Tensor:
+    """As `batched_transforms.apply_operations`, but that a blur has a box's radius and two weights for arguments."""
+    (count, _, H, W), turns = images.shape, codes_BT.shape[1]
+    images = images.contiguous()
+    operations = np.empty((turns, count), OPERATION)
+    operations["code"], operations["arguments"] = codes_BT.T, arguments_BTA.swapaxes(0, 1)
+    records = _to_device(operations, images.device).view(turns, count * OPERATION.itemsize)
+    tables = torch.empty(count, 3, 256, dtype=torch.uint8, device=images.device)
+    parts = -(-H * W // 256)
+    for record, codes_B in zip(records, codes_BT.T):
+        if not codes_B.any():
+            continue
+        if np.isin(codes_B, TABLES).any():
+            launch("augment/augment", "build_tables", MACROS, count, 512, [record, images, tables, H * W])
+        changed = torch.empty_like(images)
+        launch("augment/augment", "apply_operations", MACROS, count * parts, 256, [
+            record, tables, images, changed, H, W, parts, *fill, int(interpolation == "bicubic"),
+        ])  # fmt: skip
+        images = changed
+        if (codes_B == CODES["GaussianBlur"]).any():
+            for length, step, lines, apart in ((W, 1, H, W), (H, W, W, 1)):
+                together = max(1, min(32, SHARED_BYTES // (2 * length)))
+                launch("augment/augment", "gaussian_blur", MACROS, count * 3 * -(-lines // together), 256, [
+                    record, images, length, step, lines, apart, together,
+                ], 2 * length * together)  # fmt: skip
+    return images
+
+
+def finish(
+    images: Tensor, mean: Sequence[float], std: Sequence[float], erasing_B4: np.ndarray | None,
+    keys_B: np.ndarray | None, mode: str, mixing_B6: np.ndarray | None, partners_B: np.ndarray | None,
+) -> Tensor:  # fmt: skip
+    """As `batched_transforms.finish`."""
+    count, _, H, W = images.shape
+    rests = np.zeros(count, REST)
+    if erasing_B4 is not None:
+        rests["erased"], rests["key"] = erasing_B4, keys_B
+    if mixing_B6 is not None:
+        rests["mixing"], rests["partner"] = mixing_B6[:, :5], partners_B
+    result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
+    parts = -(-3 * H * W // (4 * 256))
+    launch("augment/augment", "finish", MACROS, count * parts, 256, [
+        _to_device(rests, images.device), images.contiguous(), result, H, W, parts,
+        *(255.0 * value for value in (*mean, *std)), NOISE[mode],
+    ])  # fmt: skip
+    return result
+
+
+def _to_device(records: np.ndarray, device: torch.device) -> Tensor:
+    """Their bytes. Pageable memory might have the host wait for all that is queued before the copy."""
+    host = torch.from_numpy(records.reshape(-1).view(np.uint8))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

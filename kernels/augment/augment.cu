@@ -1,0 +1,398 @@
+// Images (B, 3, H, W) of bytes: cut out and resized, transformed, normalised. Where PIL has the operation, in its order
+// and its types, and without fused multiply-adds: the pixels are PIL's own, not nearly so. Offsets in a batch take 64 bits,
+// those in one image of a batch 32.
+
+#include "../cuda/types.cuh"
+
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+DEVICE u8 to_byte(double v) { return v <= 0 ? 0 : v >= 255 ? 255 : u8(v); }
+
+// PIL resizes with integer weights of 22 bits behind the point
+constexpr int ONE = 1 << 22;
+DEVICE u8 level(int sum) { return min(max(sum >> 22, 0), 255); }
+
+// How a crop is resized along one direction: `size` pixels of the result begin at `offset` of all the `resized`
+struct Axis {
+    i64 length, resized, offset, weights;
+};
+struct Crop {
+    const u8 *pixels;
+    i64 row, plane, flip;  // pixels from row to row and from channel to channel
+    Axis axes[2];  // vertical, horizontal
+};
+// Of each pixel of the result: the first pixel it is made of, the one behind the last, and their weights, (taps, size)
+struct Taps {
+    int *first, *end, *weights;
+    i64 size;
+    __device__ Taps(const Axis &axis, int *memory, i64 size)
+        : first(memory + axis.weights), end(first + size), weights(end + size), size(size) {}
+    __device__ int weight(int of, int pixel) const { return weights[(pixel - first[of]) * size + of]; }
+};
+
+DEVICE double filter(double x, bool bicubic) {
+    x = fabs(x);
+    if (!bicubic) return x < 1 ? 1 - x : 0;
+    if (x < 1) return (1.5 * x - 2.5) * x * x + 1;
+    return x < 2 ? (((x - 5) * x + 8) * x - 4) * -0.5 : 0;
+}
+
+// A block for each direction of each crop. Pixels outside of what is resized have no taps.
+extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__restrict__ crops, int *__restrict__ memory,
+                                                                 i64 H, i64 W, i64 bicubic) {
+    Axis axis = crops[blockIdx.x / 2].axes[blockIdx.x % 2];
+    Taps taps(axis, memory, blockIdx.x % 2 ? W : H);
+    double scale = double(axis.length) / axis.resized, stretch = scale < 1 ? 1 : scale;
+    double support = (bicubic ? 2 : 1) * stretch, shrink = 1 / stretch;
+    for (i64 i = threadIdx.x; i < taps.size; i += blockDim.x) {
+        i64 of = axis.offset + i;
+        bool inside = of >= 0 && of < axis.resized;
+        double centre = (of + 0.5) * scale, sum = 0;
+        int first = inside ? max(int(centre - support + 0.5), 0) : 0;
+        int end = inside ? min(int(centre + support + 0.5), int(axis.length)) : 0;
+        taps.first[i] = first;
+        taps.end[i] = end;
+        for (int pixel = first; pixel < end; pixel++) sum += filter((pixel - centre + 0.5) * shrink, bicubic);
+        for (int pixel = first; pixel < end; pixel++) {
+            double weight = filter((pixel - centre + 0.5) * shrink, bicubic) / sum;
+            taps.weights[(pixel - first) * taps.size + i] = int(weight * ONE + (weight < 0 ? -0.5 : 0.5));
+        }
+    }
+}
+
+// A block for each band of `rows` rows of the result, a thread for each column. It goes through the crop row by row,
+// resizes the row at its column and adds that to the rows of the result that need it, which wait in shared memory.
+extern "C" __global__ void __launch_bounds__(256)
+crop_resize_flip(const Crop *__restrict__ crops, int *__restrict__ memory, u8 *__restrict__ out, i64 H, i64 W, i64 rows) {
+    extern __shared__ __align__(16) char shared[];
+    int *sums = reinterpret_cast<int *>(shared) + threadIdx.x;  // (rows, 3, blockDim.x)
+    int bands = (H + rows - 1) / rows, image = blockIdx.x / bands;
+    int top = blockIdx.x % bands * rows, bottom = min(top + int(rows), int(H));
+    Crop crop = crops[image];
+    Taps vertical(crop.axes[0], memory, H), horizontal(crop.axes[1], memory, W);
+    int begin = crop.axes[0].length, end = 0;
+    for (int r = top; r < bottom; r++)
+        if (vertical.end[r]) begin = min(begin, vertical.first[r]), end = max(end, vertical.end[r]);
+    for (int column = threadIdx.x; column < W; column += blockDim.x) {
+        for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;
+        int first = horizontal.first[column], taps = horizontal.end[column] - first, oldest = top;
+        const int *weights = horizontal.weights + column;
+        for (int y = begin; y < end; y++) {
+            const u8 *pixels = crop.pixels + y * crop.row + first;
+            int resized[3] = {ONE / 2, ONE / 2, ONE / 2};
+#pragma unroll 4
+            for (int k = 0; k < taps; k++)
+#pragma unroll
+                for (int c = 0; c < 3; c++) resized[c] += pixels[c * crop.plane + k] * weights[k * W];
+            while (oldest < bottom && vertical.end[oldest] <= y) oldest++;
+            for (int r = oldest; r < bottom && vertical.first[r] <= y; r++) {
+                if (y >= vertical.end[r]) continue;
+                int weight = vertical.weight(r, y);
+#pragma unroll
+                for (int c = 0; c < 3; c++) sums[((r - top) * 3 + c) * blockDim.x] += level(resized[c]) * weight;
+            }
+        }
+        i64 to = crop.flip ? W - 1 - column : column;
+        for (int r = top; r < bottom; r++)
+            for (int c = 0; c < 3; c++)
+                out[((image * i64(3) + c) * H + r) * W + to] = level(sums[((r - top) * 3 + c) * blockDim.x]);
+    }
+}
+
+// The codes of operations are macros: AFFINE, COLOR and so on
+struct Operation {
+    i64 code;
+    double arguments[6];
+};
+
+DEVICE unsigned grey(unsigned red, unsigned green, unsigned blue) {
+    return (19595 * red + 38470 * green + 7471 * blue + (1 << 15)) >> 16;
+}
+DEVICE u8 blend(int plain, int pixel, double factor) { return to_byte(plain + float(factor) * (pixel - plain)); }
+
+DEVICE bool has_table(i64 code) {
+    return code == AUTOCONTRAST || code == EQUALIZE || code == INVERT || code == POSTERIZE || code == SOLARIZE ||
+           code == SOLARIZEADD || code == CONTRAST || code == BRIGHTNESS;
+}
+
+// For operations that map each channel's values to others: tables (B, 3, 256); a block for each image
+extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *__restrict__ operations,
+                                                               const u8 *__restrict__ images, u8 *__restrict__ tables,
+                                                               i64 pixels) {
+    constexpr int COPIES = 8;  // neighbouring threads count on their own, as neighbouring pixels are alike
+    __shared__ unsigned counts[3 * 256 * COPIES];
+    __shared__ int lowest[3];
+    __shared__ int highest[3];
+    __shared__ u64 sum[1];
+    i64 code = operations[blockIdx.x].code;
+    double argument = operations[blockIdx.x].arguments[0];
+    if (!has_table(code)) return;
+    const u8 *red = images + blockIdx.x * 3 * pixels, *green = red + pixels, *blue = green + pixels;
+    for (int i = threadIdx.x; i < 3 * 256 * COPIES; i += blockDim.x) counts[i] = 0;
+    if (threadIdx.x == 0) sum[0] = 0;
+    __syncthreads();
+    if (code == AUTOCONTRAST || code == EQUALIZE)
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < pixels; i += blockDim.x)
+#pragma unroll
+            for (int c = 0; c < 3; c++)
+                atomicAdd(&counts[(c * 256 + red[c * pixels + i]) * COPIES + threadIdx.x % COPIES], 1u);
+    if (code == CONTRAST) {
+        u64 part = 0;
+#pragma unroll 4
+        for (i64 i = threadIdx.x; i < pixels; i += blockDim.x) part += grey(red[i], green[i], blue[i]);
+        atomicAdd(&sum[0], part);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 3 * 256; i += blockDim.x)
+        for (int copy = 1; copy < COPIES; copy++) counts[i * COPIES] += counts[i * COPIES + copy];
+    __syncthreads();
+    if (threadIdx.x < 3) {
+        int low = 256, high = -1;
+        unsigned below = 0;
+        for (int value = 0; value < 256; value++) {
+            unsigned *count = counts + (threadIdx.x * 256 + value) * COPIES;
+            if (count[0]) low = min(low, value), high = value;
+            count[1] = below;
+            below += count[0];
+        }
+        lowest[threadIdx.x] = low, highest[threadIdx.x] = high;
+    }
+    __syncthreads();
+    int mean = int(double(sum[0]) / pixels + 0.5);
+    for (int i = threadIdx.x; i < 3 * 256; i += blockDim.x) {
+        int value = i % 256, low = lowest[i / 256], high = highest[i / 256], to = value;
+        if (code == AUTOCONTRAST && low < high) {
+            double scale = 255.0 / (high - low), offset = -low * scale;
+            to = to_byte(value * scale + offset);
+        } else if (code == EQUALIZE && low < high) {
+            i64 step = (pixels - counts[(i - value + high) * COPIES]) / 255;
+            if (step) to = min((step / 2 + counts[i * COPIES + 1]) / step, i64(255));
+        } else if (code == INVERT || code == SOLARIZE && value >= argument) {
+            to = 255 - value;
+        } else if (code == POSTERIZE && argument < 8) {
+            to = value & ~((1 << 8 - int(argument)) - 1);
+        } else if (code == SOLARIZEADD && value < 128) {
+            to = min(max(value + int(argument), 0), 255);
+        } else if (code == CONTRAST) {
+            to = blend(mean, value, argument);
+        } else if (code == BRIGHTNESS) {
+            to = blend(0, value, argument);
+        }
+        tables[blockIdx.x * i64(3 * 256) + i] = to;
+    }
+}
+
+// Keys' cubic with a = -1 through four values at a distance of 1, `t` behind the second, by Horner's rule
+template <class T>
+DEVICE double cubic(T before, T at, T next, T after, double t) {
+    T slope = next - before, bend = 2 * (before - at) + next - after, twist = at - before - next + after;
+    return at + t * (slope + t * (bend + t * twist));
+}
+
+// PIL's affine transform: each pixel's centre (x, y) comes from (ax + by + c, dx + ey + f)
+struct Source {
+    int columns[4], rows[4];  // edges repeated
+    double right, down;  // of the second
+    bool inside;
+    __device__ Source(const double *m, int x, int y, int H, int W) {
+        double from_x = m[0] * (x + 0.5) + m[1] * (y + 0.5) + m[2], from_y = m[3] * (x + 0.5) + m[4] * (y + 0.5) + m[5];
+        inside = from_x >= 0 && from_x < W && from_y >= 0 && from_y < H;
+        if (!inside) return;
+        from_x -= 0.5, from_y -= 0.5;
+        int column = floor(from_x), row = floor(from_y);
+        right = from_x - column, down = from_y - row;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            columns[i] = min(max(column + i - 1, 0), W - 1);
+            rows[i] = min(max(row + i - 1, 0), H - 1) * W;
+        }
+    }
+    __device__ u8 sample(const u8 *pixels, bool bicubic) const {
+        double v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (!bicubic && i % 3 == 0) continue;
+            const u8 *row = pixels + rows[i];
+            int at = row[columns[1]], next = row[columns[2]];
+            v[i] = bicubic ? cubic<int>(row[columns[0]], at, next, row[columns[3]], right) : at + (next - at) * right;
+        }
+        return to_byte(bicubic ? cubic(v[0], v[1], v[2], v[3], down) : v[1] + (v[2] - v[1]) * down);
+    }
+};
+
+// PIL's smoothing filter, which leaves the edge as it is
+DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
+    const u8 *at = pixels + y * W + x;
+    if (x == 0 || y == 0 || x == W - 1 || y == H - 1) return *at;
+    int sum = 4 * *at;
+    for (int i = -1; i <= 1; i++) sum += at[i * W - 1] + at[i * W] + at[i * W + 1];
+    return (2 * sum + 13) / 26;
+}
+
+// Each image's operation, but GAUSSIANBLUR, for which it is copied; `parts` blocks for each image, a thread for each pixel
+extern "C" __global__ void __launch_bounds__(256)
+apply_operations(const Operation *__restrict__ operations, const u8 *__restrict__ tables, const u8 *__restrict__ images,
+                 u8 *__restrict__ out, i64 H, i64 W, i64 parts, i64 red, i64 green, i64 blue, i64 bicubic) {
+    int image = blockIdx.x / parts, i = blockIdx.x % parts * blockDim.x + threadIdx.x, pixels = H * W;
+    if (i >= pixels) return;
+    const Operation &operation = operations[image];
+    const u8 *from = images + image * i64(3) * pixels;
+    u8 *to = out + image * i64(3) * pixels + i;
+    int x = i % W, y = i / W;
+    u8 fill[3] = {u8(red), u8(green), u8(blue)};
+    if (operation.code == AFFINE) {
+        Source source(operation.arguments, x, y, H, W);
+#pragma unroll
+        for (int c = 0; c < 3; c++)
+            to[c * pixels] = source.inside ? source.sample(from + c * pixels, bicubic) : fill[c];
+        return;
+    }
+    int plain = operation.code == COLOR ? grey(from[i], from[pixels + i], from[2 * pixels + i]) : 0;
+    for (int c = 0; c < 3; c++) {
+        const u8 *plane = from + c * pixels;
+        u8 pixel = plane[i];
+        if (has_table(operation.code))
+            pixel = tables[(image * 3 + c) * 256 + pixel];
+        else if (operation.code == COLOR)
+            pixel = blend(plain, pixel, operation.arguments[0]);
+        else if (operation.code == SHARPNESS)
+            pixel = blend(smooth(plane, x, y, H, W), pixel, operation.arguments[0]);
+        to[c * pixels] = pixel;
+    }
+}
+
+// PIL's Gaussian blur along one direction, in place: three times the mean over a box that ends within a pixel. A line has
+// `length` pixels `step` apart, and `together` of the `lines` of a channel, `apart` from each other, are a block's.
+extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation *__restrict__ operations,
+                                                                u8 *__restrict__ images, i64 length, i64 step, i64 lines,
+                                                                i64 apart, i64 together) {
+    extern __shared__ __align__(16) char shared[];
+    int parts = (lines + together - 1) / together, plane = blockIdx.x / parts, first = blockIdx.x % parts * together;
+    const Operation &operation = operations[plane / 3];
+    if (operation.code != GAUSSIANBLUR) return;
+    u8 *from = reinterpret_cast<u8 *>(shared), *to = from + length * together;  // (length, together)
+    u8 *pixels = images + plane * length * lines + first * apart;
+    int width = min(int(together), int(lines) - first), all = length * width, last = length - 1;
+    // in the order in which pixels follow each other in memory
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
+        int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
+        from[at * together + line] = pixels[at * step + line * apart];
+    }
+    __syncthreads();
+    int radius = operation.arguments[0];
+    unsigned weight = operation.arguments[1], end_weight = operation.arguments[2];  // 24 bits behind the point
+    for (int pass = 0; pass < 3; pass++) {
+        for (int i = threadIdx.x; i < all; i += blockDim.x) {
+            int at = i / width, line = i % width;
+            auto pixel = [&](int j) -> unsigned { return from[min(max(j, 0), last) * together + line]; };
+            unsigned sum = 0, ends = pixel(at - radius - 1) + pixel(at + radius + 1);
+            for (int j = at - radius; j <= at + radius; j++) sum += pixel(j);
+            to[at * together + line] = (sum * weight + ends * end_weight + (1 << 23)) >> 24;
+        }
+        __syncthreads();
+        u8 *other = from;
+        from = to, to = other;
+    }
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
+        int at = step == 1 ? i % int(length) : i / width, line = step == 1 ? i / int(length) : i % width;
+        pixels[at * step + line * apart] = from[at * together + line];
+    }
+}
+
+// What is left to do for an image. Mixed: inside the box it keeps `share` of itself and has the rest of its partner.
+struct Rest {
+    unsigned key;
+    int erased_top, erased_left, erased_height, erased_width, partner;
+    float top, bottom, left, right, share;
+};
+enum Noise { CONSTANT, OF_CHANNEL, OF_PIXEL };
+
+// Four normal numbers, a function of the key and two counters: Philox4x32-10 (Salmon et al. 2011) and Box and Muller's
+DEVICE Floats<4> normal_numbers(unsigned key, unsigned group, unsigned kind) {
+    unsigned a = group, b = kind, c = 0, d = 0, key_0 = key, key_1 = 0;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        u64 first = u64(0xd2511f53u) * a, second = u64(0xcd9e8d57u) * c;
+        a = unsigned(second >> 32) ^ b ^ key_0, b = unsigned(second);
+        c = unsigned(first >> 32) ^ d ^ key_1, d = unsigned(first);
+        key_0 += 0x9e3779b9u, key_1 += 0xbb67ae85u;
+    }
+    constexpr float PART = 1.0f / 4294967296.0f;
+    float far = sqrtf(-2 * logf((a + 1.0f) * PART)), further = sqrtf(-2 * logf((c + 1.0f) * PART));
+    float turn = 2 * PART * b, other_turn = 2 * PART * d;
+    return {far * cospif(turn), far * sinpif(turn), further * cospif(other_turn), further * sinpif(other_turn)};
+}
+
+struct Place { int c, y, x; };
+struct Colour {
+    float red, green, blue;
+    __device__ float of(int c) const { return c == 0 ? red : c == 1 ? green : blue; }
+};
+
+// Four neighbours of an image, in the order of memory, normalised; noise where they are erased
+DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const Place (&at)[4], Colour mean,
+                           Colour deviation, int left, i64 noise) {
+    Floats<4> values;
+    bool erased[4], any = false;
+    Pack<u8, 4> bytes = {};
+    if (left >= 4 && size_t(pixels) % 4 == 0)
+        bytes = load<4>(pixels);
+    else
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < left) bytes.at[i] = pixels[i];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int y = at[i].y - rest.erased_top, x = at[i].x - rest.erased_left;
+        erased[i] = y >= 0 && y < rest.erased_height && x >= 0 && x < rest.erased_width;
+        any |= erased[i];
+        values.at[i] = (bytes.at[i] - mean.of(at[i].c)) / deviation.of(at[i].c);
+    }
+    if (!any) return values;
+    Floats<4> numbers = {};
+    if (noise != CONSTANT) numbers = normal_numbers(rest.key, noise == OF_PIXEL ? first / 4 : 0, noise);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (erased[i]) values.at[i] = noise == OF_CHANNEL ? Colour{numbers.at[0], numbers.at[1], numbers.at[2]}.of(at[i].c) : numbers.at[i];
+    return values;
+}
+
+// Normalisation, random erasing and mixing; `parts` blocks for each image, a thread for each four neighbours
+extern "C" __global__ void __launch_bounds__(256)
+finish(const Rest *__restrict__ rests, const u8 *__restrict__ images, float *__restrict__ out, i64 H, i64 W, i64 parts,
+       double mean_red, double mean_green, double mean_blue, double deviation_red, double deviation_green,
+       double deviation_blue, i64 noise) {
+    int image = blockIdx.x / parts, first = (blockIdx.x % parts * blockDim.x + threadIdx.x) * 4;
+    int pixels = H * W, elements = 3 * pixels, left = elements - first;
+    if (left <= 0) return;
+    Colour mean = {float(mean_red), float(mean_green), float(mean_blue)};
+    Colour deviation = {float(deviation_red), float(deviation_green), float(deviation_blue)};
+    const Rest &rest = rests[image];
+    Place at[4];
+    bool inside[4], mixed = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int element = min(first + i, elements - 1), c = element / pixels, pixel = element - c * pixels;
+        at[i] = {c, pixel / int(W), pixel % int(W)};
+        inside[i] = at[i].y >= rest.top && at[i].y < rest.bottom && at[i].x >= rest.left && at[i].x < rest.right;
+        mixed |= inside[i] && rest.share != 1;
+    }
+    Floats<4> values =
+        normalise(rest, images + image * i64(elements) + first, first, at, mean, deviation, left, noise);
+    if (mixed) {
+        Floats<4> others = normalise(rests[rest.partner], images + rest.partner * i64(elements) + first, first, at, mean,
+                                     deviation, left, noise);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (inside[i]) values.at[i] = rest.share * values.at[i] + (1 - rest.share) * others.at[i];
+    }
+    float *to = out + image * i64(elements) + first;
+    if (left >= 4 && elements % 4 == 0)
+        store(to, values);
+    else
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < left) to[i] = values.at[i];
+}

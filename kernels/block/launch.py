@@ -1,0 +1,381 @@
+"""Launches the kernels of all of a block but the scan.
+
+They are in block.cu, convolve.cu, output.cu, output_hopper.cu, output_hopper_backward.cu, project.cu and step.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..cuda.compiler import HOPPER, launch
+from ..scan.launch import INPUT, _multiprocessors, _shared_bytes, _vector_of, projects_step
+
+WARPS = 4  # of a block, as in the kernels
+STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at once
+
+
+def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Room for the weights that `prepare` returns."""
+    (C, D), half = out_proj.shape, len(directions) // 2
+    conv, _, x_proj, step, *_ = directions[:half]
+    taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
+    padded = rank + -rank % 8
+    projections += padded - rank
+    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
+    fp32 = torch.float32
+    dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
+    return [torch.empty(shape, device=out_proj.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+
+
+def prepare(
+    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
+    tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does.
+
+    And the norm of x_TC but for its weight, if it is given: x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
+    fp32, and x or a copy, which costs little here.
+    """
+    packed = empty_weights(out_proj, directions, dtype)
+    _, _, conv, _, x_proj, step, *_ = packed
+    (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
+    T, rank, (xhat_TC, scale_T, copy_TC) = 0, directions[3].shape[1], (None, None, None)
+    if x_TC is not None:
+        T, (xhat_TC, scale_T) = len(x_TC), _empty_norm(x_TC, dtype)
+        copy_TC = torch.empty_like(x_TC) if copy else None
+    weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
+    aligned = all(t.data_ptr() % 16 == 0 for t in weights) and (x_TC is None or x_TC.data_ptr() % 16 == 0)
+    vector = 4 if C % 4 == D % 4 == 0 and aligned else 1
+    packing = -(-((3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)) // 256)
+    macros = _macros(dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
+    packed_in, packed_out, *others = packed
+    launch("block/pack", "prepare", macros, packing + -(-T // 8), 256, [
+        *weights, packed_in, packed_out, tiles, *others, D, projections, rank, padded, x_TC, xhat_TC, scale_T,
+        copy_TC, T, eps, packing,
+    ])  # fmt: skip
+    return packed, [xhat_TC, scale_T, copy_TC if copy else x_TC]
+
+
+def finish_backward(
+    norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
+    dstep_proj: Tensor, dchannels: Tensor, dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor,
+) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
+    """Gradients of norm_C, in_proj and the first six weights of each direction, from those of what `prepare` returns.
+
+    And that of x, of which xhat is one use and the residual stream the other; and the same in the dtype of xhat, or
+    nothing if that is fp32 too.
+
+    Args:
+        dfolded: Of the projection that contains the norm's weight.
+        dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
+        dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
+        dstep_proj: (2, other parts, D, padded R).
+        dchannels: (2, 2, D): of skip, then of the step's bias.
+    """
+    (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
+    projections, padded, pairs = dx_proj.shape[2], dstep_proj.shape[3], _pairs(directions)
+    rank = pairs[6].shape[1]
+    gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
+    items = 2 * D * (projections + padded + taps + 2)
+    norm_C, in_proj, T = norm_C.contiguous(), in_proj.contiguous(), len(xhat_TC)
+    dx_TC, rounds = torch.empty_like(dresidual_TC), xhat_TC.dtype != dresidual_TC.dtype
+    rounded_TC = torch.empty_like(xhat_TC) if rounds else xhat_TC.new_empty(0)
+    aligned = all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj, dresidual_TC))
+    vector, unpacking = 4 if C % 4 == 0 and aligned else 1, -(-C // 8) + -(-items // 256)
+    macros = _macros(xhat_TC.dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
+    parts = dfilters.shape[0], dx_proj.shape[1], dstep_proj.shape[1]
+    launch("block/pack", "finish_backward", macros, unpacking + -(-T // 8), 256, [
+        norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts, dchannels, *gradients, D, projections,
+        rank, padded, dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T, unpacking,
+    ])  # fmt: skip
+    return gradients, dx_TC, rounded_TC
+
+
+def _pairs(directions: list[Tensor]) -> list[Tensor]:
+    """The weights that every direction has, each next to that of the other direction."""
+    half = len(directions) // 2
+    return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
+
+
+def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
+
+
+def project(
+    u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
+    logits: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """v_2BHD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
+
+    All are of the H tokens that each direction reads first, T in all. The last of the K taps is the token itself. The
+    logits (2, T, D), the step times step_proj^T, are computed if wanted.
+    """
+    (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
+    rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
+    v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    # what the fused kernel's copies need, its shared memory holds, its 32-bit offsets within two sequences reach and
+    # fills the GPU
+    tokens = 96 if P <= 64 else 48  # of a block
+    fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
+    fits = fits and 2 * L * u_BLD.stride(1) < 2**31
+    if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
+        macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank, LOGITS=int(logits))
+        projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=u_BLD.dtype)
+        logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
+        rows = tokens + 6 * (taps - 1)
+        stage = rows * 80 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
+        launch("block/conv_xproj", "project", macros, -(-B * -(-L // 2) // (tokens // 2)), 192, [
+            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BHD, projected_2TP,
+            logits_2TD, B, L, H, D,
+        ], 2 * stage + rows * 4)  # fmt: skip
+        return v_2BHD, projected_2TP, logits_2TD
+    macros = _convolution(u_BLD, conv_2DK, P)
+    threads = B * D // min(4, macros["VECTOR"])
+    stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
+    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(u_BLD.device):
+        stretch //= 2
+    stretch = -(-L // (4 * -(-L // stretch))) * 4
+    arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BHD, B, L, H, D, stretch]
+    blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
+    launch("block/conv", "convolve", macros, blocks, 32 * WARPS, arguments)
+    projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
+    return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT) if logits else None
+
+
+def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
+    """Whether the scan can compute the logits of H tokens itself."""
+    (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
+    return projects_step(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
+
+
+def convolve_backward(
+    u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
+    du_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of the convolutions, given those of v, less what its projections add, and of these.
+
+    They are of the H tokens that each direction reads first; others have none. Writes du_BLD; returns the gradients of
+    weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
+    """
+    B, L, D = u_BLD.shape
+    P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
+    if size == 4:
+        dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
+    macros = _convolution(u_BLD, conv_2DK, P)
+    span, products = 8 * WARPS * min(2, macros["VECTOR"]), -(-P // 16) if size == 2 else 0
+    blocks, resident = -(-D // span), 3 if products <= 4 else 2
+    # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
+    # stretches of tokens, four at a time, and these are as long as that allows.
+    most = max(1, resident * _multiprocessors(u_BLD.device) // blocks)
+    rounds = -(-B * -(-L // 256) // (4 * most))
+    stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
+    parts = min(-(-B * -(-L // stretch) // 4), most)
+    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
+    shared = 2 * 32 * (3 * (span * size + 16) + 2 * (16 * products + 8) * size)
+    launch("block/conv", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
+        u_BLD, u_BLD.stride(1), dv_2BHD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
+        dfilters, B, L, dv_2BHD.shape[2], D, stretch, parts,
+    ], shared)  # fmt: skip
+    return dfilters
+
+
+def step_backward(
+    dlogits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of all columns of the projections (2, T, P): dlogits step_proj, dk and dq; and of step_proj.
+
+    The latter, dlogits^T step, in parts of the tokens: (2, parts, D, R) in fp32.
+    """
+    (_, T, D), R, N = dlogits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
+    warps, tile = 8, 16  # as in step.cu
+    # of wider and longer projections a warp's registers cannot hold its part
+    if dlogits_2TD.element_size() > 2 or D % (16 * warps) or D > 768 or R > 24 or R % 8:
+        dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
+        dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
+        return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR)
+    parts = min(-(-T // tile), -(-_multiprocessors(dlogits_2TD.device) // 2))
+    dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
+    dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
+    shared = 3 * 2 * tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) + 2 * 4 * warps * tile * R
+    macros = dict(INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D, RANK=R, STATES=N)
+    launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts, 32 * warps, [
+        dlogits_2TD, step_2TR, step_2TR.stride(1), step_2TR.stride(0), step_proj_2DR, dk_2TN, dq_2TN, dprojected_2TP,
+        dstep_proj, T, parts,
+    ], shared)  # fmt: skip
+    return dprojected_2TP, dstep_proj
+
+
+def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
+    """a^T b in fp32 by parts of the tokens (2, parts, M, N): one product would leave most of the GPU idle."""
+    T = a_2TM.shape[1]
+    parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
+    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
+    products = torch.bmm(a.mT, b) if a.dtype.itemsize >= 4 else torch.bmm(a.mT, b, out_dtype=torch.float32)
+    return products.unflatten(0, (2, parts))
+
+
+def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:
+    vector = _vector(16 // u_BLD.element_size(), u_BLD)
+    return dict(INPUT=INPUT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], PROJECTIONS=projections)
+
+
+def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """scale * mean * silu(z) of the mean of both directions; and that mean if `keep`, else an empty tensor."""
+    _, B, L, D = y_2BLD.shape
+    gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
+    mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
+    means = mean_BLD if keep else None
+    arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, gated_BLD, means, B * L, L, D]
+    _launch("gate", _macros(y_2BLD.dtype, _vector(4, z_BLD)), B * L, arguments)
+    return gated_BLD, mean_BLD
+
+
+def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
+    """Whether `gated_product` is one kernel: there is one for few tokens and two for enough to fill the GPU."""
+    (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
+    if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
+        return False
+    many = 80 * multiprocessors <= T and _output_bytes(C) <= _shared_bytes(x_TC.device)
+    return _few_blocks(T, C) <= multiprocessors or many or runs_hopper_kernels(T, C, D, dtype, x_TC.device)
+
+
+def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether output_hopper.cu, which computes the norm of its result too, and its backward take these tokens."""
+    fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
+    return fits and _is_hopper(device) and 64 * _multiprocessors(device) <= T
+
+
+def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Room for out_proj as that kernel wants it, if it is to run."""
+    takes = runs_hopper_kernels(T, *out_proj.shape, dtype, out_proj.device)
+    return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
+
+
+def gated_product(
+    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    keep: bool, eps: float | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
+
+    And its norm with the factors, as `prepare` has them, if `eps` is given and there are `tiles`, else an empty list.
+    With `tiles`, written by `prepare`, x is to be at a multiple of 16 bytes and z the last half of uz.
+    """
+    (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
+    if not fuses_product(x_TC, D, y_2BLD.dtype):
+        gated_BLD, mean_BLD = gate(y_2BLD, z_BLD, scale_B, keep)
+        return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
+    out_TC = torch.empty_like(x_TC)
+    mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
+    macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
+    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(x_TC.device)
+    if tiles is not None:
+        assert _token_stride(z_BLD) == 2 * D
+        assert x_TC.data_ptr() % 16 == 0
+        norm = [] if eps is None else _empty_norm(x_TC, y_2BLD.dtype)
+        macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
+        rounds, tokens = _shares(T, multiprocessors)
+        shared = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + 2 * (STAGES + 2 * SLOTS) * 8
+        launch("block/gate_outproj_sm90", "gated_product_by_wgmma", macros, multiprocessors, 384, [
+            y_2BLD, z_BLD, scale_B, tiles, x_TC, out_TC, means, *(norm or (None, None)), eps or 0.0, T, L, tokens,
+            rounds,
+        ], shared)  # fmt: skip
+        return out_TC, mean_BLD, norm
+    arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, out_proj_CD, x_TC, out_TC, means, T, L]
+    blocks = _few_blocks(T, C)
+    if blocks <= multiprocessors:
+        launch("block/gate_outproj", "gated_product_of_few", macros, blocks, D // 2, arguments)
+    else:
+        blocks = min(-(-T // 96), multiprocessors)
+        launch("block/gate_outproj", "gated_product", macros, blocks, 384, arguments, _output_bytes(C))
+    return out_TC, mean_BLD, []
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+
+
+def _few_blocks(T: int, C: int) -> int:
+    """Blocks of `gated_product_of_few`: one for 16 tokens and 48 outputs."""
+    return -(-T // 16) * (C // 48)
+
+
+def _output_bytes(C: int) -> int:
+    """Shared memory of a block of `gated_product`: of 64 channels, padded, 96 tokens and the weights, twice."""
+    return 2 * 2 * (96 + C) * 72
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x += a @ b, with no rounding in between."""
+    if a.dtype == x.dtype:
+        return torch.addmm(x, a, b, out=x)
+    return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
+
+
+def gated_product_backward(
+    dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
+    dz_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """`gate_backward` of the product's gradient dout out_proj.
+
+    On Hopper both are one kernel, if the tokens fill the GPU and z, dy and dz are halves of uz and its gradient.
+    """
+    (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
+    dout_TC = dout_TC.contiguous()
+    halves = all(_token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
+    aligned = _vector(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
+    if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, dout_TC.device) and halves and aligned):
+        dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
+        return gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
+    gated_BLD = torch.empty_like(mean_BLD)
+    slices = D // 128  # of channels; a block has one of them and all that a multiprocessor has of shared memory
+    blocks = max(1, _multiprocessors(dout_TC.device) // slices)  # of each
+    rounds, tokens = _shares(T, blocks)
+    macros = dict(INPUT=INPUT[dout_TC.dtype], WIDTH=C)
+    launch("block/gate_outproj_bwd_sm90", "gated_product_backward", macros, blocks * slices, 384, [
+        dout_TC, out_proj_CD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD, gated_BLD, T, L, tokens, rounds,
+    ], 227 * 1024)  # fmt: skip
+    return gated_BLD
+
+
+def _shares(T: int, blocks: int) -> tuple[int, int]:
+    """How often each of two groups of every block on Hopper takes tokens, at most 64 at a time, and how many."""
+    rounds = -(-T // (2 * 64 * blocks))
+    return rounds, -(-T // (2 * rounds * blocks))
+
+
+def gate_backward(
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
+) -> Tensor:
+    """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
+    B, L, D = mean_BLD.shape
+    gated_BLD = torch.empty_like(mean_BLD)
+    arguments = [
+        dgated_BLD, mean_BLD, z_BLD, _token_stride(z_BLD), scale_B, dy_BLD, _token_stride(dy_BLD), dz_BLD,
+        _token_stride(dz_BLD), gated_BLD, B * L, L, D,
+    ]  # fmt: skip
+    _launch("gate_backward", _macros(mean_BLD.dtype, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
+    return gated_BLD
+
+
+def _token_stride(t_BLD: Tensor) -> int:
+    """From one token to the next, also of the next image: L may be 1."""
+    return t_BLD.stride(0) // t_BLD.shape[1]
+
+
+def _macros(
+    dtype: torch.dtype, vector: int, width: int = 4, taps: int = 4, parameter: torch.dtype = torch.float32
+) -> dict:
+    return dict(INPUT=INPUT[dtype], PARAMETER=INPUT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
+
+
+def _vector(limit: int, *tensors: Tensor) -> int:
+    """Neighbouring channels, at most `limit`, that one instruction can move in every token of every tensor."""
+    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors)
+
+
+def _launch(entry: str, macros: dict, tokens: int, arguments: list) -> None:
+    launch("block/pack", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)

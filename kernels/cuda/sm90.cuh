@@ -1,0 +1,111 @@
+// What only Hopper (sm_90a) has: barriers in shared memory, bulk copies, products of groups of four warps.
+// Addresses are of shared memory. tests/emulator.cpp has the same functions for a CPU.
+
+#include "types.cuh"
+
+DEVICE void init_barrier(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// arrives, and makes the barrier wait for bytes that bulk copies bring
+DEVICE void arrive_and_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void wait_for(unsigned barrier, int phase) {
+    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(phase)
+                 : "memory");
+}
+
+DEVICE void copy_16_async(unsigned to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// arrives when this thread's copies have
+DEVICE void arrive_when_copied(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+template <int REGISTERS>
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+DEVICE void load_matrices(unsigned (&m)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(row)
+                 : "memory");
+}
+DEVICE void load_shared(unsigned (&v)[4], unsigned from) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(from)
+                 : "memory");
+}
+DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
+// sums += a b (or = a b) for 64 rows of a, 16 to a warp as in multiply_add, and 192 columns of b, which are rows of 64
+// bytes in shared memory: 16 bytes are at their number ^ row / 2 % 4. The columns of sums are those of 24 multiply_add.
+// Between `begin_products` and `wait_for_products` a and sums belong to the tensor cores.
+#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
+#define R64(x) R16(x, 0), R16(x, 16), R16(x, 32), R16(x, 48)
+#define R96(x) R64(x), R16(x, 64), R16(x, 80)
+#define FIRST_64                                                                                       \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                 \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                 \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA(type)                                                                                    \
+    asm volatile(                                                                                      \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" FIRST_64 ", "                \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"               \
+        "}, {%96, %97, %98, %99}, %100, p, 1, 1, 0;\n}"                                                \
+        : R96(sums)                                                                                    \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix), "r"(int(add)))
+DEVICE unsigned long long matrix_of_64_byte_rows(unsigned address) {
+    return (address & 0x3ffff) >> 4 | 1ull << 16 | 8ull * 64 / 16 << 32 | 2ull << 62;
+}
+DEVICE void multiply_group(bf16, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
+    unsigned long long matrix = matrix_of_64_byte_rows(b);
+    WGMMA("bf16");
+}
+DEVICE void multiply_group(fp16, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
+    unsigned long long matrix = matrix_of_64_byte_rows(b);
+    WGMMA("f16");
+}
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// the compiler moves nothing of sums over this
+DEVICE void hold(float (&sums)[96]) { asm volatile("" : R96(sums)::"memory"); }
+DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
+
+// The same with a in shared memory too, and 128 columns of b. Both are in rows of 128 bytes, where 16 bytes are at their
+// number ^ row % 8: of a with 16 columns of a row of it, of b with 64 columns of a row of it, its other 64 in rows `apart`
+// bytes further on.
+#define WGMMA_SHARED(type)                                                                             \
+    asm volatile(                                                                                      \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                   \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" FIRST_64                     \
+        "}, %64, %65, p, 1, 1, 0, 1;\n}"                                                               \
+        : R64(sums)                                                                                    \
+        : "l"(matrix_of_128_byte_rows(a, 16)), "l"(matrix_of_128_byte_rows(b, apart)), "r"(int(add)))
+DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
+    return (address & 0x3ffff) >> 4 | (unsigned long long)(apart >> 4) << 16 | 8ull * 128 / 16 << 32 | 1ull << 62;
+}
+DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
+DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
+// products see what this thread sees in shared memory
+DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,0 +1,249 @@
+"""Launches the CUDA kernels: their macros, blocks and memory."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..cuda.compiler import launch
+from .checkpoints import CHUNK, boundaries
+from .heuristics import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, align, choose, summary_variant
+
+INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
+RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
+
+
+def forward(
+    recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
+    skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
+    plan: tuple[Lanes | Quads | Pairs, int] | None = None, step_proj_GDR: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
+
+    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R)
+    may stand in place of the logits, with the weights that project it to them.
+    """
+    x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
+    (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
+    variant, segment_chunks = plan or _choose("forward", recurrence, x, N, _vector(8, x, logits, k, q) == 8)
+    segments = -(-chunks // segment_chunks)
+    y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
+    kept = (G, B, boundaries(L), N, D) if keep else 0
+    states, earlier = torch.empty(kept, device=x.device, dtype=torch.float32), None
+    if segments > 1:
+        tensors = x, logits, k, q, rates_GDN, bias_GD
+        earlier = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=False)
+    arguments = [
+        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, earlier, y, states,
+        B, L, D, _mask(reverse), segment_chunks, keep,
+    ]  # fmt: skip
+    if isinstance(variant, Quads):
+        file, (macros, blocks, shared) = "scan/quads", _quads(variant, recurrence, x, logits, k, q)
+    elif isinstance(variant, Pairs):
+        rank = 0 if step_proj_GDR is None else step_proj_GDR.shape[2]
+        file, (macros, blocks, shared) = "scan/forward_mma", _pairs(variant, recurrence, x, N, rank)
+        arguments.append(step_proj_GDR)
+    else:
+        file, (macros, blocks, shared) = "scan/forward_simt", _lanes(variant, recurrence, x, logits, N)
+        arguments.append(_vector(4, k, q) == 4)
+    launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
+    return y, states
+
+
+def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
+    """Whether `forward` takes the step in place of the logits: where pairs.cu scans sequences such as x as a whole."""
+    variant, segment_chunks = _choose("forward", recurrence, x_GBLD, N, vectors=x_GBLD.shape[-1] % 8 == 0)
+    return isinstance(variant, Pairs) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
+
+
+def backward(
+    recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
+    rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
+    reverse: list[bool], plan: tuple[Backward, int] | None = None, over_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D).
+
+    With `over_logits` dlogits is written over the logits.
+    """
+    dy, x, logits, k, q = _rows(dy_GBLD, x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
+    (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
+    variant, segment_chunks = plan or _choose("backward", recurrence, x, N)
+    segments = -(-chunks // segment_chunks)
+    later = None
+    if segments > 1:
+        tensors = dy, logits, k, q, rates_GDN, bias_GD
+        later = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=True)
+    macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
+    new = functools.partial(torch.empty, device=x.device)
+    dx = new(x.shape, dtype=x.dtype)
+    dlogits = logits if over_logits else new(x.shape, dtype=x.dtype)
+    dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
+    dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
+    dchannels = new(G, 2, D, dtype=torch.float32)
+    drates = new((G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
+    parts, columns, tokens = B * segments, dchannels.numel() + drates.numel(), G * B * L
+    rows = new(parts, columns, dtype=torch.float32)
+    launch("scan/backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
+        *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
+        dx, *_view(dlogits), dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
+    ], shared)  # fmt: skip
+    launch("scan/backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
+        dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
+    ])  # fmt: skip
+    return dx, dlogits, dk, dq, drates, dchannels
+
+
+def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
+    """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead.
+
+    While it runs it takes twice as much again, and of SummaryTriples 176 bytes for a token of each direction.
+    """
+    value, logits, k, q, rates, bias = tensors
+    (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
+    kind = "backward" if gradients else "forward"
+    variant = summary_variant(kind, recurrence, N, value.element_size())
+    ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
+    between = torch.empty_like(ends)
+    results = [ends, decays, B, L, D, _mask(reverse), segment_chunks]
+    macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
+    macros["GRADIENTS"] = str(gradients).lower()
+    if isinstance(variant, SummaryTriples):
+        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits)
+        tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // triples["TILE"])
+        states = torch.empty(tiles, triples["STATES_BYTES"] // 4, device=value.device, dtype=torch.float32)
+        launch("scan/segment_gradients_mma", "stage_states", triples, -(-tiles // 2), 128, [
+            *_view(k), *_view(q), states, tiles, B, L, _mask(reverse), segments - 1, segment_chunks * CHUNK,
+        ])  # fmt: skip
+        file, arguments = ("scan/segment_gradients_mma", "scan_summary", triples), [
+            *_view(value), *_view(logits), *_view(q), states, bias, *results,
+        ]  # fmt: skip
+    else:
+        file, arguments = ("scan/segment_states", "scan_summary", macros), [
+            *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, *results, _vector(4, k, q) == 4,
+        ]  # fmt: skip
+    launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
+    arguments = [ends, decays, between, G * B, segments, N * D]
+    launch("scan/segment_states", "scan_combine", macros, -(-G * B * N * D // 128), 128, arguments)
+    return between
+
+
+def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
+    """Macros of the kernels in lanes.cuh, the blocks that cover the channels and the bytes of shared memory of each."""
+    states = min(variant.states, N)
+    groups = 32 * states // N
+    # a warp's row of channels is copied by at most 32 lanes
+    vector = _vector(16 // x.element_size(), x, logits)
+    channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
+    vector = min(vector, groups * channels)
+    unroll, warps = variant.unroll if N <= 16 else 4, variant.warps
+    tile = max(min(variant.tile, 1024 // N), unroll, 32 // groups)
+    # wider inputs and longer keys take more registers, which fewer blocks leave
+    min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
+    row = tile * groups * channels
+    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * align(row * x.element_size())
+    block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * warp_bytes
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=variant.stages, VECTOR=vector,
+        BLOCK_BYTES=block_bytes,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // (warps * groups * channels)), block_bytes
+
+
+def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor, q: Tensor):
+    """The same for quads.cu."""
+    N, tile, warps = k.shape[-1], 32, variant.warps
+    block_channels = 8 * warps
+    block_bytes = 2 * 2 * 4 * tile * block_channels + variant.stages * 2 * 2 * tile * (N + block_channels)
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=max(1, variant.min_blocks * 16 // N), STAGES=variant.stages, VECTOR=_vector(8, x, logits),
+        KEY_VECTOR=_vector(8, k, q), BLOCK_BYTES=block_bytes,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // block_channels), block_bytes
+
+
+def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
+    """The same for pairs.cu."""
+    shared = variant.block_bytes(rank)
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, SCANNERS=variant.scanners,
+        STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
+        VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // (16 * variant.scanners)), shared
+
+
+def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
+    """The same for summary_triples.cu."""
+    N, tile, warps, warp_channels = 16, 24, variant.warps, 8 * variant.channels
+    block_bytes = warps * warp_channels * (2 * 2 * tile + 4 * 33)
+    macros = dict(
+        _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
+        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        STATES_BYTES=tile // 3 * (32 * N + 16),
+    )  # fmt: skip
+    return macros, -(-dy.shape[-1] // (warps * warp_channels)), block_bytes
+
+
+def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
+    """The same for backward.cu."""
+    channels = _vector(variant.lane_channels(N), dy, x, logits)
+    row = 128 // N * channels
+    vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
+    warps, block_bytes, min_blocks = variant.block(N, x.element_size(), channels)
+    macros = dict(
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile, WARPS=warps,
+        STAGES=variant.stages, MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
+    )  # fmt: skip
+    return macros, -(-x.shape[-1] // (warps * row)), block_bytes
+
+
+def _common(recurrence: str, x: Tensor, N: int) -> dict:
+    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK)
+
+
+def _vector_of(limit: int, *sizes: int) -> int:
+    """The largest power of 2, at most `limit`, that divides all sizes."""
+    while any(size % limit for size in sizes):
+        limit //= 2
+    return limit
+
+
+def _vector(limit: int, *tensors: Tensor) -> int:
+    """Neighbouring elements, at most `limit`, that one instruction can move in every row of every tensor."""
+    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:3], t.shape[-1]) for t in tensors)
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
+    return [
+        t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
+    ]
+
+
+def _view(t: Tensor) -> list:
+    return [t, *t.stride()[:3]]
+
+
+def _mask(reverse: list[bool]) -> int:
+    return sum(1 << g for g, r in enumerate(reverse) if r)
+
+
+def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False):
+    (G, B, L, D), device = x_GBLD.shape, x_GBLD.device
+    size, multiprocessors, shared = x_GBLD.element_size(), _multiprocessors(device), _shared_bytes(device)
+    return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

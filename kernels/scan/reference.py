@@ -1,0 +1,303 @@
+"""The two recurrences in plain PyTorch: the definition that every other backend must reproduce.
+
+Both are diagonal linear recurrences over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ only
+in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
+
+    L tokens    T tokens of a segment    G directions    B batch    D channels    N states of a channel
+
+Inside this file tensors are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t, so a single pass
+over the tokens runs all directions, the reversed one starting from the last token of the image.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import check, check_choice, check_given, once_a_kind
+
+# Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
+SEGMENT_TOKENS = 16
+# The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a
+# token of one on the calling thread. For so little work that beats two threads, by far if the cores are busy.
+SLICE_ELEMENTS = 2**15
+
+
+class Recurrence(Protocol):
+    """Coefficients of a diagonal linear recurrence. Its inputs are `_GTB*` per token, then `_GND` per channel."""
+
+    @staticmethod
+    def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
+        """Writes the coefficients into the first two arguments."""
+
+    @staticmethod
+    def gradients(
+        ddecay_GTBND: Tensor, ddrive_GTBND: Tensor, decay_GTBND: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradient of each input, from those of the coefficients; may overwrite the latter."""
+
+
+class Longhorn:
+    """Longhorn's closed form of online associative recall (Liu et al., 2024, Algorithm 1, eq. 6).
+
+        S_t[n, d] = (1 - eps[d] k[n]^2) S_{t-1}[n, d] + eps[d] k[n] x[d]
+
+    The step size eps = beta / (1 + beta k.k) with beta = sigmoid(beta_logits) equals 1 / (1 + exp(-beta_logits) + k.k).
+    """
+
+    @staticmethod
+    def step_size(beta_logits_GTBD: Tensor, k_GTBN: Tensor) -> Tensor:
+        # where exp overflows to infinity the step size is 0, which is its limit
+        return (1 + torch.exp(-beta_logits_GTBD) + k_GTBN.square().sum(-1, keepdim=True)).reciprocal()
+
+    @staticmethod
+    def coefficients(decay_GTBND, drive_GTBND, x_GTBD, beta_logits_GTBD, k_GTBN) -> None:
+        eps_GTBD = Longhorn.step_size(beta_logits_GTBD, k_GTBN)
+        _outer(-k_GTBN.square(), eps_GTBD, out=decay_GTBND).add_(1)
+        _outer(k_GTBN, eps_GTBD * x_GTBD, out=drive_GTBND)
+
+    @staticmethod
+    def gradients(ddecay_GTBND, ddrive_GTBND, decay_GTBND, x_GTBD, beta_logits_GTBD, k_GTBN) -> tuple[Tensor, ...]:
+        eps_GTBD = Longhorn.step_size(beta_logits_GTBD, k_GTBN)
+        dinput_GTBD = _sum_states(k_GTBN, ddrive_GTBND)  # dL/d(eps x)
+        deps_GTBD = x_GTBD * dinput_GTBD - _sum_states(k_GTBN.square(), ddecay_GTBND)
+        dx_GTBD = eps_GTBD * dinput_GTBD
+        # the clamp keeps eps * exp at its limit 1, not 0 * infinity, where exp overflows
+        exp_GTBD = torch.exp(-beta_logits_GTBD).clamp(max=torch.finfo(x_GTBD.dtype).max)
+        dlogits_GTBD = deps_GTBD * eps_GTBD * (eps_GTBD * exp_GTBD)
+        dnorm_GTB1 = -(eps_GTBD.square() * deps_GTBD).sum(-1, keepdim=True)  # dL/d(k.k)
+        dk_GTBN = _sum_channels(ddrive_GTBND, eps_GTBD * x_GTBD)
+        dk_GTBN += 2 * k_GTBN * (dnorm_GTB1 - _sum_channels(ddecay_GTBND, eps_GTBD))
+        return dx_GTBD, dlogits_GTBD, dk_GTBN
+
+
+class SelectiveStateSpace:
+    """Mamba's selective state space (Gu & Dao, 2023, Algorithm 2), the recurrence of Vision Mamba.
+
+    S_t[n, d] = exp(A[n, d] dt[d]) S_{t-1}[n, d] + dt[d] b[n] x[d]
+    """
+
+    @staticmethod
+    def coefficients(decay_GTBND, drive_GTBND, x_GTBD, dt_GTBD, b_GTBN, A_GND) -> None:
+        torch.mul(A_GND[:, None, None], dt_GTBD.unsqueeze(-2), out=decay_GTBND).exp_()
+        _outer(b_GTBN, dt_GTBD * x_GTBD, out=drive_GTBND)
+
+    @staticmethod
+    def gradients(ddecay_GTBND, ddrive_GTBND, decay_GTBND, x_GTBD, dt_GTBD, b_GTBN, A_GND) -> tuple[Tensor, ...]:
+        dinput_GTBD = _sum_states(b_GTBN, ddrive_GTBND)  # dL/d(dt x)
+        dexponent_GTBND = ddecay_GTBND.mul_(decay_GTBND)
+        dx_GTBD = dt_GTBD * dinput_GTBD
+        db_GTBN = _sum_channels(ddrive_GTBND, dt_GTBD * x_GTBD)
+        ddt_GTBD = x_GTBD * dinput_GTBD + torch.mul(dexponent_GTBND, A_GND[:, None, None], out=ddrive_GTBND).sum(-2)
+        dA_GND = dexponent_GTBND.mul_(dt_GTBD.unsqueeze(-2)).sum((1, 2))
+        return dx_GTBD, ddt_GTBD, db_GTBN, dA_GND
+
+
+def longhorn_scan(x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD, reverse: list[bool]) -> Tensor:
+    """y_GBLD of `vil.kernels.longhorn_scan` for G directions, `reverse[g]` running from the last token to the first."""
+    tensors = x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD
+    x, beta_logits, k, q, skip, beta_bias = _in_state_dtype(tensors)
+    if beta_bias is not None:
+        beta_logits = beta_logits + beta_bias[:, None, None]
+    y_GLBD = _scan("longhorn", *(_as_read(t, reverse) for t in (q, x, beta_logits, k)))
+    return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
+
+
+def selective_scan(x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bias_GD, reverse: list[bool]) -> Tensor:
+    """y_GBLD of `vil.kernels.selective_scan` for G directions, as above."""
+    tensors = x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bias_GD
+    x, dt_logits, A, b, c, skip, dt_bias = _in_state_dtype(tensors)
+    if dt_bias is not None:
+        dt_logits = dt_logits + dt_bias[:, None, None]
+    A_GND = A.transpose(-1, -2).contiguous()
+    y_GLBD = _scan("selective", *(_as_read(t, reverse) for t in (c, x, F.softplus(dt_logits), b)), A_GND)
+    return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
+
+
+def _in_state_dtype(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return [t if t is None else t.to(dtype) for t in tensors]
+
+
+def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
+    """Tokens first, and in the order in which each direction reads them."""
+    return torch.stack([(t.flip(1) if r else t).transpose(0, 1) for t, r in zip(t_GBLX.unbind(0), reverse)])
+
+
+def _finish(y_GLBD: Tensor, x_GBLD: Tensor, skip_GD: Tensor | None, reverse: list[bool]) -> Tensor:
+    """Back in the order of the image, plus the skip connection."""
+    y_GBLD = torch.stack([(y.flip(0) if r else y).transpose(0, 1) for y, r in zip(y_GLBD.unbind(0), reverse)])
+    return y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x_GBLD
+
+
+RECURRENCES: dict[str, type[Recurrence]] = {"longhorn": Longhorn, "selective": SelectiveStateSpace}
+
+
+_INPUTS = {
+    "longhorn": [("inputs[0] (x)", "GLBD"), ("inputs[1] (beta_logits)", "GLBD"), ("inputs[2] (k)", "GLBN")],
+    "selective": [
+        ("inputs[0] (x)", "GLBD"), ("inputs[1] (dt)", "GLBD"), ("inputs[2] (b)", "GLBN"), ("inputs[3] (A)", "GND"),
+    ],
+}  # fmt: skip
+
+
+@once_a_kind
+def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, kept_GSBND=None) -> None:
+    """Raises a ValueError that names what the operators cannot scan."""
+    check_choice("recurrence", recurrence, RECURRENCES)
+    check_given(q_GLBN=q_GLBN)
+    if backward:
+        check_given(dy_GLBD=dy_GLBD, kept_GSBND=kept_GSBND)
+    rows = _INPUTS[recurrence]
+    if len(inputs) != len(rows):
+        raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, not {len(inputs)}")
+    of_q, dtype, sizes = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype, {}
+    check(sizes, of_q, *((name, t, layout, dtype) for (name, layout), t in zip(rows, inputs)))
+    sizes["S"] = -(-sizes["L"] // SEGMENT_TOKENS)
+    check(sizes, of_q, ("dy_GLBD", dy_GLBD, "GLBD", dtype), ("kept_GSBND", kept_GSBND, "GSBND", dtype))
+
+
+def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q_GLBN, *inputs))
+    return _scan_forward(recurrence, q_GLBN, list(inputs), keep)[0]
+
+
+# The scan is an operator of PyTorch's dispatcher so that torch.compile, torch.export, torch.fx and the meta device see
+# one node in place of its loop over the tokens.
+@torch.library.custom_op("vil::reference_scan", mutates_args=())
+def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
+    """Returns y_GLBD and, if `keep`, the state before every `SEGMENT_TOKENS` tokens for backward (else none)."""
+    _check(recurrence, q_GLBN, inputs)
+    G, L, B, N = q_GLBN.shape
+    D = inputs[0].shape[-1]
+    y_GLBD = q_GLBN.new_empty(G, L, B, D)
+    kept_GSBND = q_GLBN.new_empty(G, len(_segments(L)) if keep else 0, B, N, D)
+    buffers = _segment_buffers(2, q_GLBN, D)
+    for batch in _batch_slices(G, B, N, D):
+        S_GBND = q_GLBN.new_zeros(G, batch.stop - batch.start, N, D)
+        for i, segment in enumerate(_segments(L)):
+            if keep:
+                kept_GSBND[:, i, batch] = S_GBND
+            decay_GTBND, states_GTBND = _fit(buffers, segment, batch)
+            _run(recurrence, S_GBND, decay_GTBND, states_GTBND, _slice(inputs, segment, batch))
+            y_GLBD[:, segment, batch] = _sum_states(q_GLBN[:, segment, batch], states_GTBND)
+            S_GBND.copy_(states_GTBND[:, -1])
+    return y_GLBD, kept_GSBND
+
+
+@torch.library.custom_op("vil::reference_scan_backward", mutates_args=())
+def _scan_backward(
+    recurrence: str, dy_GLBD: Tensor, kept_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns dq_GLBN and the gradient of each input."""
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
+    G, L, B, N = q_GLBN.shape
+    dq_GLBN = torch.empty_like(q_GLBN)
+    dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
+    buffers = _segment_buffers(4, q_GLBN, dy_GLBD.shape[-1])
+    for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
+        # dL/dS_t through the tokens after t
+        from_later_GBND = torch.zeros_like(kept_GSBND[:, :1, batch]).squeeze(1)
+        for i, segment in reversed(list(enumerate(_segments(L)))):
+            index, S_GBND = (slice(None), segment, batch), kept_GSBND[:, i, batch]
+            sliced = _slice(inputs, segment, batch)
+            decay_GTBND, states_GTBND, dS_GTBND, ddecay_GTBND = _fit(buffers, segment, batch)
+            _run(recurrence, S_GBND, decay_GTBND, states_GTBND, sliced)
+            dq_GLBN[index] = _sum_channels(states_GTBND, dy_GLBD[index])
+
+            _outer(q_GLBN[index], dy_GLBD[index], out=dS_GTBND)
+            dS_GTBND[:, -1] += from_later_GBND
+            for t in reversed(range(dS_GTBND.shape[1] - 1)):
+                dS_GTBND[:, t].addcmul_(decay_GTBND[:, t + 1], dS_GTBND[:, t + 1])
+            torch.mul(decay_GTBND[:, 0], dS_GTBND[:, 0], out=from_later_GBND)
+            torch.mul(dS_GTBND[:, 0], S_GBND, out=ddecay_GTBND[:, 0])
+            torch.mul(dS_GTBND[:, 1:], states_GTBND[:, :-1], out=ddecay_GTBND[:, 1:])
+            gradients = RECURRENCES[recurrence].gradients(ddecay_GTBND, dS_GTBND, decay_GTBND, *sliced)
+            for whole, part in zip(dinputs, gradients, strict=True):
+                if _is_per_token(whole):
+                    whole[index] = part
+                else:
+                    whole += part
+    return dq_GLBN, dinputs
+
+
+def _run(recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Tensor, inputs: list[Tensor]) -> None:
+    """Writes the decay and the states of a segment of tokens, given the state before it."""
+    RECURRENCES[recurrence].coefficients(decay_GTBND, states_GTBND, *inputs)
+    for decay_GBND, drive_GBND in zip(decay_GTBND.unbind(1), states_GTBND.unbind(1), strict=True):
+        S_GBND = drive_GBND.addcmul_(decay_GBND, S_GBND)
+
+
+@_scan_forward.register_fake
+def _(recurrence, q_GLBN, inputs, keep):
+    _check(recurrence, q_GLBN, inputs)
+    G, L, B, N = q_GLBN.shape
+    D = inputs[0].shape[-1]
+    return q_GLBN.new_empty(G, L, B, D), q_GLBN.new_empty(G, -(-L // SEGMENT_TOKENS) if keep else 0, B, N, D)
+
+
+@_scan_backward.register_fake
+def _(recurrence, dy_GLBD, kept_GSBND, q_GLBN, inputs):
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
+    return torch.empty_like(q_GLBN), [torch.empty_like(t) for t in inputs]
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.recurrence, q_GLBN, scan_inputs, _ = inputs
+    ctx.save_for_backward(output[1], q_GLBN, *scan_inputs)
+
+
+def _backward(ctx, dy_GLBD, _):
+    kept_GSBND, q_GLBN, *inputs = ctx.saved_tensors
+    dq_GLBN, dinputs = _scan_backward(ctx.recurrence, dy_GLBD.contiguous(), kept_GSBND, q_GLBN, inputs)
+    return None, dq_GLBN, dinputs, None
+
+
+_scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
+for _device in ("cpu", "cuda"):  # the state is never kept in less than fp32, whatever the caller's autocast
+    _scan_forward.register_autocast(_device, torch.float32)
+    _scan_backward.register_autocast(_device, torch.float32)
+
+
+def _is_per_token(t: Tensor) -> bool:
+    return t.dim() == 4  # _GLB*; a per-channel parameter is _GND
+
+
+def _slice(inputs: list[Tensor], segment: slice, batch: slice) -> list[Tensor]:
+    return [t[:, segment, batch] if _is_per_token(t) else t for t in inputs]
+
+
+def _segments(L: int) -> list[slice]:
+    return [slice(start, min(start + SEGMENT_TOKENS, L)) for start in range(0, L, SEGMENT_TOKENS)]
+
+
+def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
+    images = max(1, SLICE_ELEMENTS // max(1, G * N * D))
+    return [slice(start, min(start + images, B)) for start in range(0, B, images)]
+
+
+def _segment_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
+    """Memory for `count` tensors GTBND of a segment and a slice, allocated once: its pages cost more than the sums."""
+    G, L, B, N = q_GLBN.shape
+    images = max((batch.stop - batch.start for batch in _batch_slices(G, B, N, D)), default=0)
+    return q_GLBN.new_empty(count, G, min(SEGMENT_TOKENS, L), images, N, D)
+
+
+def _fit(buffers: Tensor, segment: slice, batch: slice) -> tuple[Tensor, ...]:
+    return buffers[:, :, : segment.stop - segment.start, : batch.stop - batch.start].unbind(0)
+
+
+def _outer(n_GTBN: Tensor, d_GTBD: Tensor, out: Tensor) -> Tensor:
+    return torch.mul(n_GTBN.unsqueeze(-1), d_GTBD.unsqueeze(-2), out=out)
+
+
+def _sum_states(n_GTBN: Tensor, S_GTBND: Tensor) -> Tensor:
+    return torch.matmul(n_GTBN.unsqueeze(-2), S_GTBND).squeeze(-2)
+
+
+def _sum_channels(S_GTBND: Tensor, d_GTBD: Tensor) -> Tensor:
+    # as vector times matrix: an order of magnitude faster on CPUs than matrix times vector
+    return torch.matmul(d_GTBD.unsqueeze(-2), S_GTBND.transpose(-1, -2)).squeeze(-2)
