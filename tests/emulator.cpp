@@ -100,10 +100,13 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
     for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-static float __shfl_xor_sync(unsigned, float v, int distance) {
-    current->passed = v;
+template <class V>
+static V __shfl_xor_sync(unsigned, V v, int distance) {
+    static_assert(sizeof v == sizeof current->passed);
+    memcpy(&current->passed, &v, sizeof v);
     __syncwarp();
-    float other = emulator::threads[threadIdx.x ^ distance].passed;
+    V other;
+    memcpy(&other, &emulator::threads[threadIdx.x ^ distance].passed, sizeof other);
     __syncwarp();
     return other;
 }

@@ -118,19 +118,18 @@ def project(
     v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=u_BLD.dtype)
     # what the fused kernel's copies need, its shared memory holds, its 32-bit offsets within two sequences reach and
     # fills the GPU
-    tokens = 96 if P <= 64 else 48  # of a block
+    macros, tokens, shared = _projection_variant(B * L, D, P, taps, u_BLD.device)
     fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
     fits = fits and 2 * L * u_BLD.stride(1) < 2**31
     if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
-        macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank, LOGITS=int(logits))
+        macros.update(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank, LOGITS=int(logits))
         projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=u_BLD.dtype)
         logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
-        rows = tokens + 6 * (taps - 1)
-        stage = rows * 80 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
-        launch("block/conv_xproj", "project", macros, -(-B * -(-L // 2) // (tokens // 2)), 192, [
+        blocks = -(-B * -(-L // 2) // (tokens // 2))
+        launch("block/conv_xproj", "project", macros, blocks, 192 * macros["SPLIT"], [
             u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BHD, projected_2TP,
             logits_2TD, B, L, H, D,
-        ], 2 * stage + rows * 4)  # fmt: skip
+        ], shared)  # fmt: skip
         return v_2BHD, projected_2TP, logits_2TD
     macros = _convolution(u_BLD, conv_2DK, P)
     threads = B * D // min(4, macros["VECTOR"])
@@ -143,6 +142,23 @@ def project(
     launch("block/conv", "convolve", macros, blocks, 32 * WARPS, arguments)
     projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
     return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT) if logits else None
+
+
+def _projection_variant(T: int, D: int, P: int, taps: int, device: torch.device) -> tuple[dict, int, int]:
+    """Macros of conv_xproj.cu for T tokens, those that a CTA takes, and its bytes of shared memory."""
+
+    def variant(tiles, split, chunk):
+        tokens = 48 * tiles
+        rows = tokens + 6 * (taps - 1)
+        stage = rows * (chunk + 16) * 2 + 2 * chunk * (taps + 1) * 4 + 2 * P * chunk * 2
+        return dict(TILES=tiles, SPLIT=split, CHUNK=chunk, LINES=0), tokens, 2 * stage + rows * 4
+
+    if P > 80:  # of which registers hold the sums of one tile
+        return variant(1, 1, 64)
+    # two warps for the same tokens where there are too few for two CTAs on every multiprocessor
+    split = variant(2, 2, 128)
+    few = P > 64 and T <= 2 * 96 * _multiprocessors(device) and D % 128 == 0 and split[2] <= _shared_bytes(device)
+    return split if few else variant(2, 1, 64)
 
 
 def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
