@@ -175,10 +175,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
     for (int chunk = 0; chunk < chunks; chunk++) {
         wait_for_copies<0>();
         __syncthreads();
-        if (chunk + 1 < chunks)
-            fetch(chunk + 1);
-        else if (LOGITS)
-            fetch_step(0);
+        if (chunk + 1 < chunks) fetch(chunk + 1);
         const Stage &stage = stages[chunk % 2];
         const T *us = &stage.u[0][0];
         const Weights *of_32 = stage.weights;
@@ -247,6 +244,7 @@ project(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights
 #pragma unroll
         for (int m = 0; m < TILES; m++) vs[m] += CHUNK - PART;
     }
+    if (LOGITS) fetch_step(0);
     int thread = threadIdx.x;
     asm("" : "+r"(thread) : "f"(sums[0][0][0].at[0]));  // or registers would hold what follows from it all the time
     find_tokens(thread);
