@@ -3,7 +3,9 @@
 // dstep_proj = dlogits^T step.
 // Compiled by NVRTC with these macros:
 //   INPUT     element type of the tensors: bf16 or fp16
-//   CHANNELS  D, a multiple of 16 WARPS
+//   CHANNELS  of D, that a CTA has: a multiple of 16 WARPS, for whose part of the weights a warp has registers
+//   SLICES    D / CHANNELS
+//   STAGES    tiles of tokens on their way to shared memory at once, and that which is worked on
 //   RANK      columns of step_proj, R, a multiple of 8
 //   STATES    columns of dk and of dq, N, a multiple of 4
 
@@ -14,7 +16,8 @@ typedef INPUT T;
 // A block takes TILE tokens of one direction after another, of which the next STAGES - 1 tiles are on their way to shared
 // memory. A warp has WIDTH of the channels: of dstep_proj, a sum over the block's tokens, in registers until the end; of
 // dstep, a sum over channels, as a part that the warps leave in shared memory and add after the next barrier.
-constexpr int TILE = 16, WARPS = 8, WIDTH = CHANNELS / WARPS, THREADS = 32 * WARPS, STAGES = 3;
+constexpr int TILE = 16, WARPS = 8, WIDTH = CHANNELS / WARPS, THREADS = 32 * WARPS;
+constexpr int D = CHANNELS * SLICES;
 constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
 constexpr int PITCH = CHANNELS + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;  // 8 rows of 16 bytes in different banks
 struct Stage {
@@ -28,22 +31,25 @@ struct Block {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 step_stride, i64 step_directions,
               const T *__restrict__ step_proj, const T *__restrict__ dk, const T *__restrict__ dq,
-              T *__restrict__ dprojected, float *__restrict__ dstep_proj, i64 tokens, i64 parts) {
+              T *__restrict__ dprojected, float *__restrict__ dsteps, float *__restrict__ dstep_proj, i64 tokens,
+              i64 parts) {
     extern __shared__ __align__(16) char shared[];
     Block &block = *reinterpret_cast<Block *>(shared);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slice = blockIdx.x % SLICES;
+    int part = blockIdx.x / SLICES % parts, g = blockIdx.x / SLICES / parts;
     int all = tokens, tiles = (all + TILE - 1) / TILE, first_channel = warp * WIDTH;
-    dlogits += g * tokens * CHANNELS, step += g * step_directions, step_proj += g * CHANNELS * RANK;
+    dlogits += g * tokens * D + slice * CHANNELS, step += g * step_directions;
+    step_proj += (g * D + slice * CHANNELS) * RANK, dsteps += i64(g * SLICES + slice) * tokens * RANK;
     dk += g * tokens * STATES, dq += g * tokens * STATES, dprojected += g * tokens * PROJECTIONS;
-    dstep_proj += (i64(g) * parts + part) * CHANNELS * RANK;
+    dstep_proj += ((i64(g) * parts + part) * D + slice * CHANNELS) * RANK;
 
     auto fetch = [&](Stage &stage, int tile) {
-        constexpr int PIECES = CHANNELS / 8;  // of a token; in memory those of a tile are neighbours
-        const T *from = dlogits + i64(tile) * TILE * CHANNELS;
+        constexpr int PIECES = CHANNELS / 8;  // of a token; in memory those of a tile are neighbours, if there is one slice
+        const T *from = dlogits + i64(tile) * TILE * D;
 #pragma unroll
         for (int item = 0; item < TILE * PIECES / THREADS; item++) {
             int i = item * THREADS + threadIdx.x, row = i / PIECES;
-            copy_async<8>(&stage.dlogits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < all);
+            copy_async<8>(&stage.dlogits[row][i % PIECES * 8], from + (row * (D - CHANNELS) + i * 8), tile * TILE + row < all);
         }
         if (int row = threadIdx.x / EIGHTS, c = threadIdx.x % EIGHTS * 8; row < TILE)
             copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c, tile * TILE + row < all);
@@ -61,23 +67,25 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
                 weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
             }
     auto write_dstep = [&](int tile, const float (*dstep)[TILE][RANK]) {
-        static_assert(TILE * RANK / 2 <= THREADS);
-        if (int row = threadIdx.x / (RANK / 2), r = threadIdx.x % (RANK / 2) * 2; row < TILE) {
+#pragma unroll
+        for (int item = threadIdx.x; item < TILE * RANK / 2; item += THREADS) {
+            int row = item / (RANK / 2), r = item % (RANK / 2) * 2;
             Floats<2> sum = load<2>(&dstep[0][row][r]);
 #pragma unroll
-            for (int w = 1; w < WARPS; w++) {
-                Floats<2> more = load<2>(&dstep[w][row][r]);
-                sum.at[0] += more.at[0], sum.at[1] += more.at[1];
+            for (int w = 1; w < WARPS; w++) sum = sum + load<2>(&dstep[w][row][r]);
+            if (i64 token = i64(tile) * TILE + row; token < all) {
+                if (SLICES == 1)
+                    store(dprojected + token * PROJECTIONS + r, from_floats<T>(sum));
+                else
+                    store(dsteps + token * RANK + r, sum);
             }
-            if (tile * TILE + row < all)
-                store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<T>(sum));
         }
     };
     // dk and dq of a tile, 4 neighbours at a time, on their way during the tile before
     constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
     Pack<T, 4> dkeys[ITEMS];
     auto is_key = [&](int tile, int i) {
-        return (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < all;
+        return SLICES == 1 && (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < all;
     };
     auto read_dkeys = [&](int tile) {
 #pragma unroll
@@ -148,4 +156,28 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
             for (int half = 0; half < 2; half++)
                 store(dstep_proj + (first_channel + k * 16 + half * 8 + lane / 4) * RANK + n * 8 + lane % 4 * 2,
                       dweights[k][n][half]);
+}
+
+// dprojected where the channels are in SLICES: the sums over them, which step_backward leaves as dsteps (2, SLICES, tokens,
+// RANK), rounded, next to dk and dq. A thread takes 4 neighbouring columns of a token.
+extern "C" __global__ void __launch_bounds__(THREADS)
+join_slices(const float *__restrict__ dsteps, const T *__restrict__ dk, const T *__restrict__ dq,
+            T *__restrict__ dprojected, i64 tokens) {
+    constexpr int FOURS = PROJECTIONS / 4;
+    i64 item = blockIdx.x * i64(THREADS) + threadIdx.x, token = item / FOURS;  // of both directions
+    int c = item % FOURS * 4;
+    if (token >= 2 * tokens) return;
+    Pack<T, 4> found;
+    if (c < RANK) {
+        i64 g = token / tokens;
+        const float *from = dsteps + (g * SLICES * tokens + token % tokens) * RANK + c;
+        Floats<4> sum = load<4>(from);
+#pragma unroll
+        for (int slice = 1; slice < SLICES; slice++) sum = sum + load<4>(from + slice * tokens * RANK);
+        found = from_floats<T>(sum);
+    } else {
+        int n = c - RANK;
+        found = load<4>((n < STATES ? dk : dq) + token * STATES + n % STATES);
+    }
+    store(dprojected + token * PROJECTIONS + c, found);
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiler import HOPPER, launch
-from ..scan.launch import INPUT, _multiprocessors, _vector_of, projects_step
+from ..scan.launch import INPUT, _multiprocessors, _shared_bytes, _vector_of, projects_step
 
 WARPS = 4  # of a block, as in the kernels
 PACKED = [f"packed_{name}" for name in ("conv", "conv_bias", "x", "step", "step_bias", "skip")]
@@ -223,21 +223,33 @@ def step_backward(
     """
     (_, T, D), R, N = dlogits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
     warps, tile = 8, 16  # as in step.cu
-    # of wider and longer projections a warp's registers cannot hold its part
-    if dlogits_2TD.element_size() > 2 or D % (16 * warps) or D > 768 or R > 24 or R % 8:
+    multiprocessors = _multiprocessors(dlogits_2TD.device)
+    # channels are sliced where a warp's registers cannot hold its part of all
+    slices = next((n for n in (1, 2, 4, 8) if D * R <= n * 768 * 24 and D % (n * 16 * warps) == 0), None)
+    if dlogits_2TD.element_size() > 2 or R > 48 or R % 8 or slices is None:
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR)
-    parts = min(-(-T // tile), -(-_multiprocessors(dlogits_2TD.device) // 2))
-    dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
-    dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
-    shared = 3 * 2 * tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) + 2 * 4 * warps * tile * R
-    macros = dict(INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D, RANK=R, STATES=N)
-    launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts, 32 * warps, dict(
+    parts = min(-(-T // tile), multiprocessors // (2 * slices) if slices > 1 else -(-multiprocessors // 2)) or 1
+    new = functools.partial(torch.empty, device=dlogits_2TD.device)
+    dprojected_2TP = new(2, T, R + 2 * N, dtype=dlogits_2TD.dtype)
+    dstep_proj = new(2, parts, D, R, dtype=torch.float32)
+    dsteps = new(2, slices, T, R, dtype=torch.float32) if slices > 1 else None
+    stage = 2 * tile * (D // slices + 8 + R + (8 if R % 16 == 0 else 0))
+    partial, limit = 2 * 4 * warps * tile * R, _shared_bytes(dlogits_2TD.device)
+    stages = 5 if slices > 1 and 5 * stage + partial <= limit else 3
+    macros = dict(
+        INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D // slices, SLICES=slices, STAGES=stages, RANK=R, STATES=N
+    )
+    launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts * slices, 32 * warps, dict(
         dlogits=dlogits_2TD, step=step_2TR, step_stride=step_2TR.stride(1), step_directions=step_2TR.stride(0),
-        step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, dstep_proj=dstep_proj, tokens=T,
-        parts=parts,
-    ), shared)  # fmt: skip
+        step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, dsteps=dsteps, dstep_proj=dstep_proj,
+        tokens=T, parts=parts,
+    ), stages * stage + partial)  # fmt: skip
+    if slices > 1:
+        launch("block/dt_proj_bwd", "join_slices", macros, -(-2 * T * (R + 2 * N) // 4 // (32 * warps)), 32 * warps, dict(
+            dsteps=dsteps, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, tokens=T,
+        ))  # fmt: skip
     return dprojected_2TP, dstep_proj
 
 
