@@ -160,7 +160,7 @@ DEVICE void copy_rows(T (*to)[PITCH], const T *from, i64 stride, int columns, in
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 4 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 5 ? 3 : 2)
 convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
                   const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
                   T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D,

@@ -168,7 +168,7 @@ def _projection_variant(T: int, D: int, P: int, taps: int, device: torch.device)
         stage = rows * (chunk + 16) * 2 + 2 * chunk * (taps + 1) * 4 + 2 * P * chunk * 2
         return dict(TILES=tiles, SPLIT=split, CHUNK=chunk, LINES=0), tokens, 2 * stage + rows * 4
 
-    if P > 80:  # of which registers hold the sums of one tile
+    if P > 80 or P > 64 and not _is_hopper(device):  # of which registers hold the sums of one tile
         return variant(1, 1, 64)
     # two warps for the same tokens where there are too few for two CTAs on every multiprocessor
     split = variant(2, 2, 128)
@@ -197,7 +197,7 @@ def convolve_backward(
         dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     macros = _convolution(u_BLD, conv_2DK, P)
     span, products = 8 * WARPS * min(2, macros["VECTOR"]), -(-P // 16) if size == 2 else 0
-    blocks, resident = -(-D // span), 3 if products <= 4 else 2
+    blocks, resident = -(-D // span), 3 if products <= 5 else 2
     # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
     # stretches of tokens, four at a time, and these are as long as that allows.
     most = max(1, resident * _multiprocessors(u_BLD.device) // blocks)
