@@ -21,6 +21,7 @@ def emulated(monkeypatch):
     """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
     monkeypatch.setattr(kernels, "launch", emulator.launch)
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
 
 
@@ -146,6 +147,33 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         close(du, expected, dtype, "du")
 
 
+@pytest.mark.parametrize(("B", "L"), [(2, 70), (6, 25), (3, 97)])  # two warps for the same tokens, and one
+@pytest.mark.parametrize("logits", [False, True])
+def test_projections_of_wide_models_emulated(B, L, logits, monkeypatch, poison):
+    as_hopper(monkeypatch)
+    D, P, R = 256, 80, 48
+    u, x_proj = torch.randn(B, L, 2 * D).to(BF16)[..., D:], (torch.randn(2, P, D) / D**0.5).to(BF16)
+    inputs = u, torch.randn(2, D, 4), torch.randn(2, D), x_proj, torch.randn(2, D, R).to(BF16)
+    for H in (L, L // 2 + 1):
+        values = kernels.project(*inputs, H, logits)
+        for value, truth in zip(values, PlainKernels.project(*exactly(*inputs), H)):
+            assert (value is None) == (truth.shape[2] == D and truth.dim() == 3 and not logits)
+            if value is not None:
+                close(value, truth, BF16, "project")
+
+
+@pytest.mark.parametrize(("T", "D", "R"), [(100, 512, 48), (37, 1536, 48), (53, 1024, 40), (20, 256, 24)])
+def test_gradients_of_the_step_by_slices_of_channels_emulated(T, D, R, monkeypatch, poison):
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 24)
+    N = 16
+    step, step_proj = torch.randn(2, T, R + 2 * N).to(BF16)[..., :R], torch.randn(2, D, R).to(BF16)
+    inputs = torch.randn(2, T, D).to(BF16), step, step_proj, *torch.randn(2, 2, T, N).to(BF16)
+    dprojected, dstep_proj = kernels.step_backward(*inputs)
+    truths = PlainKernels.step_backward(*exactly(*inputs))
+    close(dprojected, truths[0], BF16, "dprojected")
+    close(dstep_proj.sum(1, keepdim=True), truths[1], BF16, "dstep_proj")
+
+
 # Which kernels run, as if on an H200 or an A100
 
 
@@ -234,6 +262,7 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
     assert entries() == entries(dtype=torch.float16) == ("project", 2)
     assert entries(B=3, L=97) == ("project", 4)  # of 147 pairs of tokens 48 each
     assert entries(B=2, L=96, R=40, N=24) == ("project", 4)  # P = 88: 48 tokens a block
+    assert entries(B=2, L=96, R=48, N=16) == ("project", 4)  # P = 80: so too
     assert entries(L=95)[0] == "convolve"  # too few tokens for two blocks of 96
     assert entries(B=16, L=24)[0] == "project"
     assert entries(B=16, L=23)[0] == "convolve"  # a block's tokens would be of more than five sequences
@@ -242,17 +271,21 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         dict(stride=128, start=4),
     ):  # fmt: skip
         assert entries(**other)[0] == "convolve", other
+    as_hopper(monkeypatch, 2)
+    for few in (dict(B=2, L=96), dict(B=3, L=127, D=128)):
+        assert entries(**few, R=48, N=16) == ("project", -(-few["B"] * -(-few["L"] // 2) // 48))  # 96 tokens
 
 
 @pytest.mark.parametrize(
-    ("D", "R", "dtype", "one_kernel"),
+    ("D", "R", "dtype", "slices"),
     [
-        (128, 8, BF16, True), (768, 24, BF16, True), (384, 16, torch.float16, True), (768, 32, BF16, False),
-        (896, 24, BF16, False), (192, 16, BF16, False), (128, 12, BF16, False), (128, 8, torch.float32, False),
+        (128, 8, BF16, 1), (768, 24, BF16, 1), (384, 16, torch.float16, 1), (768, 32, BF16, 2), (1536, 48, BF16, 4),
+        (1024, 24, torch.float16, 2), (896, 24, BF16, 0), (192, 16, BF16, 0), (128, 12, BF16, 0), (768, 64, BF16, 0),
+        (128, 8, torch.float32, 0),
     ],
 )  # fmt: skip
 def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
-    D, R, dtype, one_kernel, launched, monkeypatch
+    D, R, dtype, slices, launched, monkeypatch
 ):
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
@@ -261,11 +294,14 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     dprojected, dstep = kernels.step_backward(
         torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
     )
-    # a block for every two multiprocessors, or for each 16 tokens
-    assert [entry[:2] for entry in launched] == ([("step_backward", 2 * min(63, 66))] if one_kernel else [])
+    # a CTA of each slice of channels for every two multiprocessors, or for each 16 tokens
+    parts = {0: 10, 1: 63, 2: 33, 4: 16}[slices]
+    joins = [("join_slices", -(-2 * T * (R + 2 * N) // 1024))] if slices > 1 else []
+    kernel = [("step_backward", 2 * slices * parts)] if slices else []
+    assert [entry[:2] for entry in launched] == kernel + joins
     assert dprojected.shape == (2, T, R + 2 * N)
     assert dprojected.dtype == dtype
-    assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
+    assert dstep.shape == (2, parts, D, R)
     assert dstep.dtype == torch.float32
 
 
@@ -274,7 +310,7 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     [
         # blocks and bytes of shared memory; of the kernels of convolutions alone the tokens of a stretch, and parts
         ((128, 197, 768), 56, BF16, ("project", 264, 70728), (384, 46080, 200, 32)),
-        ((64, 577, 384), 80, BF16, ("project", 771, 67464), (264, 50176, 116, 44)),
+        ((64, 577, 384), 80, BF16, ("project", 771, 67464), (384, 50176, 148, 64)),
         ((8, 6085, 768), 56, BF16, ("project", 508, 70728), (396, 46080, 188, 33)),
         ((1, 6085, 768), 56, BF16, ("convolve", 572, 0, 16), (384, 46080, 48, 32)),
         ((1, 197, 384), 48, BF16, ("convolve", 19, 0, 8), (42, 41984, 8, 7)),

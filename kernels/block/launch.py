@@ -168,12 +168,11 @@ def _projection_variant(T: int, D: int, P: int, taps: int, device: torch.device)
         stage = rows * (chunk + 16) * 2 + 2 * chunk * (taps + 1) * 4 + 2 * P * chunk * 2
         return dict(TILES=tiles, SPLIT=split, CHUNK=chunk, LINES=0), tokens, 2 * stage + rows * 4
 
-    if P > 80 or P > 64 and not _is_hopper(device):  # of which registers hold the sums of one tile
+    if P > 80 or (P > 64 and not _is_hopper(device)):  # of which registers hold the sums of one tile
         return variant(1, 1, 64)
     # two warps for the same tokens where there are too few for two CTAs on every multiprocessor
-    split = variant(2, 2, 128)
-    few = P > 64 and T <= 2 * 96 * _multiprocessors(device) and D % 128 == 0 and split[2] <= _shared_bytes(device)
-    return split if few else variant(2, 1, 64)
+    few = P > 64 and D % 128 == 0 and 2 * 96 * _multiprocessors(device) > T
+    return variant(2, 2, 128) if few else variant(2, 1, 64)
 
 
 def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
@@ -225,7 +224,7 @@ def step_backward(
     warps, tile = 8, 16  # as in step.cu
     multiprocessors = _multiprocessors(dlogits_2TD.device)
     # channels are sliced where a warp's registers cannot hold its part of all
-    slices = next((n for n in (1, 2, 4, 8) if D * R <= n * 768 * 24 and D % (n * 16 * warps) == 0), None)
+    slices = next((n for n in (1, 2, 4, 8) if n * 768 * 24 >= D * R and D % (n * 16 * warps) == 0), None)
     if dlogits_2TD.element_size() > 2 or R > 48 or R % 8 or slices is None:
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
@@ -236,18 +235,17 @@ def step_backward(
     dstep_proj = new(2, parts, D, R, dtype=torch.float32)
     dsteps = new(2, slices, T, R, dtype=torch.float32) if slices > 1 else None
     stage = 2 * tile * (D // slices + 8 + R + (8 if R % 16 == 0 else 0))
-    partial, limit = 2 * 4 * warps * tile * R, _shared_bytes(dlogits_2TD.device)
-    stages = 5 if slices > 1 and 5 * stage + partial <= limit else 3
-    macros = dict(
-        INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D // slices, SLICES=slices, STAGES=stages, RANK=R, STATES=N
-    )
+    partial = 2 * 4 * warps * tile * R
+    stages = 5 if slices > 1 and 5 * stage + partial <= _shared_bytes(dlogits_2TD.device) else 3
+    macros = dict(INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D // slices, SLICES=slices, STAGES=stages, RANK=R, STATES=N)
     launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts * slices, 32 * warps, dict(
         dlogits=dlogits_2TD, step=step_2TR, step_stride=step_2TR.stride(1), step_directions=step_2TR.stride(0),
         step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, dsteps=dsteps, dstep_proj=dstep_proj,
         tokens=T, parts=parts,
     ), stages * stage + partial)  # fmt: skip
     if slices > 1:
-        launch("block/dt_proj_bwd", "join_slices", macros, -(-2 * T * (R + 2 * N) // 4 // (32 * warps)), 32 * warps, dict(
+        fours = 2 * T * (R + 2 * N) // 4  # of columns
+        launch("block/dt_proj_bwd", "join_slices", macros, -(-fours // (32 * warps)), 32 * warps, dict(
             dsteps=dsteps, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, tokens=T,
         ))  # fmt: skip
     return dprojected_2TP, dstep_proj
