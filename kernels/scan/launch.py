@@ -35,19 +35,19 @@ def forward(
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
         earlier = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=False)
-    arguments = [
-        *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, earlier, y, states,
-        B, L, D, _mask(reverse), segment_chunks, keep,
-    ]  # fmt: skip
+    arguments = dict(
+        **_tokens(x=x, logit=logits, k=k, q=q), rates=rates_GDN, skips=skip_GD, biases=bias_GD, earlier=earlier, y=y,
+        states=states, B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks, keep=keep,
+    )  # fmt: skip
     if isinstance(variant, Quads):
         file, (macros, blocks, shared) = "scan/quads", _quads(variant, recurrence, x, logits, k, q)
     elif isinstance(variant, Pairs):
         rank = 0 if step_proj_GDR is None else step_proj_GDR.shape[2]
         file, (macros, blocks, shared) = "scan/forward_mma", _pairs(variant, recurrence, x, N, rank)
-        arguments.append(step_proj_GDR)
+        arguments["step_projs"] = step_proj_GDR
     else:
         file, (macros, blocks, shared) = "scan/forward_simt", _lanes(variant, recurrence, x, logits, N)
-        arguments.append(_vector(4, k, q) == 4)
+        arguments["key_vectors"] = _vector(4, k, q) == 4
     launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
     return y, states
 
@@ -85,13 +85,15 @@ def backward(
     drates = new((G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
     parts, columns, tokens = B * segments, dchannels.numel() + drates.numel(), G * B * L
     rows = new(parts, columns, dtype=torch.float32)
-    launch("scan/backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], [
-        *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
-        dx, *_view(dlogits), dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
-    ], shared)  # fmt: skip
-    launch("scan/backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
-        dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
-    ])  # fmt: skip
+    launch("scan/backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], dict(
+        **_tokens(dy=dy, x=x, logit=logits, k=k, q=q, dlogit=dlogits), rates=rates_GDN, skips=skip_GD, biases=bias_GD,
+        states=states_GBSND, later=later, dx=dx, dkeys=dkeys, rows=rows, directions=G, B=B, L=L, D=D,
+        reverse=_mask(reverse), segment_chunks=segment_chunks, key_vectors=_vector(4, k, q) == 4,
+    ), shared)  # fmt: skip
+    launch("scan/backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, dict(
+        dkeys=dkeys, dk=dk, dq=dq, key_parts=blocks, tokens=tokens, rows=rows, dchannels=dchannels, drates=drates,
+        parts=parts, channels=dchannels.numel(), columns=columns,
+    ))  # fmt: skip
     return dx, dlogits, dk, dq, drates, dchannels
 
 
@@ -106,25 +108,28 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     variant = summary_variant(kind, recurrence, N, value.element_size())
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     between = torch.empty_like(ends)
-    results = [ends, decays, B, L, D, _mask(reverse), segment_chunks]
+    shared_arguments = dict(
+        biases=bias, ends=ends, decays=decays, B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks
+    )
     macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
     if isinstance(variant, SummaryTriples):
         triples, blocks, shared = _summary_triples(variant, recurrence, value, logits)
         tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // triples["TILE"])
         states = torch.empty(tiles, triples["STATES_BYTES"] // 4, device=value.device, dtype=torch.float32)
-        launch("scan/segment_gradients_mma", "stage_states", triples, -(-tiles // 2), 128, [
-            *_view(k), *_view(q), states, tiles, B, L, _mask(reverse), segments - 1, segment_chunks * CHUNK,
-        ])  # fmt: skip
-        file, arguments = ("scan/segment_gradients_mma", "scan_summary", triples), [
-            *_view(value), *_view(logits), *_view(q), states, bias, *results,
-        ]  # fmt: skip
+        launch("scan/segment_gradients_mma", "stage_states", triples, -(-tiles // 2), 128, dict(
+            **_tokens(k=k, q=q), states=states, count=tiles, B=B, L=L, reverse=_mask(reverse), boundaries=segments - 1,
+            segment_tokens=segment_chunks * CHUNK,
+        ))  # fmt: skip
+        file = "scan/segment_gradients_mma", "scan_summary", triples
+        arguments = dict(**_tokens(dy=value, logit=logits, q=q), all_states=states)
     else:
-        file, arguments = ("scan/segment_states", "scan_summary", macros), [
-            *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, *results, _vector(4, k, q) == 4,
-        ]  # fmt: skip
+        file = "scan/segment_states", "scan_summary", macros
+        key_vectors = _vector(4, k, q) == 4
+        arguments = dict(**_tokens(value=value, logit=logits, k=k, q=q), rates=rates, key_vectors=key_vectors)
+    arguments |= shared_arguments
     launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
-    arguments = [ends, decays, between, G * B, segments, N * D]
+    arguments = dict(ends=ends, decays=decays, between=between, sequences=G * B, segments=segments, ND=N * D)
     launch("scan/segment_states", "scan_combine", macros, -(-G * B * N * D // 128), 128, arguments)
     return between
 
@@ -224,8 +229,13 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def _view(t: Tensor) -> list:
-    return [t, *t.stride()[:3]]
+def _tokens(**tensors: Tensor) -> dict:
+    """Arguments for parameters TOKENS(T, name)."""
+    arguments = {}
+    for name, t in tensors.items():
+        arguments[f"{name}_data"] = t
+        arguments |= zip((f"{name}_stride_G", f"{name}_stride_B", f"{name}_stride_L"), t.stride())
+    return arguments
 
 
 def _mask(reverse: list[bool]) -> int:
