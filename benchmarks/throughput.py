@@ -85,12 +85,12 @@ GOALS = {
 # group: the kernels whose name matches, where none before it does
 GROUPS = {
     "scan forward": r"scan_forward",
-    "scan backward": r"scan_backward|sum_keys|sum_parts|reduce_partials",
-    "scan segments": r"stage_states|stage_factors|scan_summary|scan_combine|segment_|pass_states",
+    "scan backward": r"scan_backward|reduce_partials",
+    "scan segments": r"stage_factors|segment_states|segment_gradients|pass_states",
     "attention": r"flash|fmha|sdpa|attention",
     "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw|^project|conv_xproj",
     "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas|step_backward|dt_proj_bwd",
-    "norm, gate": r"norm|gate|gammabeta|prepare|finish_backward|pack_weights|unpack_gradients",
+    "norm, gate": r"norm|gate|gammabeta|pack_weights|unpack_gradients",
     "optimizer": r"adam|multi_tensor_apply",
     "other": r"",
 }
