@@ -150,7 +150,7 @@ def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, block
         run_with(checked, values, blocks=blocks)
 
 
-def run_with(checked, values, index=None, *, blocks=None):
+def run_with(checked, values, stream=None, *, blocks=None):
     """As `Launch.run_with`: on addresses, around which nobody watches."""
     library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (

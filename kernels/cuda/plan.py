@@ -3,8 +3,8 @@
 A function that asks for its tensors' sizes, allocates, views, multiplies and launches kernels does the same again for
 tensors of the same shapes, strides, dtypes, device and alignment. So its first call for such tensors runs on stand-ins
 on PyTorch's meta device, where nothing is computed, and what it does is written down: kernels with their grids and
-numbers, PyTorch's operators, and buffers, of which those that are freed at once are one allocation. Views and questions
-leave no trace.
+numbers, PyTorch's operators, and buffers, of which those that are made and freed at once are one allocation. Views and
+questions leave no trace.
 
     forward = planned()(forward)
 
@@ -93,7 +93,7 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
 
 def kind_of(t: Tensor) -> tuple:
     """What a plan depends on."""
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
+    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ class Plan:
             tensors[buffer], addresses[buffer] = t, t.data_ptr() - offset
         # neither autograd nor autocast has a part in this, and both take the host time
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            stream = compiler.current_stream(self.device)
             for step in self.steps:
-                step(tensors, addresses)
+                step(tensors, addresses, stream)
             return [None if output is None else see(tensors, output) for output in self.outputs]
 
 
@@ -210,11 +211,14 @@ class Recording(TorchDispatchMode):
         kept = {self.number_of(t) for t in results if isinstance(t, Tensor)}
         uses = [self._used(step) for step in self.steps]
         last = {buffer: i for i, used in enumerate(uses) for buffer in used}
-        # what is freed at once and of one dtype is one allocation, made when the first is needed
+        # what is made and freed at once and of one dtype is one allocation
         together: dict[tuple, list[int]] = {}
+        done = 0
         for kind, *of_step in self.steps:
-            if kind == "empty" and (buffer := of_step[0]) in last and buffer not in kept:
-                together.setdefault((last[buffer], self.bases[buffer].tensor.dtype), []).append(buffer)
+            if kind != "empty":
+                done += 1
+            elif (buffer := of_step[0]) in last and buffer not in kept:
+                together.setdefault((done, last[buffer], self.bases[buffer].tensor.dtype), []).append(buffer)
         self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
         sizes: dict[int, int] = {}  # of allocations, by the first buffer
         for buffers in together.values():
@@ -263,14 +267,14 @@ class Recording(TorchDispatchMode):
 
     def _launching(self, one: Launch) -> Callable:
         pointers = [(at, self.number_of(t), t.data_ptr()) for at, t in one.tensors]
-        values, index = one.values, self.device.index
+        values = one.values
         one.tensors = []  # of which the kernel is to keep nothing
 
-        def launch(_, addresses):
+        def launch(_, addresses, stream):
             own = values.copy()
             for at, buffer, offset in pointers:
                 own[at] = addresses[buffer] + offset
-            one.run_with(own, index)
+            one.run_with(own, stream)
 
         return launch
 
@@ -296,14 +300,14 @@ class Recording(TorchDispatchMode):
         if len(numbers) == 1 and isinstance(result, Tensor):
             (number,) = numbers
 
-            def call_for_one(tensors, addresses):
+            def call_for_one(tensors, addresses, _):
                 own, by_keyword = prepare(tensors)
                 t = tensors[number] = call(*own, **by_keyword)
                 addresses[number] = t.data_ptr()
 
             return call_for_one
 
-        def call_for_some(tensors, addresses):
+        def call_for_some(tensors, addresses, _):
             own, by_keyword = prepare(tensors)
             found = tree_leaves(call(*own, **by_keyword))
             for i, number in zip(places, numbers):
@@ -320,7 +324,7 @@ class Recording(TorchDispatchMode):
         dtype, device = self.bases[buffers[0]].tensor.dtype, self.device
         count, starts = size // dtype.itemsize, [(buffer, self.starts[buffer]) for buffer in buffers]
 
-        def allocate(tensors, addresses):
+        def allocate(tensors, addresses, _):
             memory = torch.empty(count, dtype=dtype, device=device)
             address = memory.data_ptr()
             for buffer, start in starts:
@@ -333,7 +337,7 @@ class Recording(TorchDispatchMode):
         shape, stride, dtype = t.shape, t.stride(), t.dtype
         dense = t.is_contiguous()
 
-        def make(tensors, addresses):
+        def make(tensors, addresses, _):
             if dense:
                 t = torch.empty(shape, dtype=dtype, device=device)
             else:
@@ -347,6 +351,6 @@ def _seen(tensors: list, leaf):
     return see(tensors, leaf) if isinstance(leaf, View) else leaf
 
 
-def _free(buffers: list[int], tensors: list, _) -> None:
+def _free(buffers: list[int], tensors: list, *_) -> None:
     for buffer in buffers:
         tensors[buffer] = None

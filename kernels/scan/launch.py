@@ -38,7 +38,8 @@ def scan_forward(
         earlier = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=False)
     arguments = dict(
         **_tokens(x=x, logit=logits, k=k, q=q), rates=rates_GDN, skips=skip_GD, biases=bias_GD, earlier=earlier, y=y,
-        states=states, B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks, keep=keep,
+        states=states if keep else None, B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks,
+        keep=keep,
     )  # fmt: skip
     if isinstance(variant, Quads):
         file, (macros, blocks, shared) = "scan/quads", _quads(variant, recurrence, x, logits, k, q)
