@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..cuda.compiler import launch
 from .checkpoints import CHUNK, boundaries
-from .heuristics import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, align, choose, summary_variant
+from .heuristics import (
+    SEGMENT_STATES, Backward, ForwardMma, ForwardSimt, SegmentGradientsMma, align, choose, segment_variant,
+)  # fmt: skip
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -18,7 +20,7 @@ RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 def forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
-    plan: tuple[Lanes | Quads | Pairs, int] | None = None, step_proj_GDR: Tensor | None = None,
+    plan: tuple[ForwardSimt | ForwardMma, int] | None = None, step_proj_GDR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
@@ -39,14 +41,12 @@ def forward(
         *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, earlier, y, states,
         B, L, D, _mask(reverse), segment_chunks, keep,
     ]  # fmt: skip
-    if isinstance(variant, Quads):
-        file, (macros, blocks, shared) = "scan/quads", _quads(variant, recurrence, x, logits, k, q)
-    elif isinstance(variant, Pairs):
+    if isinstance(variant, ForwardMma):
         rank = 0 if step_proj_GDR is None else step_proj_GDR.shape[2]
-        file, (macros, blocks, shared) = "scan/forward_mma", _pairs(variant, recurrence, x, N, rank)
+        file, (macros, blocks, shared) = "scan/forward_mma", _forward_mma(variant, recurrence, x, N, rank)
         arguments.append(step_proj_GDR)
     else:
-        file, (macros, blocks, shared) = "scan/forward_simt", _lanes(variant, recurrence, x, logits, N)
+        file, (macros, blocks, shared) = "scan/forward_simt", _simt(variant, recurrence, x, logits, N)
         arguments.append(_vector(4, k, q) == 4)
     launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
     return y, states
@@ -55,7 +55,7 @@ def forward(
 def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
     """Whether `forward` takes the step in place of the logits: where pairs.cu scans sequences such as x as a whole."""
     variant, segment_chunks = _choose("forward", recurrence, x_GBLD, N, vectors=x_GBLD.shape[-1] % 8 == 0)
-    return isinstance(variant, Pairs) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
+    return isinstance(variant, ForwardMma) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
 
 
 def backward(
@@ -103,14 +103,14 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     kind = "backward" if gradients else "forward"
-    variant = summary_variant(kind, recurrence, N, value.element_size())
+    variant = segment_variant(kind, recurrence, N, value.element_size())
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     between = torch.empty_like(ends)
     results = [ends, decays, B, L, D, _mask(reverse), segment_chunks]
-    macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
+    macros, blocks, shared = _simt(SEGMENT_STATES[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
-    if isinstance(variant, SummaryTriples):
-        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits)
+    if isinstance(variant, SegmentGradientsMma):
+        triples, blocks, shared = _segment_gradients_mma(variant, recurrence, value, logits)
         tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // triples["TILE"])
         states = torch.empty(tiles, triples["STATES_BYTES"] // 4, device=value.device, dtype=torch.float32)
         launch("scan/segment_gradients_mma", "stage_states", triples, -(-tiles // 2), 128, [
@@ -129,7 +129,7 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
     return between
 
 
-def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
+def _simt(variant: ForwardSimt, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
     """Macros of the kernels in lanes.cuh, the blocks that cover the channels and the bytes of shared memory of each."""
     states = min(variant.states, N)
     groups = 32 * states // N
@@ -137,52 +137,39 @@ def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -
     vector = _vector(16 // x.element_size(), x, logits)
     channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
     vector = min(vector, groups * channels)
-    unroll, warps = variant.unroll if N <= 16 else 4, variant.warps
+    unroll, warps, stages = variant.unroll if N <= 16 else 4, variant.warps, 3
     tile = max(min(variant.tile, 1024 // N), unroll, 32 // groups)
     # wider inputs and longer keys take more registers, which fewer blocks leave
-    min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
+    min_blocks = variant.ctas if x.element_size() * N <= 32 else variant.ctas * 2 // 3
     row = tile * groups * channels
-    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * align(row * x.element_size())
+    warp_bytes = (2 if variant.ahead else 1) * 4 * row + stages * 2 * align(row * x.element_size())
     block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * warp_bytes
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=variant.stages, VECTOR=vector,
+        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=stages, VECTOR=vector,
         BLOCK_BYTES=block_bytes,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * groups * channels)), block_bytes
 
 
-def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor, q: Tensor):
-    """The same for quads.cu."""
-    N, tile, warps = k.shape[-1], 32, variant.warps
-    block_channels = 8 * warps
-    block_bytes = 2 * 2 * 4 * tile * block_channels + variant.stages * 2 * 2 * tile * (N + block_channels)
-    macros = dict(
-        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=max(1, variant.min_blocks * 16 // N), STAGES=variant.stages, VECTOR=_vector(8, x, logits),
-        KEY_VECTOR=_vector(8, k, q), BLOCK_BYTES=block_bytes,
-    )  # fmt: skip
-    return macros, -(-x.shape[-1] // block_channels), block_bytes
-
-
-def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
+def _forward_mma(variant: ForwardMma, recurrence: str, x: Tensor, N: int, rank: int):
     """The same for pairs.cu."""
     shared = variant.block_bytes(rank)
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, SCANNERS=variant.scanners,
-        STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, SCANNERS=variant.consumers,
+        STAGERS=len(variant.producers), ROLES="{" + ", ".join(map(str, variant.producers)) + "}", STAGES=variant.stages,
         VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
     )  # fmt: skip
-    return macros, -(-x.shape[-1] // (16 * variant.scanners)), shared
+    return macros, -(-x.shape[-1] // (16 * variant.consumers)), shared
 
 
-def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
+def _segment_gradients_mma(variant: SegmentGradientsMma, recurrence: str, dy: Tensor, logits: Tensor):
     """The same for summary_triples.cu."""
     N, tile, warps, warp_channels = 16, 24, variant.warps, 8 * variant.channels
     block_bytes = warps * warp_channels * (2 * 2 * tile + 4 * 33)
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        MIN_BLOCKS=variant.ctas, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
         STATES_BYTES=tile // 3 * (32 * N + 16),
     )  # fmt: skip
     return macros, -(-dy.shape[-1] // (warps * warp_channels)), block_bytes
@@ -195,8 +182,8 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
     vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
     warps, block_bytes, min_blocks = variant.block(N, x.element_size(), channels)
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile, WARPS=warps,
-        STAGES=variant.stages, MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile(N), WARPS=warps, STAGES=2,
+        MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * row)), block_bytes
 
