@@ -31,7 +31,6 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
     """(file, macros, shared memory of a block) of every variant that the cost model may choose for these inputs."""
     limit = SHARED.get(arch, 99 * 1024)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
-    k = torch.empty(2, 1, 8, N, dtype=dtype, device="meta")
     for variant in variants.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, limit):
         if isinstance(variant, variants.ForwardMma):
             for rank in (0, 16, 24, 48):
@@ -404,7 +403,9 @@ def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_
     for token in (20, 21, 22, 23):
         spoilt = x.clone()
         spoilt[0, 0, token, 9] = value
-        y, _ = scan.forward("longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.FORWARD_MMA[1], 1))
+        y, _ = scan.forward(
+            "longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.FORWARD_MMA[1], 1)
+        )
         assert not torch.isfinite(y[0, 0, token:, 9]).any()
         assert torch.isfinite(y[0, 0, : token - 2]).all()
         y[..., 9] = 0

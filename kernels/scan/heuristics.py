@@ -1,9 +1,9 @@
 """Which variant of a kernel runs, and into how many segments it cuts a sequence: a small cost model.
 
 A variant says how channels and their states are dealt to the lanes of a warp. Many in a lane share the cost of reading
-keys and of addressing, but leave fewer warps, too few for a small batch to keep the GPU busy. What a variant takes was
-measured on an H200: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their first token.
-So many warps of a scheduler as there are numbers run at once, the others in waves after them. So a scan takes
+keys and of addressing, but leave fewer warps, too few for a small batch to keep the GPU busy. What a variant takes is
+measured on an H200, in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their
+first token. As many warps of a scheduler as there are numbers run at once, the others in waves after them. A scan takes
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
@@ -55,8 +55,8 @@ class SegmentStates(ForwardSimt):
 class ForwardMma(NamedTuple):
     """forward_mma.cu, Longhorn of 16-bit inputs with 16 states: 16 channels for each of the `consumers`.
 
-    `producers` are the roles of the other warps, of which each consumer's 16 tokens need two units: 0 copies, -1 prepares
-    states, and more are units of channels. A multiprocessor runs one CTA.
+    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, n > 0 those of n units of 8
+    tokens of a consumer's channels, of which each consumer has `tile` / 8. A multiprocessor runs one CTA.
     """
 
     consumers: int
