@@ -24,7 +24,7 @@ LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN, BLOCK = ["tests/test_cuda.py"], ["tests/test_block_kernels.py", "tests/test_block.py"]
 AUGMENT = ["tests/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
-TESTS = {"cuda/types.cuh": SCAN + BLOCK}  # of files; of others those of their folders
+TESTS = {f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")}  # of others those of their folders
 FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
 
 
@@ -38,9 +38,11 @@ class Mutant(NamedTuple):
 # what each shows, the text, which the file has once, and what stands in its place
 # fmt: off
 TABLE = {
-    "cuda/types.cuh": [
+    "cuda/async_copies.cuh": [
         ("odd channels: what lies behind the last token or channel is read",
          "*shared = valid ? *global : T{};", "*shared = *global;"),
+    ],
+    "cuda/elements.cuh": [
         ("every other bf16 value has its neighbour's bits behind its own",
          "__uint_as_float(word & 0xffff0000u)}", "__uint_as_float(word)}"),
         ("odd channels: 16-bit values lose their last bit",
@@ -48,23 +50,30 @@ TABLE = {
         ("keys that no vector can read: two states exchanged",
          "p[2].bits | unsigned(p[3].bits) << 16", "p[3].bits | unsigned(p[2].bits) << 16"),
     ],
+    "cuda/mma.cuh": [
+        ("pairs of matrices are not transposed", "m8n8.x2.trans.shared", "m8n8.x2.shared"),
+        ("four matrices are not transposed", "m8n8.x4.trans.shared", "m8n8.x4.shared"),
+    ],
     "scan/recurrences.cuh": [
         ("Longhorn: one term of dk has the wrong sign",
          "dk = fmaf(2, eps_G_residual, fmaf(-x, eps_G, dk));", "dk = fmaf(2, eps_G_residual, fmaf(x, eps_G, dk));"),
         ("Longhorn: dk lacks the derivative of the key's norm",
-         "return -gate * sum_gate;", "return 0;"),
+         "return -eps * sum_step_size;", "return 0;"),
         ("Longhorn: NaN gradients where a logit is very negative",
-         "return gate * min_or_nan(exp_fast(-logit), 0x1p126f);", "return gate * exp_fast(-logit);"),
-        ("Mamba: the step is off by 1e-3 at logits around 0",
+         "return eps * min_or_nan(exp_fast(-logit), 0x1p126f);", "return eps * exp_fast(-logit);"),
+        ("Mamba: the step size is off by 1e-3 at logits around 0",
          "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33284062f)",
          "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33384062f)"),
-        ("Mamba: dA and the step's gradient from S_t in place of S_{t-1}",
-         "kept = {S, decay(gate, k, A)};\n        S = fmaf(kept.decay, S, gate * x * k);",
-         "kept.decay = decay(gate, k, A);\n"
-         "        S = fmaf(kept.decay, S, gate * x * k);\n"
+        ("Mamba: dA and the step size's gradient from S_t in place of S_{t-1}",
+         "kept = {S, decay(dt, b, A)};\n        S = fmaf(kept.decay, S, dt * x * b);",
+         "kept.decay = decay(dt, b, A);\n"
+         "        S = fmaf(kept.decay, S, dt * x * b);\n"
          "        kept.S_previous = S;"),
-        ("Mamba: the step's gradient lacks what the input adds",
-         "return fmaf(x, sum_x, sum_gate * (1 / LOG2E)) * slope;", "return sum_gate * (1 / LOG2E) * slope;"),
+        ("Mamba: the step size's gradient lacks what the input adds",
+         "return fmaf(x, sum_x, sum_step_size * (1 / LOG2E)) * slope;",
+         "return sum_step_size * (1 / LOG2E) * slope;"),
+    ],
+    "scan/tiles.cuh": [
         ("the reversed direction begins one token behind the last",
          "(reverse ? (L - 1) * x.stride_L : 0)", "(reverse ? L * x.stride_L : 0)"),
         ("tensors of more than 2^31 elements: wrong images",
@@ -73,25 +82,30 @@ TABLE = {
          "DEVICE i64 state_offset(", "DEVICE int state_offset("),
         ("channels behind the last are read",
          "t + skipped < min(tokens, TILE)", "t < min(tokens, TILE)"),
+        ("both directions scan the first one's tensors",
+         "g = blockIdx.x / ctas / segments / B;", "g = 0;"),
+    ],
+    "scan/lanes.cuh": [
+        ("both directions have the first one's rates",
+         "Recurrence::rate(rates[(at.g * D + at.d + c) * N + at.n + n])",
+         "Recurrence::rate(rates[(at.d + c) * N + at.n + n])"),
         ("backward: key norms of a chunk's later tokens overwrite the first's",
          "if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
          "if (!is_query && n == 0) keys.kk[first + i * APART] = kk;"),
         ("keys behind the last token are read",
          "min(first + i * APART, tokens - 1)", "(first + i * APART)"),
     ],
-    "scan/lanes.cuh": [
+    "scan/simt_scan.cuh": [
         ("copies go to the stage that is being read",
          "copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);",
          "copy(warp.stage[stage], t0 + (STAGES - 1) * TILE);"),
-        ("gates are read before other lanes have written them",
-         "staging.stage(warp.staged, tile, tile_keys);\n        __syncwarp();",
-         "staging.stage(warp.staged, tile, tile_keys);"),
+        ("step sizes are read before other lanes have written them",
+         "preparation.run(warp.prepared, tile, tile_keys);\n        __syncwarp();",
+         "preparation.run(warp.prepared, tile, tile_keys);"),
         ("keys of the next tile overwrite those that slower warps still read",
          "        buffer ^= 1;\n", ""),
         ("both directions have the first one's step bias",
-         "load<C>(biases + at.g * D + at.warp_d + c)", "load<C>(biases + at.warp_d + c)"),
-        ("both directions have the first one's rates",
-         "R::rate(rates[(at.g * D + at.d + c) * N + at.n + n])", "R::rate(rates[(at.d + c) * N + at.n + n])"),
+         "load<DL>(biases + at.g * D + at.warp_d + c)", "load<DL>(biases + at.warp_d + c)"),
         ("few states a lane: both directions have the first one's bias",
          "biases[at.g * D + at.warp_d + c + i]", "biases[at.warp_d + c + i]"),
         ("a tile is read before it has arrived",
@@ -99,13 +113,13 @@ TABLE = {
     ],
     "scan/forward_simt.cu": [
         ("both directions have the first one's skip connection",
-         "load<C>(skips + at.g * D + at.d)", "load<C>(skips + at.d)"),
-        ("states are kept one chunk too late",
+         "load<DL>(skips + at.g * D + at.d)", "load<DL>(skips + at.d)"),
+        ("checkpointed states are one chunk too late",
          "begin / CHUNK - 1, at.n", "begin / CHUNK, at.n"),
         ("the last tokens have no output",
-         "        step);\n    if (AHEAD) finish(last_y, last_t, last_left);", "        step);"),
+         "scan);\n    if (AHEAD) finish(last_y, last_t, last_left);", "scan);"),
         ("every segment starts from the state behind the first",
-         "at.segment - 1, at.n, at.d, B, segments - 1, D", "0, at.n, at.d, B, segments - 1, D"),
+         "at.segment - 1, at.n, at.d, B, cut.segments - 1, D", "0, at.n, at.d, B, cut.segments - 1, D"),
         ("the state at the start of a segment is not kept",
          "if (keep && at.valid && t > 0)", "if (keep && at.valid && t > begin)"),
         ("a sum over states lacks some",
@@ -114,7 +128,7 @@ TABLE = {
     ],
     "scan/segment_states.cu": [
         ("a segment forgets all but the one before it",
-         "carried = fmaf(decays[at], carried, ends[at]);", "carried = ends[at];"),
+         "passed = fmaf(decays[at], passed, ends[at]);", "passed = ends[at];"),
         ("gradients pass from segment to segment in the wrong order",
          "GRADIENTS ? segments - 2 - j : j", "j"),
         ("gradients between segments: tokens that do not exist count",
@@ -126,37 +140,37 @@ TABLE = {
     ],
     "scan/backward.cu": [
         ("every segment takes the first one's gradient from behind",
-         "later + state_offset(at.g, at.b, at.segment, 4 * at.quad", "later + state_offset(at.g, at.b, 0, 4 * at.quad"),
+         "final_gradients + state_offset(at.g, at.b, at.segment, at.n", "final_gradients + state_offset(at.g, at.b, 0, at.n"),
         ("dq from S_{t-1} in place of S_t",
-         "            R::update(S[n][c], kept[n][c], t.x.at[c], t.gate.at[c], t.k.at[n], A[n][c]);\n"
-         "            dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);",
-         "            dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
-         "            R::update(S[n][c], kept[n][c], t.x.at[c], t.gate.at[c], t.k.at[n], A[n][c]);"),
+         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
+         "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);",
+         "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
+         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);"),
         ("dk and dq are added up before all warps have theirs",
-         "            // two buffers, so that one barrier a tile is enough\n            __syncthreads();", ""),
+         "            __syncthreads();\n            write_keys(", "            write_keys("),
         ("sums over channels and states before all lanes have theirs",
          "                walk_back(G, dA, kept, last, tile, half * HALF, A, at);\n                __syncwarp();",
          "                walk_back(G, dA, kept, last, tile, half * HALF, A, at);"),
-        ("dk lacks the norm's part of a block's last channels",
+        ("dk lacks the norm's part of a CTA's last channels",
          "for (int w = 1; w < WARPS; w++) norm +=", "for (int w = 1; w < WARPS - 1; w++) norm +="),
         ("parameters' gradients lack the last segment of the last image",
-         "for (i64 p = slice; p < parts; p += 8)", "for (i64 p = slice; p < parts - 1; p += 8)"),
-        ("dk and dq lack the last block of channels",
+         "for (i64 row = slice; row < rows; row += 8)", "for (i64 row = slice; row < rows - 1; row += 8)"),
+        ("dk and dq lack the last CTA's channels",
          "if (first + j < key_parts)", "if (first + j < key_parts - (key_parts > 1))"),
         ("states that are scanned from again are cut to 16 bits",
          "__byte_perm(high[i / 2], low[i / 4], (i % 2 ? 0x3200 : 0x1000) + 0x11 * (4 + i % 4))",
          "(__byte_perm(high[i / 2], low[i / 4], i % 2 ? 0x3200 : 0x1000) & 0xffff0000u)"),
         ("dx lacks the skip connection",
-         "dx.at[c] = fmaf(skip.at[c], dy.at[c], R::dx(sum_x.at[c], gate.at[c]));",
-         "dx.at[c] = R::dx(sum_x.at[c], gate.at[c]);"),
-        ("the slope of the gate lacks the bias",
-         "slope[i].at[c] = R::slope(logit.at[c] + bias.at[c], gate[i].at[c]);",
-         "slope[i].at[c] = R::slope(logit.at[c], gate[i].at[c]);"),
+         "dx.at[c] = fmaf(skip.at[c], dy.at[c], Recurrence::dx(sum_x.at[c], step_size.at[c]));",
+         "dx.at[c] = Recurrence::dx(sum_x.at[c], step_size.at[c]);"),
+        ("the slope of the step size lacks the bias",
+         "Recurrence::slope(logit.at[c] + bias.at[c], step_size[i].at[c]);",
+         "Recurrence::slope(logit.at[c], step_size[i].at[c]);"),
         ("the last tile of each chunk has another one's dy",
-         "if (turn >= 0) copies.start(to.dy", "if (turn > 0) copies.start(to.dy"),
-        ("gates are read before other lanes have written them",
-         "        stage_gates(gradients, warp, warp.stage[stage], &block.keys.kk[start], at);\n        __syncwarp();",
-         "        stage_gates(gradients, warp, warp.stage[stage], &block.keys.kk[start], at);"),
+         "if (turn >= 0) copies.start(dys", "if (turn > 0) copies.start(dys"),
+        ("step sizes are read before other lanes have written them",
+         "        prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);\n        __syncwarp();",
+         "        prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);"),
         ("gradients of tokens behind the last are written",
          "if (at.valid && j < tokens) {", "if (at.valid) {"),
         ("dk and dq of a tile are overwritten while other warps add them up",

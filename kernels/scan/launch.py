@@ -89,7 +89,7 @@ def backward(
         *_view(dy), *_view(x), *_view(logits), *_view(k), *_view(q), rates_GDN, skip_GD, bias_GD, states_GBSND, later,
         dx, *_view(dlogits), dkeys, rows, G, B, L, D, _mask(reverse), segment_chunks, _vector(4, k, q) == 4,
     ], shared)  # fmt: skip
-    launch("scan/backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
+    launch("scan/backward", "reduce_partials", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, [
         dkeys, dk, dq, blocks, tokens, rows, dchannels, drates, parts, dchannels.numel(), columns,
     ])  # fmt: skip
     return dx, dlogits, dk, dq, drates, dchannels
@@ -120,12 +120,12 @@ def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool)
             *_view(value), *_view(logits), *_view(q), states, bias, *results,
         ]  # fmt: skip
     else:
-        file, arguments = ("scan/segment_states", "scan_summary", macros), [
+        file, arguments = ("scan/segment_states", "segment_states", macros), [
             *_view(value), *_view(logits), *_view(k), *_view(q), rates, bias, *results, _vector(4, k, q) == 4,
         ]  # fmt: skip
     launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
     arguments = [ends, decays, between, G * B, segments, N * D]
-    launch("scan/segment_states", "scan_combine", macros, -(-G * B * N * D // 128), 128, arguments)
+    launch("scan/segment_states", "pass_states", macros, -(-G * B * N * D // 128), 128, arguments)
     return between
 
 
