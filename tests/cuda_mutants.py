@@ -24,7 +24,9 @@ LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN, BLOCK = ["tests/test_cuda.py"], ["tests/test_block_kernels.py", "tests/test_block.py"]
 AUGMENT = ["tests/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
-TESTS = {f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")}  # of others those of their folders
+TESTS = {
+    f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")
+}  # of others those of their folders
 FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
 
 
@@ -177,15 +179,14 @@ TABLE = {
          "            buffer ^= 1;\n", ""),
     ],
     "scan/forward_mma.cu": [
-        ("g x is rounded to 16 bits",
-         "pack(T{}, v_0 - high.at[0], v_1 - high.at[1])", "0"),
+        ("e x is rounded to 16 bits",
+         "pack(Element{}, v_0 - high.at[0], v_1 - high.at[1])", "0"),
         ("what the second of two tokens does to the first one's drive has the wrong sign",
-         "pack(T{}, -a_1 * scaled_0, 0)", "pack(T{}, a_1 * scaled_0, 0)"),
+         "pack(Element{}, -a_1 * scaled_0, 0)", "pack(Element{}, a_1 * scaled_0, 0)"),
         ("the skip connection of every tile's last token is missing",
          "second.at[i] = last[i], last[i] = next[i]", "second.at[i] = last[i]"),
         ("tiles are read before they have arrived",
-         "                wait_for_copies<STAGES - 4>();\n                __syncthreads();",
-         "                __syncthreads();"),
+         "        wait_for_copies<STAGES - 4>();\n        __syncthreads();", "        __syncthreads();"),
         ("the state at the start of a segment is not kept",
          "if (keep && t0 > 0 && t0 < end)", "if (keep && t0 > begin && t0 < end)"),
         ("both directions have the first one's skip connection",
@@ -193,12 +194,12 @@ TABLE = {
         ("the decay of two tokens has a wrong sign",
          "pack(fp16{}, a_0[j] * a_1, 0)", "pack(fp16{}, -a_0[j] * a_1, 0)"),
         ("the second tile's factors of states are late",
-         "            staging.stage(block.states[1], block.tiles[1]);\n            sync_stagers();",
-         "            sync_stagers();\n            staging.stage(block.states[1], block.tiles[1]);"),
+         "    producer.prepare(cta.states[1], cta.tiles[1]);\n    sync_producers();",
+         "    sync_producers();\n    producer.prepare(cta.states[1], cta.tiles[1]);"),
         ("both directions project the step by the first one's weights",
          "step_projs + (at.g * D + d + 8 * i) * RANK", "step_projs + (d + 8 * i) * RANK"),
         ("every segment starts from the state behind the first",
-         "at.segment - 1, 2 * at.p, d, B, segments - 1, D", "0, 2 * at.p, d, B, segments - 1, D"),
+         "at.segment - 1, 2 * at.p, d, B, cut.segments - 1, D", "0, 2 * at.p, d, B, cut.segments - 1, D"),
         ("a segment writes an output of the one before it",
          "if (t >= begin && t < end) store(to[i].at(t), values[i]);", "if (t < end) store(to[i].at(t), values[i]);"),
         ("the last tile's outputs are not written",
@@ -207,7 +208,8 @@ TABLE = {
     ],
     "scan/segment_gradients_mma.cu": [
         ("gradients between segments: the token behind the last counts",
-         "dys.at(t0 + token + t + 1), t + 1 < left)", "dys.at(t0 + token + t + 1), t < left)"),
+         "copied_dys.at(t0 + copies.token + t + 1), t + 1 < left)",
+         "copied_dys.at(t0 + copies.token + t + 1), t < left)"),
         ("gradients between segments begin at a whole tile",
          "begin(max(0, L - (boundary + 2) * tokens))", "begin(max(0, L - (boundary + 2) * tokens) / TILE * TILE)"),
         ("every other four triples have the norms of those before",
@@ -216,9 +218,9 @@ TABLE = {
         ("gradients between segments: both directions have the first one's bias",
          "bias[s][i] = -LOG2E * biases[at.g * D + channel];", "bias[s][i] = -LOG2E * biases[channel];"),
         ("channels behind the last are read",
-         "exists(warp_d + lane % ROW * VECTOR < D)", "exists(true)"),
+         "copies.skipped ? 0 : end - t0 - copies.token", "end - t0 - copies.token"),
         ("gradients between segments: all have the first boundary's keys",
-         "((at.g * B + at.b) * boundaries + at.boundary) * tiles_of(tokens)",
+         "((at.g * B + at.b) * boundaries + at.segment) * tiles_of(tokens)",
          "((at.g * B + at.b) * boundaries) * tiles_of(tokens)"),
     ],
     "block/pack.cu": [

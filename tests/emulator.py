@@ -135,18 +135,33 @@ def compiling():
 
 def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, blocks=None):
     """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
+    checked = compiler.Launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    run(checked, [(place, t, t.data_ptr()) for place, t in checked.tensors], blocks)
+
+
+def run(checked: compiler.Launch, pointers, blocks=None):
+    """A launch whose pointers, in their places, are to these addresses in these tensors."""
+    name, entry, grid, macros = checked.name, checked.entry, checked.grid, checked.macros
     kernel = name, tuple(sorted(macros.items()))
     if _needed is not None:
         _needed.append(kernel)
         return
     library, entries = _library(*kernel)
     first = 0 if blocks is None else max(0, grid - blocks)
-    with _guarded(entry, [t for t in arguments if isinstance(t, torch.Tensor)]) as moved_by:
-        values = [t.data_ptr() + moved_by(t) if isinstance(t, torch.Tensor) else _bits(t or 0) for t in arguments]
+    with _guarded(entry, [t for _, t, _ in pointers]) as moved_by:
+        values = [_bits(value) for value in checked.values]
+        for place, t, address in pointers:
+            values[place] = address + moved_by(t)
         array = (ctypes.c_longlong * len(values))(*values)
         library.launch.restype = ctypes.c_char_p
         failure = library.launch(
-            entries.index(entry), array, len(values), first, grid, block, ctypes.c_longlong(shared_bytes)
+            entries.index(entry),
+            array,
+            len(values),
+            first,
+            grid,
+            checked.block,
+            ctypes.c_longlong(checked.shared_bytes),
         )
     if failure:
         raise RuntimeError(f"{entry}: {failure.decode()}")

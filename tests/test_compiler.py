@@ -20,6 +20,14 @@ extern "C" __global__ void tiny(int *p) {
     if constexpr (sizeof(p) == 8) *p = VALUE;
 }"""
 VALUES = 0x12345678, 0x23456789
+ENTRIES = """typedef INPUT T;
+#define BOTH(type, name) type *name##_0, type *name##_1
+extern "C" __global__ void other(float *x) {}
+// y may be null
+extern "C" __global__ void __launch_bounds__(32 * (1 + 2), 4)
+entry(BOTH(const float, x), float *__restrict__ y, i64 count, // of y
+      double eps, Pack<T, 8> *w) {
+}"""
 
 
 @pytest.fixture
@@ -211,7 +219,8 @@ def gpu(monkeypatch):
         compiler, "cached_cubin", lambda *wanted: state.loaded.append(wanted) or " ".join(map(str, wanted))
     )
     monkeypatch.setattr(compiler, "_thread", SimpleNamespace())
-    caches = compiler._kernel, compiler._stream, compiler._launcher
+    monkeypatch.setattr(compiler, "source", lambda name: ENTRIES)
+    caches = compiler._kernel, compiler._stream, compiler._launcher, compiler.parameters, compiler._dtype
     for cache in caches:
         cache.cache_clear()
     yield state
@@ -219,28 +228,63 @@ def gpu(monkeypatch):
         cache.cache_clear()
 
 
-def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_in_their_order(gpu):
-    x, part = torch.zeros(6).as_subclass(OnGpu), torch.zeros(6).as_subclass(OnGpu)[2:]
-    compiler.launch(
-        "scan/forward_simt", "entry", dict(B=1, A="x"), 7, 64, [None, x, 3, part, 0.5, True, 2**40, None], 100
-    )
-    ((current, stream, config, kernel, values),) = gpu.launches
-    assert values == (0, x.data_ptr(), 3, part.data_ptr(), 0.5, 1, 2**40, 0)
-    assert [type(v) for v in values] == [int, int, int, int, float, int, int, int]  # which cuda.core passes in 64 bits
+def launch(name="scan/forward_simt", entry="entry", macros={}, grid=1, block=32, shared_bytes=0, **changed):  # noqa: B006
+    x = torch.zeros(6).as_subclass(OnGpu)
+    arguments = dict(x_0=x, x_1=None, y=x[2:], count=3, eps=0.5, w=x.bfloat16()) if entry == "entry" else dict(x=x)
+    compiler.launch(name, entry, dict(INPUT="bf16", **macros), grid, block, arguments | changed, shared_bytes)
+
+
+def test_a_launch_passes_tensors_as_pointers_and_numbers_in_64_bits_as_the_kernel_has_them(gpu):
+    x = torch.zeros(6).as_subclass(OnGpu)
+    y, w = x[2:], torch.zeros(3, dtype=torch.bfloat16).as_subclass(OnGpu)
+    launch(macros=dict(B=1, A="x"), grid=7, block=64, shared_bytes=100, w=w, x_0=x, y=y, count=2**40, eps=1)
+    launch(y=None, count=True)
+    (current, stream, config, kernel, values), (*_, others) = gpu.launches
+    assert values == (x.data_ptr(), 0, y.data_ptr(), 2**40, 1.0, w.data_ptr())
+    assert [type(v) for v in values] == [int, int, int, int, float, int]  # which cuda.core passes in 64 bits
+    assert others[2:4] == (0, 1)
+    assert type(others[3]) is int
     assert (config.grid, config.block, config.shmem_size) == ((7, 1, 1), (64, 1, 1), 100)
     assert kernel.entry == "entry"
-    assert gpu.loaded == [("scan/forward_simt", "sm_90", (("A", "x"), ("B", 1)))]
+    assert gpu.loaded[0] == ("scan/forward_simt", "sm_90", (("A", "x"), ("B", 1), ("INPUT", "bf16")))
     # on the GPU that has the tensors, whichever is current, and as PyTorch orders its work there
     assert (current, stream, gpu.bound) == (1, "PyTorch's stream of GPU 1", [1])
     assert gpu.current == 0
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (dict(z=1), r"lacks \[\] and does not take \['z'\]"),
+        (dict(count=2.0), "count of entry is 2.0"),
+        (dict(count=None), "count of entry is None"),
+        (dict(count=torch.zeros(1)), "count of entry is tensor"),
+        (dict(eps=None), "eps of entry is None"),
+        (dict(y=4096), "y of entry is a number; scan/forward_simt.cu takes float"),
+        (dict(y=torch.zeros(1).double()), "y of entry is torch.float64; .* takes torch.float32"),
+        (dict(w=torch.zeros(1).half()), "w of entry is torch.float16; .* takes torch.bfloat16"),
+    ],
+)
+def test_a_launch_with_other_arguments_than_the_kernel_has_is_refused_by_name(changed, named, gpu):
+    with pytest.raises(TypeError, match=named):
+        launch(**changed)
+    assert gpu.launches == []
+
+
+def test_a_launch_that_lacks_an_argument_or_a_kernel_is_refused_by_name(gpu):
+    with pytest.raises(
+        TypeError, match=r"entry of scan/forward_simt.cu lacks \['x_0', .*'w'\] and does not take \['x'\]"
+    ):
+        compiler.launch("scan/forward_simt", "entry", {}, 1, 32, dict(x=None))
+    with pytest.raises(ValueError, match="scan/forward_simt.cu has no kernel exit"):
+        compiler.launch("scan/forward_simt", "exit", {}, 1, 32, {})
+
+
 def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
-    x = torch.zeros(6).as_subclass(OnGpu)
     for grid in (7, 8):
-        compiler.launch("scan/forward_simt", "entry", dict(A=1), grid, 64, [x])
-    compiler.launch("scan/forward_simt", "entry", dict(A=2), 7, 64, [x])
-    compiler.launch("scan/forward_simt", "other", dict(A=2), 7, 32, [x])
+        launch(macros=dict(A=1), grid=grid, block=64)
+    launch(macros=dict(A=2), grid=7, block=64)
+    launch(entry="other", macros=dict(A=2), grid=7)
     assert [c.grid[0] for _, _, c, _, _ in gpu.launches] == [7, 8, 7, 7]
     assert [c.block[0] for _, _, c, _, _ in gpu.launches] == [64, 64, 64, 32]
     assert [(k.entry, "('A', 1)" in k.cubin) for *_, k, _ in gpu.launches] == [
@@ -262,20 +306,19 @@ def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
 )
 def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability, arch, gpu):
     gpu.capability = capability
-    compiler.launch(name, "entry", {}, 1, 32, [torch.zeros(1).as_subclass(OnGpu)])
-    assert gpu.loaded == [(name, arch, ())]
+    launch(name)
+    assert gpu.loaded == [(name, arch, (("INPUT", "bf16"),))]
 
 
 def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
-    x = torch.zeros(1).as_subclass(OnGpu)
-    compiler.launch("scan/forward_simt", "entry", {}, 1, 32, [x], 48 * 1024)
+    launch(shared_bytes=48 * 1024)
     assert gpu.asked == []
-    compiler.launch("scan/forward_simt", "entry", {}, 1, 32, [x], 48 * 1024 + 1)
+    launch(shared_bytes=48 * 1024 + 1)
     attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert gpu.asked == [(attribute, 48 * 1024 + 1, "handle of entry", 1)]
     gpu.answer = type(gpu.answer).CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a block: CUDA_ERROR_INVALID"):
-        compiler.launch("scan/forward_simt", "entry", {}, 1, 32, [x], 999999)
+        launch(shared_bytes=999999)
     assert len(gpu.launches) == 2
 
 

@@ -463,7 +463,7 @@ def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
     found = []
     for variant in (variants.SEGMENT_GRADIENTS_MMA, variants.SEGMENT_STATES["longhorn"]):
         monkeypatch.setattr(variants, "SEGMENT_GRADIENTS_MMA", variant)
-        found.append(scan._summarize("longhorn", tensors, [False, True], segment_chunks, gradients=True))
+        found.append(scan._between_segments("longhorn", tensors, [False, True], segment_chunks, gradients=True))
     assert relative_error(found[0], found[1].double()) < tolerance
 
 

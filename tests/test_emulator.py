@@ -49,9 +49,13 @@ def launch(tmp_path, monkeypatch):
     shutil.copytree(compiler.SOURCES / "cuda", tmp_path / "cuda")
     (tmp_path / "tests.cu").write_text('#include "cuda/types.cuh"\n' + KERNELS)
     monkeypatch.setattr(compiler, "SOURCES", tmp_path)
-    return lambda entry, *arguments, grid=1, block=64, shared_bytes=0, **kwargs: emulator.launch(
-        "tests", entry, {}, grid, block, arguments, shared_bytes, **kwargs
-    )
+    compiler.parameters.cache_clear()
+
+    def launch(entry, *arguments, grid=1, block=64, shared_bytes=0, **kwargs):
+        named = dict(zip((p.name for p in compiler.parameters("tests", entry)), arguments, strict=True))
+        emulator.launch("tests", entry, {}, grid, block, named, shared_bytes, **kwargs)
+
+    return launch
 
 
 def test_threads_that_do_not_wait_for_each_other_read_something_else(launch):

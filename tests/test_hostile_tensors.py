@@ -188,8 +188,8 @@ def on_a_cpu(monkeypatch):
     for owner in (kernels, scan):
         monkeypatch.setattr(owner, "launch", launch)
         monkeypatch.setattr(owner, "_multiprocessors", lambda device: 1)
-        monkeypatch.setattr(owner, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(gpu, "_module", lambda name, device: scan if name == "cuda" else module(name, device))
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
@@ -535,12 +535,13 @@ class OnGpu(torch.Tensor):
         return 1
 
 
-@pytest.mark.parametrize("others", [[], [torch.zeros(3).as_subclass(OnGpu)], [None, 1, torch.zeros(3, device="meta")]])
+@pytest.mark.parametrize("other", [None, torch.zeros(3).as_subclass(OnGpu), torch.zeros(3, device="meta")])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(others, first):
-    arguments = [torch.zeros(2), *others] if first else [*others, torch.zeros(2)]
-    with pytest.raises(ValueError, match=r"norm needs its tensors on one GPU; they are on .*cpu"):
-        compiler.launch("block/pack", "norm", {}, 1, 32, arguments)
+def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
+    y, z = (torch.zeros(2), other) if first else (other, torch.zeros(2))
+    arguments = dict(y=y, z=z, z_stride=1, scales=None, gated=None, means=None, tokens=1, L=1, D=1)
+    with pytest.raises(ValueError, match=r"gate needs its tensors on one GPU; they are on .*cpu"):
+        compiler.launch("block/pack", "gate", dict(INPUT="float"), 1, 32, arguments)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ OPERATIONS = (
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 TABLES = [CODES[name] for name in OPERATIONS[1:] if name not in ("Affine", "Color", "Sharpness", "GaussianBlur")]
 MACROS = {name.upper(): code for name, code in CODES.items() if name}
+COLOURS = "red", "green", "blue"
 NOISE = {"const": 0, "rand": 1, "pixel": 2}
 ROWS = 16  # of the result that a block of crop_resize_flip makes: their sums fill the 48 KB that every block may have
 SHARED_BYTES = 48 * 1024
@@ -48,14 +49,14 @@ def crop_resize_flip(
     starts_B2 = np.concatenate([[0], ends[:-1]]).reshape(-1, 2)
     crops["axes"] = np.stack([lengths_B2, resized_B2, offsets_B2, starts_B2], axis=2)
     records, weights = _to_device(crops, device), torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
-    launch("augment/augment", "resize_weights", MACROS, 2 * count, 256, [
-        records, weights, H, W, int(interpolation == "bicubic"),
-    ])  # fmt: skip
+    launch("augment/augment", "resize_weights", MACROS, 2 * count, 256, dict(
+        crops=records, memory=weights, H=H, W=W, bicubic=interpolation == "bicubic",
+    ))  # fmt: skip
     result = torch.empty(count, 3, H, W, dtype=torch.uint8, device=device)
     threads = min(256, -(-W // 32) * 32)
-    launch("augment/augment", "crop_resize_flip", MACROS, count * -(-H // ROWS), threads, [
-        records, weights, result, H, W, ROWS,
-    ], ROWS * 3 * threads * 4)  # fmt: skip
+    launch("augment/augment", "crop_resize_flip", MACROS, count * -(-H // ROWS), threads, dict(
+        crops=records, memory=weights, out=result, H=H, W=W, rows=ROWS,
+    ), ROWS * 3 * threads * 4)  # fmt: skip
     return result
 
 
@@ -74,18 +75,21 @@ def apply_operations(
         if not codes_B.any():
             continue
         if np.isin(codes_B, TABLES).any():
-            launch("augment/augment", "build_tables", MACROS, count, 512, [record, images, tables, H * W])
+            of_tables = dict(operations=record, images=images, tables=tables, pixels=H * W)
+            launch("augment/augment", "build_tables", MACROS, count, 512, of_tables)
         changed = torch.empty_like(images)
-        launch("augment/augment", "apply_operations", MACROS, count * parts, 256, [
-            record, tables, images, changed, H, W, parts, *fill, int(interpolation == "bicubic"),
-        ])  # fmt: skip
+        launch("augment/augment", "apply_operations", MACROS, count * parts, 256, dict(
+            operations=record, tables=tables, images=images, out=changed, H=H, W=W, parts=parts,
+            red=fill[0], green=fill[1], blue=fill[2], bicubic=interpolation == "bicubic",
+        ))  # fmt: skip
         images = changed
         if (codes_B == CODES["GaussianBlur"]).any():
             for length, step, lines, apart in ((W, 1, H, W), (H, W, W, 1)):
                 together = max(1, min(32, SHARED_BYTES // (2 * length)))
-                launch("augment/augment", "gaussian_blur", MACROS, count * 3 * -(-lines // together), 256, [
-                    record, images, length, step, lines, apart, together,
-                ], 2 * length * together)  # fmt: skip
+                launch("augment/augment", "gaussian_blur", MACROS, count * 3 * -(-lines // together), 256, dict(
+                    operations=record, images=images, length=length, step=step, lines=lines, apart=apart,
+                    together=together,
+                ), 2 * length * together)  # fmt: skip
     return images
 
 
@@ -102,10 +106,11 @@ def finish(
         rests["mixing"], rests["partner"] = mixing_B6[:, :5], partners_B
     result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
     parts = -(-3 * H * W // (4 * 256))
-    launch("augment/augment", "finish", MACROS, count * parts, 256, [
-        _to_device(rests, images.device), images.contiguous(), result, H, W, parts,
-        *(255.0 * value for value in (*mean, *std)), NOISE[mode],
-    ])  # fmt: skip
+    launch("augment/augment", "finish", MACROS, count * parts, 256, dict(
+        rests=_to_device(rests, images.device), images=images.contiguous(), out=result, H=H, W=W, parts=parts,
+        noise=NOISE[mode], **{f"mean_{colour}": 255.0 * value for colour, value in zip(COLOURS, mean)},
+        **{f"deviation_{colour}": 255.0 * value for colour, value in zip(COLOURS, std)},
+    ))  # fmt: skip
     return result
 
 

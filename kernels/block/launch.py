@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiler import HOPPER, launch
-from ..scan.launch import INPUT, _multiprocessors, _shared_bytes, _vector_of, projects_step
+from ..scan.launch import INPUT, _multiprocessors, _vector_of, projects_step
 
 WARPS = 4  # of a block, as in the kernels
+PACKED = [f"packed_{name}" for name in ("conv", "conv_bias", "x", "step", "step_bias", "skip")]
 STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at once
 
 
@@ -52,10 +53,11 @@ def prepare(
     packing = -(-((3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)) // 256)
     macros = _macros(dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
     packed_in, packed_out, *others = packed
-    launch("block/pack", "prepare", macros, packing + -(-T // 8), 256, [
-        *weights, packed_in, packed_out, tiles, *others, D, projections, rank, padded, x_TC, xhat_TC, scale_T,
-        copy_TC, T, eps, packing,
-    ])  # fmt: skip
+    launch("block/pack", "prepare", macros, packing + -(-T // 8), 256, dict(
+        **dict(zip(("norm", "in_proj", "out_proj", *_both("")), weights)), packed_in=packed_in, packed_out=packed_out,
+        tiles=tiles, **dict(zip(PACKED, others)), channels=D, projections_=projections, rank_=rank, padded_rank_=padded,
+        x=x_TC, xhat=xhat_TC, scale=scale_T, copy=copy_TC, tokens=T, eps=eps, packing=packing,
+    ))  # fmt: skip
     return packed, [xhat_TC, scale_T, copy_TC if copy else x_TC]
 
 
@@ -86,11 +88,13 @@ def finish_backward(
     aligned = all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj, dresidual_TC))
     vector, unpacking = 4 if C % 4 == 0 and aligned else 1, -(-C // 8) + -(-items // 256)
     macros = _macros(xhat_TC.dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
-    parts = dfilters.shape[0], dx_proj.shape[1], dstep_proj.shape[1]
-    launch("block/pack", "finish_backward", macros, unpacking + -(-T // 8), 256, [
-        norm_C, in_proj, dfolded, dfilters, dx_proj, dstep_proj, *parts, dchannels, *gradients, D, projections,
-        rank, padded, dxhat_TC, xhat_TC, scale_T, dresidual_TC, dx_TC, rounded_TC if rounds else None, T, unpacking,
-    ])  # fmt: skip
+    launch("block/pack", "finish_backward", macros, unpacking + -(-T // 8), 256, dict(
+        norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
+        filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1], dchannels=dchannels,
+        **dict(zip(("dnorm", "din_proj", *_both("d")), gradients)), channels=D, projections_=projections, rank_=rank,
+        padded_rank_=padded, dxhat=dxhat_TC, xhat=xhat_TC, scale=scale_T, dresidual=dresidual_TC, dx=dx_TC,
+        rounded=rounded_TC if rounds else None, tokens=T, unpacking=unpacking,
+    ))  # fmt: skip
     return gradients, dx_TC, rounded_TC
 
 
@@ -98,6 +102,13 @@ def _pairs(directions: list[Tensor]) -> list[Tensor]:
     """The weights that every direction has, each next to that of the other direction."""
     half = len(directions) // 2
     return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
+
+
+def _both(prefix: str) -> list[str]:
+    """What kernels call those of `_pairs`, or with the prefix d their gradients."""
+    return [
+        f"{prefix}{name}_{g}" for name in ("conv", "conv_bias", "x_proj", "step", "step_bias", "skip") for g in (0, 1)
+    ]
 
 
 def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -127,10 +138,11 @@ def project(
         logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
         rows = tokens + 6 * (taps - 1)
         stage = rows * 80 * size + 2 * 64 * (taps + 1) * 4 + 2 * P * 64 * size
-        launch("block/conv_xproj", "project", macros, -(-B * -(-L // 2) // (tokens // 2)), 192, [
-            u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, x_proj_2PD, step_proj_2DR, v_2BHD, projected_2TP,
-            logits_2TD, B, L, H, D,
-        ], 2 * stage + rows * 4)  # fmt: skip
+        launch("block/conv_xproj", "project", macros, -(-B * -(-L // 2) // (tokens // 2)), 192, dict(
+            u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,
+            step_proj=step_proj_2DR, v=v_2BHD, projected=projected_2TP, logits=logits_2TD, B=B, length=L, read=H,
+            channels=D,
+        ), 2 * stage + rows * 4)  # fmt: skip
         return v_2BHD, projected_2TP, logits_2TD
     macros = _convolution(u_BLD, conv_2DK, P)
     threads = B * D // min(4, macros["VECTOR"])
@@ -138,7 +150,10 @@ def project(
     while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(u_BLD.device):
         stretch //= 2
     stretch = -(-L // (4 * -(-L // stretch))) * 4
-    arguments = [u_BLD, u_BLD.stride(1), conv_2DK, conv_bias_2D, v_2BHD, B, L, H, D, stretch]
+    arguments = dict(
+        u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, v=v_2BHD, B=B, L=L, H=H, D=D,
+        stretch=stretch,
+    )  # fmt: skip
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     launch("block/conv", "convolve", macros, blocks, 32 * WARPS, arguments)
     projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
@@ -175,10 +190,11 @@ def convolve_backward(
     parts = min(-(-B * -(-L // stretch) // 4), most)
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     shared = 2 * 32 * (3 * (span * size + 16) + 2 * (16 * products + 8) * size)
-    launch("block/conv", "convolve_backward", macros, parts * blocks, 32 * WARPS, [
-        u_BLD, u_BLD.stride(1), dv_2BHD, dprojected_2TP, x_proj_2PD, conv_2DK, conv_bias_2D, du_BLD, du_BLD.stride(1),
-        dfilters, B, L, dv_2BHD.shape[2], D, stretch, parts,
-    ], shared)  # fmt: skip
+    launch("block/conv", "convolve_backward", macros, parts * blocks, 32 * WARPS, dict(
+        u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
+        biases=conv_bias_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, B=B, L=L, H=dv_2BHD.shape[2],
+        D=D, stretch=stretch, parts=parts,
+    ), shared)  # fmt: skip
     return dfilters
 
 
@@ -201,10 +217,11 @@ def step_backward(
     dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
     shared = 3 * 2 * tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) + 2 * 4 * warps * tile * R
     macros = dict(INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D, RANK=R, STATES=N)
-    launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts, 32 * warps, [
-        dlogits_2TD, step_2TR, step_2TR.stride(1), step_2TR.stride(0), step_proj_2DR, dk_2TN, dq_2TN, dprojected_2TP,
-        dstep_proj, T, parts,
-    ], shared)  # fmt: skip
+    launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts, 32 * warps, dict(
+        dlogits=dlogits_2TD, step=step_2TR, step_stride=step_2TR.stride(1), step_directions=step_2TR.stride(0),
+        step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, dstep_proj=dstep_proj, tokens=T,
+        parts=parts,
+    ), shared)  # fmt: skip
     return dprojected_2TP, dstep_proj
 
 
@@ -228,18 +245,20 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
     gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
     means = mean_BLD if keep else None
-    arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, gated_BLD, means, B * L, L, D]
+    arguments = dict(
+        y=y_2BLD, z=z_BLD, z_stride=_token_stride(z_BLD), scales=scale_B, gated=gated_BLD, means=means, tokens=B * L,
+        L=L, D=D,
+    )  # fmt: skip
     _launch("gate", _macros(y_2BLD.dtype, _vector(4, z_BLD)), B * L, arguments)
     return gated_BLD, mean_BLD
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether `gated_product` is one kernel: there is one for few tokens and two for enough to fill the GPU."""
+    """Whether `gated_product` is one kernel: there is one for few tokens and, on Hopper, one for many."""
     (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
         return False
-    many = 80 * multiprocessors <= T and _output_bytes(C) <= _shared_bytes(x_TC.device)
-    return _few_blocks(T, C) <= multiprocessors or many or runs_hopper_kernels(T, C, D, dtype, x_TC.device)
+    return _few_blocks(T, C) <= multiprocessors or runs_hopper_kernels(T, C, D, dtype, x_TC.device)
 
 
 def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -278,18 +297,16 @@ def gated_product(
         macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
         rounds, tokens = _shares(T, multiprocessors)
         shared = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + 2 * (STAGES + 2 * SLOTS) * 8
-        launch("block/gate_outproj_sm90", "gated_product_by_wgmma", macros, multiprocessors, 384, [
-            y_2BLD, z_BLD, scale_B, tiles, x_TC, out_TC, means, *(norm or (None, None)), eps or 0.0, T, L, tokens,
-            rounds,
-        ], shared)  # fmt: skip
+        xhat_TC, norms_T = norm or (None, None)
+        launch("block/gate_outproj_sm90", "gated_product_by_wgmma", macros, multiprocessors, 384, dict(
+            y=y_2BLD, z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=means, xhat=xhat_TC,
+            norms=norms_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
+        ), shared)  # fmt: skip
         return out_TC, mean_BLD, norm
-    arguments = [y_2BLD, z_BLD, _token_stride(z_BLD), scale_B, out_proj_CD, x_TC, out_TC, means, T, L]
-    blocks = _few_blocks(T, C)
-    if blocks <= multiprocessors:
-        launch("block/gate_outproj", "gated_product_of_few", macros, blocks, D // 2, arguments)
-    else:
-        blocks = min(-(-T // 96), multiprocessors)
-        launch("block/gate_outproj", "gated_product", macros, blocks, 384, arguments, _output_bytes(C))
+    launch("block/gate_outproj", "gated_product_of_few", macros, _few_blocks(T, C), D // 2, dict(
+        y=y_2BLD, z=z_BLD, z_stride=_token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC, out=out_TC,
+        means=means, tokens=T, length=L,
+    ))  # fmt: skip
     return out_TC, mean_BLD, []
 
 
@@ -301,11 +318,6 @@ def _is_hopper(device: torch.device) -> bool:
 def _few_blocks(T: int, C: int) -> int:
     """Blocks of `gated_product_of_few`: one for 16 tokens and 48 outputs."""
     return -(-T // 16) * (C // 48)
-
-
-def _output_bytes(C: int) -> int:
-    """Shared memory of a block of `gated_product`: of 64 channels, padded, 96 tokens and the weights, twice."""
-    return 2 * 2 * (96 + C) * 72
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -335,9 +347,10 @@ def gated_product_backward(
     blocks = max(1, _multiprocessors(dout_TC.device) // slices)  # of each
     rounds, tokens = _shares(T, blocks)
     macros = dict(INPUT=INPUT[dout_TC.dtype], WIDTH=C)
-    launch("block/gate_outproj_bwd_sm90", "gated_product_backward", macros, blocks * slices, 384, [
-        dout_TC, out_proj_CD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD, gated_BLD, T, L, tokens, rounds,
-    ], 227 * 1024)  # fmt: skip
+    launch("block/gate_outproj_bwd_sm90", "gated_product_backward", macros, blocks * slices, 384, dict(
+        dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD, dz=dz_BLD,
+        gated=gated_BLD, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
+    ), 227 * 1024)  # fmt: skip
     return gated_BLD
 
 
@@ -353,10 +366,11 @@ def gate_backward(
     """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
     B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
-    arguments = [
-        dgated_BLD, mean_BLD, z_BLD, _token_stride(z_BLD), scale_B, dy_BLD, _token_stride(dy_BLD), dz_BLD,
-        _token_stride(dz_BLD), gated_BLD, B * L, L, D,
-    ]  # fmt: skip
+    arguments = dict(
+        dgated=dgated_BLD, means=mean_BLD, z=z_BLD, z_stride=_token_stride(z_BLD), scales=scale_B, dy=dy_BLD,
+        dy_stride=_token_stride(dy_BLD), dz=dz_BLD, dz_stride=_token_stride(dz_BLD), gated=gated_BLD, tokens=B * L,
+        L=L, D=D,
+    )  # fmt: skip
     _launch("gate_backward", _macros(mean_BLD.dtype, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
     return gated_BLD
 
@@ -377,5 +391,5 @@ def _vector(limit: int, *tensors: Tensor) -> int:
     return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors)
 
 
-def _launch(entry: str, macros: dict, tokens: int, arguments: list) -> None:
+def _launch(entry: str, macros: dict, tokens: int, arguments: dict) -> None:
     launch("block/pack", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,11 @@ SOURCES = Path(__file__).parents[1]
 OLDEST = (8, 0)
 HOPPER = (9, 0)
 ONLY_HOPPER = {"block/gate_outproj_sm90", "block/gate_outproj_bwd_sm90"}  # by instructions that no other generation has
+# of what kernels' pointers point to; what is not here are structs
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32,
+    "unsigned char": torch.uint8,
+}  # fmt: skip
 ROUNDS_PRODUCTS = {"augment/augment"}  # before it adds them up, as PIL does
 
 
@@ -106,31 +113,137 @@ def _config(grid: int, block: int, shared_bytes: int):
     return LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
 
 
-def launch(name: str, entry: str, macros: dict, grid: int, block: int, arguments: list, shared_bytes: int = 0) -> None:
-    """Runs a kernel of `name`.cu on the GPU of the tensor arguments and on PyTorch's stream there.
+class Parameter(NamedTuple):
+    """One of a kernel, as its source has it."""
 
-    Arguments are tensors (or None), passed as pointers, and ints and floats, passed in 64 bits.
+    name: str
+    pointee: str | None  # of a pointer, else None
+    type: str
+
+
+@functools.cache
+def parameters(name: str, entry: str) -> tuple[Parameter, ...]:
+    """Those of the `extern "C"` kernel `entry` in `name`.cu, in their order: what its launch has to give it."""
+    text = re.sub(r"//.*", "", source(name))
+    bounds = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?"
+    found = re.search(rf'extern "C" __global__ void\s+{bounds}{entry}\(([^{{]*)\)\s*{{', text)
+    if found is None:
+        raise ValueError(f"{name}.cu has no kernel {entry}")
+    listed = found[1]
+    for macro, a, b, body in re.findall(r"#define (\w+)\((\w+), (\w+)\) (.*)", text):
+
+        def expand(use, a=a, b=b, body=body):
+            of = {a: use[1].strip(), b: use[2].strip()}
+            return re.sub(r"\w+", lambda word: of.get(word[0], word[0]), body.replace("##", "\0")).replace("\0", "")
+
+        listed = re.sub(rf"\b{macro}\(([^,()]*),([^,()]*)\)", expand, listed)
+    result = []
+    for declared in re.split(r",(?![^<]*>)", listed) if listed.strip() else []:
+        kind, own = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*", declared, re.S).groups()
+        pointee = re.sub(r"\bconst\b|__restrict__|\*|\s", "", kind) if "*" in kind else None
+        result.append(Parameter(own, pointee, kind))
+    return tuple(result)
+
+
+@functools.cache
+def _dtype(name: str, pointee: str, macros: tuple[tuple[str, object], ...]) -> torch.dtype | None:
+    """Of what a kernel's pointer points to; None for a struct, whose bytes are its own."""
+    names = dict(re.findall(r"typedef (\w[\w ]*?) (\w+);", source(name)))
+    names = {own: of for of, own in names.items()} | {macro: str(value) for macro, value in macros}
+    pointee = re.sub(r"Pack<(\w+),.*>", r"\1", pointee)
+    while pointee in names:
+        pointee = names[pointee]
+    return DTYPES.get(pointee)
+
+
+class Launch:
+    """A kernel of `name`.cu with its grid, its numbers and where its pointers go: what can run again and again.
+
+    Args:
+        name, entry: The file, without its ending, and the kernel in it.
+        macros: What the file is compiled with.
+        grid, block: Thread blocks, and threads of one.
+        arguments: By the names that the kernel's own list of parameters has: a tensor or None for each pointer, of the
+            dtype that it points to, an int for each `i64` and a float for each `double`.
+        shared_bytes: Dynamic shared memory of a thread block.
+
+    Raises:
+        TypeError: An argument is missing, is none of the kernel's, or is of another type than its parameter.
+        ValueError: The tensors are not on one device.
     """
-    values, places = [], set()
-    for a in arguments:
-        if isinstance(a, torch.Tensor):
-            places.add(a.get_device())
-            values.append(a.data_ptr())
-        else:
-            values.append(0 if a is None else +a)
-    index = max(places)
-    if len(places) > 1 or index < 0:
-        found = ", ".join(sorted({str(a.device) for a in arguments if isinstance(a, torch.Tensor)}))
-        raise ValueError(f"{entry} needs its tensors on one GPU; they are on {found}")
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            return launch(name, entry, macros, grid, block, arguments, shared_bytes)
-    if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
-        _bind(index)
-    kernel = _kernel(name, entry, index, tuple(macros.items()), shared_bytes)
-    # what torch.cuda.current_stream gives, in a tenth of its time
-    stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
-    _launcher()(stream, _config(grid, block, shared_bytes), kernel, *values)
+
+    def __init__(
+        self, name: str, entry: str, macros: dict, grid: int, block: int, arguments: dict, shared_bytes: int = 0
+    ):  # fmt: skip
+        self.name, self.entry, self.macros = name, entry, macros
+        self.grid, self.block, self.shared_bytes = grid, block, shared_bytes
+        self.kernel = self.config = None  # until it runs
+        self.values: list[int | float] = []
+        self.tensors: list[tuple[int, torch.Tensor]] = []  # with their places among the values
+        key, wanted = tuple(macros.items()), parameters(name, entry)
+        if arguments.keys() != {p.name for p in wanted}:
+            missing = [p.name for p in wanted if p.name not in arguments]
+            unknown = [own for own in arguments if own not in {p.name for p in wanted}]
+            raise TypeError(f"{entry} of {name}.cu lacks {missing} and does not take {unknown}")
+        for place, parameter in enumerate(wanted):
+            value, pointee = arguments[parameter.name], parameter.pointee
+            if isinstance(value, torch.Tensor) and pointee is not None:
+                dtype = _dtype(name, pointee, key)
+                if dtype not in (None, value.dtype):
+                    raise TypeError(f"{parameter.name} of {entry} is {value.dtype}; {name}.cu takes {dtype}")
+                self.tensors.append((place, value))
+                value = 0
+            elif value is None and pointee is not None:
+                value = 0
+            elif isinstance(value, int | float) and (parameter.type == "double" or isinstance(value, int)):
+                if pointee is not None or parameter.type not in ("i64", "double"):
+                    raise TypeError(f"{parameter.name} of {entry} is a number; {name}.cu takes {parameter.type}")
+                value = float(value) if parameter.type == "double" else +value
+            else:
+                raise TypeError(f"{parameter.name} of {entry} is {value!r}; {name}.cu takes {parameter.type}")
+            self.values.append(value)
+        devices = {t.device for _, t in self.tensors}
+        if len(devices) > 1:
+            found = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"{entry} needs its tensors on one GPU; they are on {found}")
+
+    def run(self) -> None:
+        """On the GPU of the tensors and on PyTorch's stream there."""
+        device = self.tensors[0][1].device
+        if device.type != "cuda":
+            raise ValueError(f"{self.entry} needs its tensors on one GPU; they are on {device}")
+        values = self.values.copy()
+        for place, t in self.tensors:
+            values[place] = t.data_ptr()
+        with on(device.index):
+            self.run_with(values, device.index)
+
+    def run_with(self, values: list[int | float], index: int) -> None:
+        """With these values, addresses among them, on the current GPU, which has this index."""
+        if self.kernel is None:
+            self.kernel = _kernel(self.name, self.entry, index, tuple(self.macros.items()), self.shared_bytes)
+            self.config = _config(self.grid, self.block, self.shared_bytes)
+        if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
+            _bind(index)
+        # what torch.cuda.current_stream gives, in a tenth of its time
+        stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
+        _launcher()(stream, self.config, self.kernel, *values)
+
+
+def launch(
+    name: str, entry: str, macros: dict, grid: int, block: int, arguments: dict, shared_bytes: int = 0
+) -> None:  # fmt: skip
+    """Runs a kernel: `Launch` says what the arguments are. While a plan is recorded, it becomes a part of that."""
+    one = Launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    if recording := getattr(_thread, "recording", None):
+        recording.launch(one)
+    else:
+        one.run()
+
+
+def on(index: int):
+    """A context in which this GPU is the current one."""
+    return contextlib.nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 _thread = threading.local()

@@ -75,7 +75,9 @@ struct TileCopies {
 
     __device__ __forceinline__ TileCopies(i64 warp_d, i64 D)
         : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
-          skipped(warp_d + column < D ? 0 : TILE) {}
+          skipped(warp_d + column < D ? 0 : TILE) {
+        asm("" : "+r"(token), "+r"(column), "+r"(skipped));  // or the compiler would compute them again for every tile
+    }
     // Token t0 + t of `source`, which begins at the lane's channels, to where(t), for `tokens` of them; zeros for the others
     template <class Where>
     __device__ __forceinline__ void start(const Sequence<const Element> &source, int t0, int tokens, Where where) const {
