@@ -70,6 +70,7 @@ MEANING = {
     r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
     r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
+    r'_Pragma\("unroll"\)': "",
 }
 
 

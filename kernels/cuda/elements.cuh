@@ -2,6 +2,7 @@
 
 typedef long long i64;
 #define DEVICE static __device__ __forceinline__
+#define UNROLLED _Pragma("unroll")
 
 constexpr unsigned WARP = 0xffffffffu;
 
@@ -30,8 +31,7 @@ using Floats = Pack<float, C>;
 
 template <int C>
 DEVICE Floats<C> operator+(Floats<C> a, Floats<C> b) {
-#pragma unroll
-    for (int i = 0; i < C; i++) a.at[i] += b.at[i];
+    UNROLLED for (int i = 0; i < C; i++) a.at[i] += b.at[i];
     return a;
 }
 
@@ -64,8 +64,7 @@ DEVICE Floats<C> to_floats(Pack<T, C> v) {
     } else if constexpr (C == 1) {
         f.at[0] = unpack(T{}, v.at[0].bits).at[0];
     } else {
-#pragma unroll
-        for (int i = 0; i < C; i += 2) {
+        UNROLLED for (int i = 0; i < C; i += 2) {
             Pack<float, 2> two = unpack(T{}, v.word[i / 2]);
             f.at[i] = two.at[0], f.at[i + 1] = two.at[1];
         }
@@ -80,8 +79,7 @@ DEVICE Pack<T, C> from_floats(Floats<C> f) {
     } else if constexpr (C == 1) {
         v.at[0].bits = pack(T{}, f.at[0], 0);
     } else {
-#pragma unroll
-        for (int i = 0; i < C; i += 2) v.word[i / 2] = pack(T{}, f.at[i], f.at[i + 1]);
+        UNROLLED for (int i = 0; i < C; i += 2) v.word[i / 2] = pack(T{}, f.at[i], f.at[i + 1]);
     }
     return v;
 }

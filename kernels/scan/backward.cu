@@ -53,13 +53,11 @@ struct CtaMemory {
 static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 
 DEVICE float sum_over_groups(float v) {
-#pragma unroll
-    for (int bit = 1; bit < GROUPS; bit *= 2) v += __shfl_xor_sync(WARP, v, group_distance(bit));
+    UNROLLED for (int bit = 1; bit < GROUPS; bit *= 2) v += __shfl_xor_sync(WARP, v, group_distance(bit));
     return v;
 }
 DEVICE float sum_over_parts(float v) {
-#pragma unroll
-    for (int bit = 1; bit < PARTS; bit *= 2) v += __shfl_xor_sync(WARP, v, part_distance(bit));
+    UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) v += __shfl_xor_sync(WARP, v, part_distance(bit));
     return v;
 }
 
@@ -73,19 +71,15 @@ struct alignas(4 * DL) Restart {
     unsigned high[STATES_OF_LANE / 2], low[STATES_OF_LANE / 4];  // the upper 16 bits of each, and the 8 behind them
     __device__ __forceinline__ void save(const States &S) {
         unsigned bits[STATES_OF_LANE];
-#pragma unroll
-        for (int i = 0; i < STATES_OF_LANE; i++) bits[i] = __float_as_uint(S[i / DL][i % DL]);
-#pragma unroll
-        for (int i = 0; i < STATES_OF_LANE; i += 2) high[i / 2] = __byte_perm(bits[i], bits[i + 1], 0x7632);
-#pragma unroll
-        for (int i = 0; i < STATES_OF_LANE; i += 4)
+        UNROLLED for (int i = 0; i < STATES_OF_LANE; i++) bits[i] = __float_as_uint(S[i / DL][i % DL]);
+        UNROLLED for (int i = 0; i < STATES_OF_LANE; i += 2) high[i / 2] = __byte_perm(bits[i], bits[i + 1], 0x7632);
+        UNROLLED for (int i = 0; i < STATES_OF_LANE; i += 4)
             low[i / 4] = __byte_perm(__byte_perm(bits[i], bits[i + 1], 0x51),
                                      __byte_perm(bits[i + 2], bits[i + 3], 0x51), 0x5410);
     }
     // the 8 bits stand for those that were left out, too
     __device__ __forceinline__ void restore(States &S) const {
-#pragma unroll
-        for (int i = 0; i < STATES_OF_LANE; i++)
+        UNROLLED for (int i = 0; i < STATES_OF_LANE; i++)
             S[i / DL][i % DL] = __uint_as_float(
                 __byte_perm(high[i / 2], low[i / 4], (i % 2 ? 0x3200 : 0x1000) + 0x11 * (4 + i % 4)));
     }
@@ -94,12 +88,10 @@ template <>
 struct Restart<float> {
     float states[NL * DL];
     __device__ __forceinline__ void save(const States &S) {
-#pragma unroll
-        for (int i = 0; i < NL * DL; i++) states[i] = S[i / DL][i % DL];
+        UNROLLED for (int i = 0; i < NL * DL; i++) states[i] = S[i / DL][i % DL];
     }
     __device__ __forceinline__ void restore(States &S) const {
-#pragma unroll
-        for (int i = 0; i < NL * DL; i++) S[i / DL][i % DL] = states[i];
+        UNROLLED for (int i = 0; i < NL * DL; i++) S[i / DL][i % DL] = states[i];
     }
 };
 
@@ -109,19 +101,16 @@ DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels 
     constexpr int ITEMS = TILE / PARTS > 0 ? TILE / PARTS : 1;
     static_assert(TILE % PARTS == 0);
     Floats<DL> bias = load<DL>(&warp.bias[at.c]), step_size[ITEMS], slope[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         int token = at.part + i * PARTS;
         Floats<DL> logit = to_floats(load<DL>(&tile.logit[token][at.c]));
         float kk_t = kk[token];
-#pragma unroll
-        for (int c = 0; c < DL; c++) {
+        UNROLLED for (int c = 0; c < DL; c++) {
             step_size[i].at[c] = Recurrence::step_size(logit.at[c] + bias.at[c], kk_t);
             slope[i].at[c] = Recurrence::slope(logit.at[c] + bias.at[c], step_size[i].at[c]);
         }
     }
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         int token = at.part + i * PARTS;
         store(&warp.step_size[token][at.c], step_size[i]);
         if (gradients) store(&warp.slope[token][at.c], slope[i]);
@@ -186,13 +175,10 @@ struct Token {
 
 // S over half a tile, keeping nothing
 DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, const Place &at) {
-#pragma unroll
-    for (int j = 0; j < HALF; j++) {
+    UNROLLED for (int j = 0; j < HALF; j++) {
         Token t(tile, first + j, at);
-#pragma unroll
-        for (int n = 0; n < NL; n++)
-#pragma unroll
-            for (int c = 0; c < DL; c++) Recurrence::update(S[n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);
+        UNROLLED for (int n = 0; n < NL; n++)
+            UNROLLED for (int c = 0; c < DL; c++) Recurrence::update(S[n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);
     }
 }
 
@@ -201,14 +187,11 @@ DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, c
 // compiler lets no load overtake a store.
 DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, const States &A, const Place &at) {
     Token t(tile, first, at);
-#pragma unroll
-    for (int j = 0; j < HALF; j++) {
+    UNROLLED for (int j = 0; j < HALF; j++) {
         Token following = j < HALF - 1 ? Token(tile, first + j + 1, at) : t;
         Floats<4> dq = {};
-#pragma unroll
-        for (int n = 0; n < NL; n++)
-#pragma unroll
-            for (int c = 0; c < DL; c++) {
+        UNROLLED for (int n = 0; n < NL; n++)
+            UNROLLED for (int c = 0; c < DL; c++) {
                 Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);
                 dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);
             }
@@ -222,15 +205,12 @@ DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, 
 // states
 DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, const Tile &tile, int first,
                       const States &A, const Place &at) {
-#pragma unroll
-    for (int j = HALF - 1; j >= 0; j--) {
+    UNROLLED for (int j = HALF - 1; j >= 0; j--) {
         Token following = j > 0 ? Token(tile, first + j - 1, at) : t;
         Floats<4> dk = {};
         Floats<DL> sum_x = {}, sum_step_size = {};
-#pragma unroll
-        for (int n = 0; n < NL; n++)
-#pragma unroll
-            for (int c = 0; c < DL; c++) {
+        UNROLLED for (int n = 0; n < NL; n++)
+            UNROLLED for (int c = 0; c < DL; c++) {
                 G[n][c] = fmaf(t.dy.at[c], t.q.at[n], G[n][c]);
                 Recurrence::gradients(G[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c],
                                       sum_x.at[c], sum_step_size.at[c], dk.at[n], dA[n][c]);
@@ -251,17 +231,13 @@ struct ChannelSums {
 // that leaves lanes without work, several share the groups of a sum.
 DEVICE void finish_keys(WarpMemory &warp, bool is_query, int first, int buffer, const Place &at) {
     constexpr int SUMS = HALF * PARTS, SHARE = SUMS < 32 ? 32 / SUMS : 1;
-#pragma unroll
-    for (int base = 0; base < SUMS; base += 32) {
+    UNROLLED for (int base = 0; base < SUMS; base += 32) {
         int item = base + at.lane % (32 / SHARE), j = item / PARTS, part = item % PARTS, group = at.lane * SHARE / 32;
         const float *parts = &warp.channel_sums[j][part * PART_SUMS + 4 * (group * (GROUPS / SHARE))];
         Floats<4> sum = load<4>(parts);
-#pragma unroll
-        for (int i = 1; i < GROUPS / SHARE; i++) sum = sum + load<4>(parts + 4 * i);
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-#pragma unroll
-            for (int distance = 32 / SHARE; distance < 32; distance *= 2)
+        UNROLLED for (int i = 1; i < GROUPS / SHARE; i++) sum = sum + load<4>(parts + 4 * i);
+        UNROLLED for (int n = 0; n < 4; n++)
+            UNROLLED for (int distance = 32 / SHARE; distance < 32; distance *= 2)
                 sum.at[n] += __shfl_xor_sync(WARP, sum.at[n], distance);
         if (group == 0) store(&warp.dkeys[buffer][first + j][is_query][4 * part], sum);
     }
@@ -273,8 +249,7 @@ DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Seque
                             const Sequence<Element> &dlogits, int t0, int tokens, ChannelSums &sums, const Place &at) {
     WarpMemory &warp = tile.warp;
     Floats<DL> skip = load<DL>(&warp.skip[at.c]);
-#pragma unroll
-    for (int base = 0; base < HALF; base += PARTS) {
+    UNROLLED for (int base = 0; base < HALF; base += PARTS) {
         int half_token = base + at.part, j = first + half_token;
         float norm = 0;
         if (HALF % PARTS == 0 || half_token < HALF) {
@@ -283,13 +258,11 @@ DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Seque
             const float *parts_x = &warp.state_sums[0][half_token][at.c];
             const float *parts_step_size = &warp.state_sums[1][half_token][at.c];
             Floats<DL> sum_x = load<DL>(parts_x), sum_step_size = load<DL>(parts_step_size), dx, dlogit;
-#pragma unroll
-            for (int part = 1; part < PARTS; part++) {
+            UNROLLED for (int part = 1; part < PARTS; part++) {
                 sum_x = sum_x + load<DL>(parts_x + part * ROW);
                 sum_step_size = sum_step_size + load<DL>(parts_step_size + part * ROW);
             }
-#pragma unroll
-            for (int c = 0; c < DL; c++) {
+            UNROLLED for (int c = 0; c < DL; c++) {
                 dx.at[c] = fmaf(skip.at[c], dy.at[c], Recurrence::dx(sum_x.at[c], step_size.at[c]));
                 dlogit.at[c] = Recurrence::dlogit(sum_x.at[c], sum_step_size.at[c], x.at[c], slope.at[c]);
                 norm += Recurrence::dnorm(sum_step_size.at[c], step_size.at[c]);
@@ -311,21 +284,17 @@ DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Seque
 // dk and dq of a tile over the CTA's channels, one 16-byte store for 4 states
 DEVICE void write_keys(const CtaMemory &cta, int buffer, const Sequence<float> &dkeys, int tile_start, int t0,
                        int tokens) {
-#pragma unroll
-    for (int base = 0; base < TILE * 2 * KEY_VECTORS; base += 32 * WARPS) {
+    UNROLLED for (int base = 0; base < TILE * 2 * KEY_VECTORS; base += 32 * WARPS) {
         int i = base + threadIdx.x, token = i / (2 * KEY_VECTORS);
         bool is_query = i / KEY_VECTORS % 2;
         if (token >= tokens) break;
         Floats<4> sum = load<4>(&cta.warps[0].dkeys[buffer][0][0][0] + 4 * i);
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) sum = sum + load<4>(&cta.warps[w].dkeys[buffer][0][0][0] + 4 * i);
+        UNROLLED for (int w = 1; w < WARPS; w++) sum = sum + load<4>(&cta.warps[w].dkeys[buffer][0][0][0] + 4 * i);
         if (Recurrence::HAS_NORM && !is_query) {
             Floats<4> k = load<4>(&cta.keys.k[tile_start + token][4 * (i % KEY_VECTORS)]);
             float norm = cta.warps[0].norm[buffer][token];
-#pragma unroll
-            for (int w = 1; w < WARPS; w++) norm += cta.warps[w].norm[buffer][token];
-#pragma unroll
-            for (int n = 0; n < 4; n++) sum.at[n] = fmaf(2 * k.at[n], norm, sum.at[n]);
+            UNROLLED for (int w = 1; w < WARPS; w++) norm += cta.warps[w].norm[buffer][token];
+            UNROLLED for (int n = 0; n < 4; n++) sum.at[n] = fmaf(2 * k.at[n], norm, sum.at[n]);
         }
         store(dkeys.at(t0 + token) + i % (2 * KEY_VECTORS) * 4, sum);
     }
@@ -377,8 +346,7 @@ scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const 
 
     int tiles = (end - last * CHUNK + TILE - 1) / TILE;
     TileQueue queue{copies, dys, xs, logits, first * CHUNK, end, last * CHUNK, tiles, 1 - tiles, 0};
-#pragma unroll
-    for (int s = 1; s < STAGES; s++) queue.copy_next(warp.stage[s]);
+    UNROLLED for (int s = 1; s < STAGES; s++) queue.copy_next(warp.stage[s]);
 
     ChannelSums channel_sums = {};
     KeysInFlight<KEY_TOKENS, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
@@ -441,16 +409,14 @@ scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const 
 
     i64 channels = directions * 2 * D, columns = channels + (Recurrence::HAS_RATES ? directions * D * N : 0);
     float *row = sums + (at.b * cut.segments + at.segment) * columns;
-#pragma unroll
-    for (int c = 0; c < DL; c++) {
+    UNROLLED for (int c = 0; c < DL; c++) {
         float skip = sum_over_parts(channel_sums.skip.at[c]), bias = sum_over_parts(channel_sums.bias.at[c]);
         if (at.part == 0 && at.valid) {
             row[(at.g * 2 + 0) * D + at.d + c] = skip;
             row[(at.g * 2 + 1) * D + at.d + c] = bias;
         }
         if (Recurrence::HAS_RATES && at.valid) {
-#pragma unroll
-            for (int n = 0; n < NL; n++) row[channels + (at.g * D + at.d + c) * N + at.n + n] = dA[n][c];
+            UNROLLED for (int n = 0; n < NL; n++) row[channels + (at.g * D + at.d + c) * N + at.n + n] = dA[n][c];
         }
     }
 }
@@ -482,8 +448,7 @@ extern "C" __global__ void reduce_partials(const float *dkeys, Element *dk, Elem
         slices[slice][lane] = sum;
         __syncthreads();
         if (slice > 0 || column >= columns) return;
-#pragma unroll
-        for (int s = 1; s < 8; s++) sum += slices[s][lane];
+        UNROLLED for (int s = 1; s < 8; s++) sum += slices[s][lane];
         *(column < channels ? dchannels + column : drates + (column - channels)) = sum;
     } else {
         i64 i = (blockIdx.x - row_ctas) * 256 + threadIdx.x;
@@ -492,11 +457,9 @@ extern "C" __global__ void reduce_partials(const float *dkeys, Element *dk, Elem
         Floats<4> sum = {};
         for (i64 first = 0; first < key_parts; first += TOGETHER) {
             Floats<4> parts[TOGETHER] = {};
-#pragma unroll
-            for (int j = 0; j < TOGETHER; j++)
+            UNROLLED for (int j = 0; j < TOGETHER; j++)
                 if (first + j < key_parts) parts[j] = load_once(dkeys + ((first + j) * key_items + i) * 4);
-#pragma unroll
-            for (int j = 0; j < TOGETHER; j++) sum = sum + parts[j];
+            UNROLLED for (int j = 0; j < TOGETHER; j++) sum = sum + parts[j];
         }
         i64 token = i / (2 * KEY_VECTORS), n = i % KEY_VECTORS * 4;
         store((i / KEY_VECTORS % 2 ? dq : dk) + token * N + n, from_floats<Element>(sum));

@@ -146,8 +146,7 @@ struct VectorCopies {
     }
     // from token t0 on, of which those from `begin` to `end` exist; zeros for the others
     __device__ __forceinline__ void start(Element *tile, int t0, int begin, int end) const {
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = t0 + items[i].token;
             if (COUNT % 32 == 0 || 32 * i + threadIdx.x % 32 < COUNT)
                 copy_async<8>(tile + items[i].to, items[i].source.at(t), t >= begin && t < end);
@@ -158,8 +157,7 @@ struct VectorCopies {
 template <int COLUMNS, bool EXCHANGES>
 struct TokenCopies : VectorCopies<TILE * COLUMNS / 8> {
     __device__ __forceinline__ TokenCopies(const Sequence<const Element> &source, i64 width, int lane) {
-#pragma unroll
-        for (int i = 0; i < this->ITEMS; i++) {
+        UNROLLED for (int i = 0; i < this->ITEMS; i++) {
             int item = 32 * i + lane, octet = item % (COLUMNS / 8), token = item / (COLUMNS / 8);
             int to = token * COLUMNS + 8 * (EXCHANGES ? exchanged(octet, token) : octet);
             this->set(i, source, 8 * octet, 8 * octet < width ? token : this->NEVER, to);
@@ -168,8 +166,7 @@ struct TokenCopies : VectorCopies<TILE * COLUMNS / 8> {
 };
 struct KeyCopies : VectorCopies<(2 * TILE + 1) * N / 8> {
     __device__ __forceinline__ KeyCopies(const Sequence<const Element> &k, const Sequence<const Element> &q, int lane) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
             int item = 32 * i + lane, row = item / (N / 8);
             set(i, row < TILE ? k : q, item % (N / 8) * 8, row < TILE ? row : row - TILE - 1, 8 * item);
         }
@@ -183,8 +180,7 @@ struct Results {
     Sequence<Element> to[ITEMS];
     int token[ITEMS], from[ITEMS];
     __device__ __forceinline__ Results(const Sequence<Element> &ys, i64 width, int lane) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
             int item = 32 * i + lane, row = item / ROW, octet = item % ROW;
             to[i] = ys;
             to[i].data += 8 * octet;
@@ -194,10 +190,8 @@ struct Results {
     }
     __device__ __forceinline__ void copy(const Element (&y)[TILE][CTA_CHANNELS], int t0, int begin, int end) const {
         Pack<Element, 8> values[ITEMS];
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) values[i] = load<8>(&y[0][0] + from[i]);
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        UNROLLED for (int i = 0; i < ITEMS; i++) values[i] = load<8>(&y[0][0] + from[i]);
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = t0 + token[i];
             if (t >= begin && t < end) store(to[i].at(t), values[i]);
         }
@@ -213,13 +207,11 @@ struct StateProducer {
         int pair = 4 * warp + at.lane / 8, r = pair % 4;
         m = at.lane % 8;
         key = 2 * pair * N + 2 * m;
-#pragma unroll
-        for (int f = 0; f < 2; f++) {
+        UNROLLED for (int f = 0; f < 2; f++) {
             decay[f] = pair * 128 + state_slot(m % 4 * 2, (r + 2 * f) % 4) * 4 + word(pair, m / 4, false);
             asm("" : "+r"(decay[f]));
         }
-#pragma unroll
-        for (int f = 0; f < 3; f++) {
+        UNROLLED for (int f = 0; f < 3; f++) {
             output[f] = (pair * 32 + column_slot(pair, column_of(pair, f), m % 4)) * 2 + m / 4;
             asm("" : "+r"(output[f]));
         }
@@ -230,17 +222,13 @@ struct StateProducer {
         Floats<2> k[PASSES][2];
         unsigned q[PASSES][2];  // of the token before first
         float norm_of[PASSES][2], kq[PASSES];
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++)
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
+        UNROLLED for (int pass = 0; pass < PASSES; pass++)
+            UNROLLED for (int odd = 0; odd < 2; odd++) {
                 const Element *keys = &tile.keys[2 * APART * pass + odd][0] + key;
                 k[pass][odd] = to_floats(load<2>(keys)), q[pass][odd] = load<2>(keys + TILE * N).word[0];
             }
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) reduce(k[pass], q[pass][1], norm_of[pass], kq[pass]);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) write(to, pass, k[pass], q[pass], norm_of[pass], kq[pass]);
+        UNROLLED for (int pass = 0; pass < PASSES; pass++) reduce(k[pass], q[pass][1], norm_of[pass], kq[pass]);
+        UNROLLED for (int pass = 0; pass < PASSES; pass++) write(to, pass, k[pass], q[pass], norm_of[pass], kq[pass]);
     }
     // 1 + k.k of both tokens for all 8 lanes, k_0 . q_0 for lane 1: with each exchange a lane passes on what it will not finish
     __device__ __forceinline__ void reduce(const Floats<2> (&k)[2], unsigned q_0, float (&norm_of)[2], float &kq) const {
@@ -261,13 +249,11 @@ struct StateProducer {
     __device__ __forceinline__ void write(StateFactors &to, int pass, const Floats<2> (&k)[2], const unsigned (&q)[2],
                                           const float (&norm_of)[2], float kq) const {
         float scale[2];  // the power of two that takes the norm to between 1 and 2
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++)
+        UNROLLED for (int odd = 0; odd < 2; odd++)
             scale[odd] = __uint_as_float(0x7f000000u - (__float_as_uint(norm_of[odd]) & 0x7f800000u));
         unsigned *updates = to.update[APART * pass][0];
         float a_0[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
+        UNROLLED for (int j = 0; j < 2; j++) {
             float k_0 = k[0].at[j], k_1 = k[1].at[j], scaled_0 = k_0 * scale[0], scaled_1 = k_1 * scale[1];
             float a_1 = k_1 * scaled_1;
             a_0[j] = k_0 * scaled_0;
@@ -302,26 +288,21 @@ struct ChannelProducer {
         consumer = unit / EIGHTHS, eighth = unit % EIGHTHS;
         int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
         from = ((RANK ? 0 : at.lane / 16 * TILE) + row) * CTA_CHANNELS + exchanged(2 * consumer + at.lane / 8 % 2, row) * 8;
-#pragma unroll
-        for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
-#pragma unroll
-        for (int f = 0; f < 3; f++) drive[f] = (quarter * 32 + drive_slot(quarter, at.c, f)) * 4 + pair % 2 * 2;
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
+        UNROLLED for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
+        UNROLLED for (int f = 0; f < 3; f++) drive[f] = (quarter * 32 + drive_slot(quarter, at.c, f)) * 4 + pair % 2 * 2;
+        UNROLLED for (int odd = 0; odd < 2; odd++) {
             int row = (2 * pair + odd + 1) % TILE;  // the tile's last is the first of the next tile's
             add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
         }
         asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]), "+r"(add[0]),
             "+r"(add[1]));
         i64 d = at.cta_d + 16 * consumer + at.c;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             bool exists = d + 8 * i < D;
             skip[i] = exists && skips ? skips[at.g * D + d + 8 * i] : 0;
             bias[i] = exists && biases ? -LOG2E * biases[at.g * D + d + 8 * i] : 0;
             last[i] = 0;
-#pragma unroll
-            for (int e = 0; e < EIGHTS; e++)
+            UNROLLED for (int e = 0; e < EIGHTS; e++)
                 step_proj[e][i] = exists ? load<2>(step_projs + (at.g * D + d + 8 * i) * RANK + 8 * e + 2 * at.p).word[0] : 0;
         }
     }
@@ -332,8 +313,7 @@ struct ChannelProducer {
     Floats<2> first, second;
     __device__ __forceinline__ void read(const Tile &tile, const StateFactors &states, const Place &at) {
         load_transposed(values, &tile.x[0][0] + from);
-#pragma unroll
-        for (int e = 0; e < LOADS; e++)
+        UNROLLED for (int e = 0; e < LOADS; e++)
             load_matrices(step[e], &tile.logit[8 * eighth + at.lane % 8][min(4 * e + at.lane / 8, EIGHTS - 1) * 8]);
         norm = load<4>(states.norm[4 * eighth + at.p]), kq = states.norm[4 * eighth + at.p][4];
     }
@@ -347,11 +327,9 @@ struct ChannelProducer {
             float product[4];
             multiply(Element{}, product, step_proj[EIGHTS - 1][0], step_proj[EIGHTS - 1][1],
                      step[EIGHTS / 4][(EIGHTS - 1) % 4]);
-#pragma unroll
-            for (int i = 0; i < 2; i++) logits[i] = {product[2 * i], product[2 * i + 1]};
+            UNROLLED for (int i = 0; i < 2; i++) logits[i] = {product[2 * i], product[2 * i + 1]};
         }
-#pragma unroll
-        for (int e = 0; e + 1 < EIGHTS; e += 2)
+        UNROLLED for (int e = 0; e + 1 < EIGHTS; e += 2)
             multiply_add(Element{}, logits, step_proj[e][0], step_proj[e][1], step_proj[e + 1][0], step_proj[e + 1][1],
                          step[e / 4][e % 4], step[e / 4][e % 4 + 1]);
     }
@@ -360,11 +338,9 @@ struct ChannelProducer {
         if constexpr (RANK) {
             project(logits);
         } else {
-#pragma unroll
-            for (int i = 0; i < 2; i++) logits[i] = unpack(Element{}, values[2 + i]);
+            UNROLLED for (int i = 0; i < 2; i++) logits[i] = unpack(Element{}, values[2 + i]);
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             Floats<2> x = unpack(Element{}, values[i]), logit = logits[i];
             float e_0 = step_size(logit.at[0], bias[i], norm.at[0], norm.at[1]);
             float e_1 = step_size(logit.at[1], bias[i], norm.at[2], norm.at[3]);
@@ -379,17 +355,14 @@ struct ChannelProducer {
         }
         if (eighth == EIGHTHS - 1 && at.p == 3) {
             float next[2] = {second.at[0], second.at[1]};
-#pragma unroll
-            for (int i = 0; i < 2; i++) second.at[i] = last[i], last[i] = next[i];
+            UNROLLED for (int i = 0; i < 2; i++) second.at[i] = last[i], last[i] = next[i];
         }
     }
     __device__ __forceinline__ void write(ChannelFactors (&to)[CONSUMERS]) const {
         unsigned *decays_to = &to[consumer].decay[0][0][0], *drives_to = &to[consumer].drive[0][0][0];
         float *adds = &to[consumer].add[0][0][0];
-#pragma unroll
-        for (int f = 0; f < 2; f++) store(decays_to + decay[f], decays[f]);
-#pragma unroll
-        for (int f = 0; f < 3; f++) store(drives_to + drive[f], drives[f]);
+        UNROLLED for (int f = 0; f < 2; f++) store(decays_to + decay[f], decays[f]);
+        UNROLLED for (int f = 0; f < 3; f++) store(drives_to + drive[f], drives[f]);
         store(adds + add[0], first);
         store(adds + add[1], second);
     }
@@ -412,8 +385,7 @@ DEVICE void copy_tiles(CtaMemory &cta, Sequence<const Element> xs, Sequence<cons
         logit_copies.start(tile.logit[0], t0, begin, end);
         commit_copies();
     };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) copy(s, begin + s * TILE);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) copy(s, begin + s * TILE);
     wait_for_copies<STAGES - 3>();
     sync_producers();
     sync_producers();
@@ -460,20 +432,16 @@ template <int UNITS>
 DEVICE void produce_channels(CtaMemory &cta, int first, const float *skips, const float *biases,
                              const Element *step_projs, i64 D, int begin, int end, const Place &at) {
     ChannelProducer units[UNITS];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) units[i].begin(first + i, skips, biases, step_projs, D, at);
+    UNROLLED for (int i = 0; i < UNITS; i++) units[i].begin(first + i, skips, biases, step_projs, D, at);
     sync_producers();
     sync_producers();
     int stage = 0, states = 0, buffer = 0;
 #pragma unroll 1
     for (int t0 = begin;; t0 += TILE) {
         // side by side, as each is a long chain of instructions
-#pragma unroll
-        for (int i = 0; i < UNITS; i++) units[i].read(cta.tiles[stage], cta.states[states], at);
-#pragma unroll
-        for (int i = 0; i < UNITS; i++) units[i].compute(at);
-#pragma unroll
-        for (int i = 0; i < UNITS; i++) units[i].write(cta.channels[buffer]);
+        UNROLLED for (int i = 0; i < UNITS; i++) units[i].read(cta.tiles[stage], cta.states[states], at);
+        UNROLLED for (int i = 0; i < UNITS; i++) units[i].compute(at);
+        UNROLLED for (int i = 0; i < UNITS; i++) units[i].write(cta.channels[buffer]);
         stage = after(stage, STAGES), states = after(states, 3), buffer ^= 1;
         __syncthreads();
         if (t0 > end) break;
@@ -483,13 +451,10 @@ DEVICE void produce_channels(CtaMemory &cta, int first, const float *skips, cons
 // `S[o][2 i + j]` is state 8 o + 2 p + j of channel c + 8 i. Calls f(state, offset in memory) for those that exist.
 template <class F>
 DEVICE void for_states(float (&S)[2][4], i64 left, i64 D, F f) {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
+    UNROLLED for (int i = 0; i < 2; i++)
         if (8 * i < left)
-#pragma unroll
-            for (int o = 0; o < 2; o++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) f(S[o][2 * i + j], (8 * o + j) * D + 8 * i);
+            UNROLLED for (int o = 0; o < 2; o++)
+                UNROLLED for (int j = 0; j < 2; j++) f(S[o][2 * i + j], (8 * o + j) * D + 8 * i);
 }
 
 // A consumer's registers and where it finds its factors. Factors are read two pairs ahead and multiplied one ahead, y is
@@ -512,8 +477,7 @@ struct Consumer {
         update = state_slot(at.c, at.p);
         int factor = min(at.p, 2);
         int row = token_of(at.c / 2, at.c % 2) + 1;  // of 8 tokens the one whose y transposition leaves to the lane
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             int t = token_of(at.p, i);
             column[i] = column_slot(i, at.c, at.p), drive[i] = drive_slot(i, at.c, factor);
             add[i] = ((t + 1) * 8 + add_slot(t, at.c)) * 2;
@@ -541,20 +505,16 @@ struct Consumer {
     }
     // S from before a pair to behind it, while the next pair's A and B are multiplied
     __device__ __forceinline__ void advance(float (&S)[2][4], int next_pair) {
-#pragma unroll
-        for (int o = 0; o < 2; o++) {
+        UNROLLED for (int o = 0; o < 2; o++) {
             float decay[4], added[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) decay[j] = decay_of[o][j], added[j] = drive_of[o][j];
+            UNROLLED for (int j = 0; j < 4; j++) decay[j] = decay_of[o][j], added[j] = drive_of[o][j];
             multiply_factors(next_pair, o);
-#pragma unroll
-            for (int j = 0; j < 4; j++) S[o][j] = fmaf(decay[j], S[o][j], added[j]);
+            UNROLLED for (int j = 0; j < 4; j++) S[o][j] = fmaf(decay[j], S[o][j], added[j]);
         }
     }
     // y of the product whose sums are complete; of 8 tokens behind the second
     __device__ __forceinline__ void finish(int product) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             float y = fmaf(-step_sizes[i], sums[i].at[1], sums[i].at[0] + adds[product].at[i]);
             if (product == 0)
                 first[i] = y;
@@ -563,8 +523,7 @@ struct Consumer {
         }
     }
     __device__ __forceinline__ void write(int eighth) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+        UNROLLED for (int i = 0; i < 2; i++)
             store(y + 8 * eighth * CTA_CHANNELS + result[i], Pack<Element, 2>{transposed[i]});
     }
 };
@@ -587,8 +546,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
     __syncthreads();
     if (at.warp >= CONSUMERS) {
         int role = 0, states_before = 0, units_before = 0;
-#pragma unroll
-        for (int i = 0; i < PRODUCERS; i++) {
+        UNROLLED for (int i = 0; i < PRODUCERS; i++) {
             if (at.warp - CONSUMERS == i) role = ROLE[i];
             if (at.warp - CONSUMERS > i)
                 states_before += ROLE[i] == STATE_PRODUCER, units_before += max(ROLE[i], 0);
@@ -629,8 +587,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
         states_buffer = after(states_buffer, 3), buffer ^= 1;
         const StateFactors *next_states = cta.states + states_buffer;
         const ChannelFactors *next_channels = &cta.channels[buffer][at.warp];
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; pair++) {
+        UNROLLED for (int pair = 0; pair < PAIRS; pair++) {
             Pack<unsigned, 2> query = consumer.queries;
             if (pair + 1 < PAIRS) consumer.read_queries(pair + 1);
             if (pair + 2 < PAIRS) {
@@ -646,8 +603,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
             }
             if (pair % 2 == 0) {
                 consumer.finish((pair / 2 + 1) % 2);
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
+                UNROLLED for (int i = 0; i < 2; i++) {
                     if (pair % 4 == 0)
                         consumer.adds[i] = load<2>(&consumer.channels->add[2 * pair][0][0] + consumer.add[i]);
                     consumer.step_sizes[i] = unpack(fp16{}, consumer.decays[pair / 2 % 2].at[i]).at[0];
@@ -657,10 +613,8 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
             if (pair % 4 == 1) consumer.write((pair / 4 + EIGHTHS - 1) % EIGHTHS);
             if (pair == 1) y_buffer = after(y_buffer, 3), consumer.y = &cta.y[y_buffer][0][0];
             unsigned s[4];
-#pragma unroll
-            for (int o = 0; o < 2; o++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) s[2 * o + i] = pack(Element{}, S[o][2 * i], S[o][2 * i + 1]);
+            UNROLLED for (int o = 0; o < 2; o++)
+                UNROLLED for (int i = 0; i < 2; i++) s[2 * o + i] = pack(Element{}, S[o][2 * i], S[o][2 * i + 1]);
             multiply_add(Element{}, consumer.sums, s[0], s[1], s[2], s[3], query.at[0], query.at[1]);
             consumer.advance(S, (pair + 1) % PAIRS);
         }

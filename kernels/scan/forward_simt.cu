@@ -37,23 +37,19 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
     // those of its partner, until it has few tokens but their whole sums
     auto finish = [&](Floats<DL> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
-#pragma unroll
-        for (int bit = 1; bit < PARTS; bit *= 2) {
+        UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) {
             bool upper = at.part & bit;
             if (count > 1) {
                 count /= 2;
                 first += upper ? count : 0;
             }
-#pragma unroll
-            for (int j = 0; j < count; j++)
-#pragma unroll
-                for (int c = 0; c < DL; c++) {
+            UNROLLED for (int j = 0; j < count; j++)
+                UNROLLED for (int c = 0; c < DL; c++) {
                     float low = y[j].at[c], high = y[UNROLL > bit ? j + count : j].at[c];
                     y[j].at[c] = (upper ? high : low) + __shfl_xor_sync(WARP, upper ? low : high, part_distance(bit));
                 }
         }
-#pragma unroll
-        for (int j = 0; j < count; j++)
+        UNROLLED for (int j = 0; j < count; j++)
             if (at.valid && at.part < UNROLL && first + j < left)
                 store(ys.at(t + first + j), from_floats<Element>(y[j]));
     };
@@ -65,33 +61,25 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
         constexpr int CHAINS = !AHEAD && DL < 4 ? 4 / DL : 1;
         Floats<DL> y[UNROLL];
         if (AHEAD) finish(last_y, last_t, last_left);
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++) {
+        UNROLLED for (int j = 0; j < UNROLL; j++) {
             Floats<DL> x = tokens[j].value(), step_size = tokens[j].step_size();
             float sums[CHAINS][DL] = {};
-#pragma unroll
-            for (int c = 0; c < DL; c++) sums[0][c] = skip.at[c] * x.at[c];
-#pragma unroll
-            for (int n = 0; n < NL; n += 4) {
+            UNROLLED for (int c = 0; c < DL; c++) sums[0][c] = skip.at[c] * x.at[c];
+            UNROLLED for (int n = 0; n < NL; n += 4) {
                 Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int c = 0; c < DL; c++) {
+                UNROLLED for (int i = 0; i < 4; i++)
+                    UNROLLED for (int c = 0; c < DL; c++) {
                         Recurrence::update(S[n + i][c], x.at[c], step_size.at[c], k.at[i], A[n + i][c]);
                         sums[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], sums[i % CHAINS][c]);
                     }
             }
-#pragma unroll
-            for (int c = 0; c < DL; c++) {
+            UNROLLED for (int c = 0; c < DL; c++) {
                 y[j].at[c] = sums[0][c];
-#pragma unroll
-                for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];
+                UNROLLED for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];
             }
         }
         if (AHEAD) {
-#pragma unroll
-            for (int j = 0; j < UNROLL; j++) last_y[j] = y[j];
+            UNROLLED for (int j = 0; j < UNROLL; j++) last_y[j] = y[j];
             last_t = t, last_left = left;
         } else {
             finish(y, t, left);

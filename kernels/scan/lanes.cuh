@@ -41,33 +41,25 @@ struct Place : GridPlace {
 typedef float States[NL][DL];
 
 DEVICE void fill(States &S, float value) {
-#pragma unroll
-    for (int n = 0; n < NL; n++)
-#pragma unroll
-        for (int c = 0; c < DL; c++) S[n][c] = value;
+    UNROLLED for (int n = 0; n < NL; n++)
+        UNROLLED for (int c = 0; c < DL; c++) S[n][c] = value;
 }
 DEVICE void load_states(States &S, const float *states, i64 D) {
-#pragma unroll
-    for (int n = 0; n < NL; n++) {
+    UNROLLED for (int n = 0; n < NL; n++) {
         Floats<DL> v = load<DL>(states + n * D);
-#pragma unroll
-        for (int c = 0; c < DL; c++) S[n][c] = v.at[c];
+        UNROLLED for (int c = 0; c < DL; c++) S[n][c] = v.at[c];
     }
 }
 DEVICE void store_states(float *states, const States &S, i64 D) {
-#pragma unroll
-    for (int n = 0; n < NL; n++) {
+    UNROLLED for (int n = 0; n < NL; n++) {
         Floats<DL> v;
-#pragma unroll
-        for (int c = 0; c < DL; c++) v.at[c] = S[n][c];
+        UNROLLED for (int c = 0; c < DL; c++) v.at[c] = S[n][c];
         store(states + n * D, v);
     }
 }
 DEVICE void load_rates(States &A, const float *rates, const Place &at, i64 D) {
-#pragma unroll
-    for (int n = 0; n < NL; n++)
-#pragma unroll
-        for (int c = 0; c < DL; c++)
+    UNROLLED for (int n = 0; n < NL; n++)
+        UNROLLED for (int c = 0; c < DL; c++)
             A[n][c] = Recurrence::HAS_RATES && at.valid
                           ? Recurrence::rate(rates[(at.g * D + at.d + c) * N + at.n + n])
                           : 0;
@@ -101,30 +93,24 @@ struct KeysInFlight {
     }
     __device__ __forceinline__ void fetch(int t0, int tokens) {
         const Element *p[ITEMS];
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) p[i] = source.at(t0 + min(first + i * APART, tokens - 1));
+        UNROLLED for (int i = 0; i < ITEMS; i++) p[i] = source.at(t0 + min(first + i * APART, tokens - 1));
         if (vectors) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) item[i] = load<4>(p[i]);
+            UNROLLED for (int i = 0; i < ITEMS; i++) item[i] = load<4>(p[i]);
         } else {
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
+            UNROLLED for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
         }
     }
     // `keys` may have room for more tokens: these go from `start` on. SQUARED has k^2 in place of k
     template <bool SQUARED = false, int ROOM>
     __device__ __forceinline__ void put(Keys<ROOM> &keys, int start = 0) const {
         float *to = is_query ? keys.q[start + first] : keys.k[start + first];
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
             Floats<4> v = to_floats(item[i]);
             float kk = v.at[0] * v.at[0] + v.at[1] * v.at[1] + v.at[2] * v.at[2] + v.at[3] * v.at[3];
-#pragma unroll
-            for (int distance = 1; distance < KEY_VECTORS; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
+            UNROLLED for (int distance = 1; distance < KEY_VECTORS; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
             if (TOKENS % APART == 0 || first + i * APART < TOKENS) {
                 if (SQUARED && !is_query)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) v.at[j] *= v.at[j];
+                    UNROLLED for (int j = 0; j < 4; j++) v.at[j] *= v.at[j];
                 store(to + i * APART * N + n, v);
                 if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;
             }

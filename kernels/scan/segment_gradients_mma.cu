@@ -111,34 +111,27 @@ stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *
     bool backwards = !(reverse >> g & 1);
     Sequence<const Element> ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
     Element keys[2][3], queries[2][3];  // queries of the next token
-#pragma unroll
-    for (int j = 0; j < 3; j++)
-#pragma unroll
-        for (int o = 0; o < 2; o++) {
+    UNROLLED for (int j = 0; j < 3; j++)
+        UNROLLED for (int o = 0; o < 2; o++) {
             keys[o][j] = j < tokens ? ks.at(t0 + j)[n + 8 * o] : Element{};
             queries[o][j] = j + 1 < tokens ? qs.at(t0 + j + 1)[n + 8 * o] : Element{};
         }
     float minus_a[2][3], norm[3];
-#pragma unroll
-    for (int j = 0; j < 3; j++) {
+    UNROLLED for (int j = 0; j < 3; j++) {
         float kk = 0;
-#pragma unroll
-        for (int o = 0; o < 2; o++) {
+        UNROLLED for (int o = 0; o < 2; o++) {
             float key = to_floats(Pack<Element, 1>{keys[o][j]}).at[0];
             minus_a[o][j] = -key * key;
             kk -= minus_a[o][j];
         }
-#pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
+        UNROLLED for (int distance = 1; distance < 8; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
         norm[j] = reciprocal(1 + kk);
-#pragma unroll
-        for (int o = 0; o < 2; o++) minus_a[o][j] *= norm[j];
+        UNROLLED for (int o = 0; o < 2; o++) minus_a[o][j] *= norm[j];
     }
     Factors first(minus_a[0], queries[0][0].bits | unsigned(queries[0][1].bits) << 16, queries[0][2].bits);
     Factors second(minus_a[1], queries[1][0].bits | unsigned(queries[1][1].bits) << 16, queries[1][2].bits);
     StateFactors &to = factors[tile];
-#pragma unroll
-    for (int p = 0; p < 4; p++)
+    UNROLLED for (int p = 0; p < 4; p++)
         store(to.factor[triple][4 * n + p],
               Pack<unsigned, 4>{first.decay[p], second.decay[p], first.added[p], second.added[p]});
     if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
@@ -176,8 +169,7 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
     int octet = copies.column / 8, column = copies.column % 8;
     auto copy = [&](int t0) {
         int left = copies.skipped ? 0 : end - t0 - copies.token;
-#pragma unroll
-        for (int i = 0; i < copies.ITEMS; i++) {
+        UNROLLED for (int i = 0; i < copies.ITEMS; i++) {
             int t = i * copies.APART, row = tile_row(octet, copies.token + t);
             copy_async<VECTOR>(warp.tile.at[0][octet][row] + column, copied_logits.at(t0 + copies.token + t), t < left);
             copy_async<VECTOR>(warp.tile.at[1][octet][row] + column, copied_dys.at(t0 + copies.token + t + 1), t + 1 < left);
@@ -189,18 +181,14 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
 
     // `F[s][o][2 i + j]` is state 8 o + 2 p + j of channel 16 s + c + 8 i
     float F[SIXTEENS][OCTETS][4], decay[SIXTEENS][OCTETS][4], bias[SIXTEENS][2] = {};
-#pragma unroll
-    for (int s = 0; s < SIXTEENS; s++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+    UNROLLED for (int s = 0; s < SIXTEENS; s++)
+        UNROLLED for (int i = 0; i < 2; i++) {
             i64 channel = at.d + 16 * s + 8 * i;
             bool exists = channel < D;
             if (biases && exists) bias[s][i] = -LOG2E * biases[at.g * D + channel];
             float dy = exists ? to_floats(load<1>(dys.at(begin) + channel)).at[0] : 0;
-#pragma unroll
-            for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
+            UNROLLED for (int o = 0; o < OCTETS; o++)
+                UNROLLED for (int j = 0; j < 2; j++) {
                     decay[s][o][2 * i + j] = 1;
                     F[s][o][2 * i + j] = dy * to_floats(load<1>(qs.at(begin) + 8 * o + 2 * p + j)).at[0];
                 }
@@ -208,10 +196,8 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
 
     // the rows that this lane names: those of lanes 2 i are of triple i, those of lanes 2 i + 1 of triple i + 4
     int row[2][3], row_octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
-#pragma unroll
-    for (int s = 0; s < 2; s++)
-#pragma unroll
-        for (int j = 0; j < 3; j++) row[s][j] = (row_octet + 2 * s) * TILE + tile_row(row_octet + 2 * s, token + j);
+    UNROLLED for (int s = 0; s < 2; s++)
+        UNROLLED for (int j = 0; j < 3; j++) row[s][j] = (row_octet + 2 * s) * TILE + tile_row(row_octet + 2 * s, token + j);
     Floats<4> norm = load<4>(states->norm[p]);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE, states++) {
@@ -220,24 +206,17 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
         // token j of triples p and p + 4: logits of channels c and c + 8, then dy
         const Element(*rows)[8] = warp.tile.at[lane / 16][0];
         unsigned words[SIXTEENS][3][4];
-#pragma unroll
-        for (int s = 0; s < SIXTEENS; s++)
-#pragma unroll
-            for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
+        UNROLLED for (int s = 0; s < SIXTEENS; s++)
+            UNROLLED for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
         __syncwarp();
         copy(t0 + TILE);
-#pragma unroll
-        for (int four = 0; four < 2; four++) {
+        UNROLLED for (int four = 0; four < 2; four++) {
             Pack<unsigned, 4> of_states[AHEAD];  // on their way while factors of channels are computed
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
-#pragma unroll
-            for (int s = 0; s < SIXTEENS; s++) {
+            UNROLLED for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
+            UNROLLED for (int s = 0; s < SIXTEENS; s++) {
                 float step_size[2][3];
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int j = 0; j < 3; j++) {
+                UNROLLED for (int i = 0; i < 2; i++)
+                    UNROLLED for (int j = 0; j < 3; j++) {
                         float logit = unpack(Element{}, words[s][j][i]).at[four];
                         step_size[i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit, -LOG2E, bias[s][i])), norm.at[j], 1));
                     }
@@ -246,8 +225,7 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
                 };
                 Factors of_c(step_size[0], values(0, 0, 1), values(0, 2, 2));
                 Factors of_c_8(step_size[1], values(1, 0, 1), values(1, 2, 2));
-#pragma unroll
-                for (int w = 0; w < 4; w++)
+                UNROLLED for (int w = 0; w < 4; w++)
                     store(warp.channels.factor[s][p][4 * c + w],
                           Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
             }
@@ -256,17 +234,13 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
 #pragma unroll AHEAD
             for (int j = 0; j < 4; j++) {
                 Pack<unsigned, 4> channel[SIXTEENS];
-#pragma unroll
-                for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
-#pragma unroll
-                for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-                    for (int s = 0; s < SIXTEENS; s++) {
+                UNROLLED for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
+                UNROLLED for (int o = 0; o < OCTETS; o++)
+                    UNROLLED for (int s = 0; s < SIXTEENS; s++) {
                         float A[4], added[4], (&f)[4] = F[s][o];
                         multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states[j % AHEAD].at[o], 1);
                         multiply(Element{}, added, channel[s].at[2], channel[s].at[3], of_states[j % AHEAD].at[OCTETS + o], 0);
-#pragma unroll
-                        for (int x = 0; x < 4; x++) {
+                        UNROLLED for (int x = 0; x < 4; x++) {
                             f[x] = fmaf(A[x], f[x], added[x]);
                             decay[s][o][x] *= A[x];
                         }
@@ -280,15 +254,11 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
     asm("" : "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
     Place to(B, D, boundaries);
     i64 offset = state_offset(to.g, to.b, to.segment, 2 * p, to.d, B, boundaries, D);
-#pragma unroll
-    for (int s = 0; s < SIXTEENS; s++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+    UNROLLED for (int s = 0; s < SIXTEENS; s++)
+        UNROLLED for (int i = 0; i < 2; i++)
             if (to.d + 16 * s + 8 * i < D)
-#pragma unroll
-                for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
+                UNROLLED for (int o = 0; o < OCTETS; o++)
+                    UNROLLED for (int j = 0; j < 2; j++) {
                         i64 place = offset + (8 * o + j) * D + 16 * s + 8 * i;
                         ends[place] = F[s][o][2 * i + j];
                         decays[place] = decay[s][o][2 * i + j];

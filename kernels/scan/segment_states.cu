@@ -31,17 +31,13 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, logit), TOKEN
     load_rates(A, rates, at, D);
     fill(decay, 1);
     auto scan = [&](const Token (&tokens)[UNROLL], int, int left) {
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++) {
+        UNROLLED for (int j = 0; j < UNROLL; j++) {
             if (j >= left) break;
             Floats<DL> value = tokens[j].value(), step_size = tokens[j].step_size();
-#pragma unroll
-            for (int n = 0; n < NL; n += 4) {
+            UNROLLED for (int n = 0; n < NL; n += 4) {
                 Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int c = 0; c < DL; c++) {
+                UNROLLED for (int i = 0; i < 4; i++)
+                    UNROLLED for (int c = 0; c < DL; c++) {
                         float k_squared = GRADIENTS ? k.at[i] : k.at[i] * k.at[i];
                         float decay_t = Recurrence::decay(step_size.at[c], k_squared, A[n + i][c]);
                         if (GRADIENTS)

@@ -43,16 +43,13 @@ struct Prepared<false> {
         // the items side by side, since each is a long chain
         __device__ __forceinline__ void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             Floats<DL> step_size[ITEMS];
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
+            UNROLLED for (int i = 0; i < ITEMS; i++) {
                 Floats<DL> logit = to_floats(load<DL>(&tile.logit[first + i * APART][c]));
                 float kk = keys.kk[first + i * APART];
-#pragma unroll
-                for (int j = 0; j < DL; j++)
+                UNROLLED for (int j = 0; j < DL; j++)
                     step_size[i].at[j] = Recurrence::step_size(logit.at[j] + bias.at[j], kk);
             }
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) store(&to.step_sizes[first + i * APART][c], step_size[i]);
+            UNROLLED for (int i = 0; i < ITEMS; i++) store(&to.step_sizes[first + i * APART][c], step_size[i]);
         }
     };
     struct Token {
@@ -65,8 +62,7 @@ struct Prepared<false> {
     };
     __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &tile, const Keys<TILE> &keys, int j0,
                                          const Place &at) const {
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++)
+        UNROLLED for (int j = 0; j < UNROLL; j++)
             tokens[j] = {&tile.value[j0 + j][at.c], &step_sizes[j0 + j][at.c], &keys.k[j0 + j][at.n],
                          &keys.q[j0 + j][at.n]};
     }
@@ -87,28 +83,23 @@ struct Prepared<true> {
         Floats<CHANNELS> bias;
         __device__ __forceinline__ Preparation(const float *biases, const Place &at, i64 D)
             : c(at.lane % ROW * CHANNELS), first(at.lane / ROW) {
-#pragma unroll
-            for (int i = 0; i < CHANNELS; i++)
+            UNROLLED for (int i = 0; i < CHANNELS; i++)
                 bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
         }
         __device__ __forceinline__ void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
-#pragma unroll
-            for (int item = 0; item < ITEMS; item++) {
+            UNROLLED for (int item = 0; item < ITEMS; item++) {
                 int t = first + item * APART;
                 if (TILE / 4 % APART != 0 && t >= TILE / 4) break;
                 Floats<4> kk = load<4>(&keys.kk[4 * t]), values[CHANNELS], step_sizes[CHANNELS];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
+                UNROLLED for (int j = 0; j < 4; j++) {
                     Floats<CHANNELS> value = to_floats(load<CHANNELS>(&tile.value[4 * t + j][c]));
                     Floats<CHANNELS> logit = to_floats(load<CHANNELS>(&tile.logit[4 * t + j][c]));
-#pragma unroll
-                    for (int i = 0; i < CHANNELS; i++) {
+                    UNROLLED for (int i = 0; i < CHANNELS; i++) {
                         values[i].at[j] = value.at[i];
                         step_sizes[i].at[j] = Recurrence::step_size(logit.at[i] + bias.at[i], kk.at[j]);
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < CHANNELS; i++) {
+                UNROLLED for (int i = 0; i < CHANNELS; i++) {
                     int slot = (c + i) % DL * GROUPS + (c + i) / DL;
                     store(to.values[t][slot], values[i]);
                     store(to.step_sizes[t][slot], step_sizes[i]);
@@ -126,21 +117,16 @@ struct Prepared<true> {
     };
     __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0,
                                          const Place &at) const {
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++)
-#pragma unroll
-            for (int n = 0; n < NL / 4; n++) {
+        UNROLLED for (int j = 0; j < UNROLL; j++)
+            UNROLLED for (int n = 0; n < NL / 4; n++) {
                 tokens[j].read_k[n] = load<4>(&keys.k[j0 + j][at.n + 4 * n]);
                 tokens[j].read_q[n] = load<4>(&keys.q[j0 + j][at.n + 4 * n]);
             }
-#pragma unroll
-        for (int j = 0; j < UNROLL; j += 4)
-#pragma unroll
-            for (int c = 0; c < DL; c++) {
+        UNROLLED for (int j = 0; j < UNROLL; j += 4)
+            UNROLLED for (int c = 0; c < DL; c++) {
                 Floats<4> value = load<4>(values[(j0 + j) / 4][c * GROUPS + at.group]);
                 Floats<4> step_size = load<4>(step_sizes[(j0 + j) / 4][c * GROUPS + at.group]);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
+                UNROLLED for (int i = 0; i < 4; i++)
                     tokens[j + i].read_value.at[c] = value.at[i], tokens[j + i].read_step_size.at[c] = step_size.at[i];
             }
     }
@@ -179,8 +165,7 @@ DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, cons
     Prepared<AHEAD>::Preparation preparation(biases, at, D);
     KeysInFlight<TILE, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
     keys.fetch(begin, end - begin);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) copy(warp.stage[s], begin + s * TILE);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) copy(warp.stage[s], begin + s * TILE);
     int stage = 0, buffer = 0;
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE) {
@@ -195,18 +180,17 @@ DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, cons
         preparation.run(warp.prepared, tile, tile_keys);
         __syncwarp();
         Token tokens[UNROLL];
+        int exist = min(TILE, end - t0);
         if (AHEAD) {
             warp.prepared.read(tokens, tile, tile_keys, 0, at);
-#pragma unroll
-            for (int j0 = 0; j0 < TILE; j0 += UNROLL) {
+            UNROLLED for (int j0 = 0; j0 < TILE; j0 += UNROLL) {
+                if (j0 % 8 == 0 && j0 >= exist) break;
                 Token following[UNROLL];
                 warp.prepared.read(following, tile, tile_keys, j0 + UNROLL < TILE ? j0 + UNROLL : j0, at);
-                scan(tokens, t0 + j0, end - t0 - j0);
-#pragma unroll
-                for (int j = 0; j < UNROLL; j++) tokens[j] = following[j];
+                scan(tokens, t0 + j0, exist - j0);
+                UNROLLED for (int j = 0; j < UNROLL; j++) tokens[j] = following[j];
             }
         } else {
-            int exist = min(TILE, end - t0);
 #pragma unroll 1
             for (int j0 = 0; j0 < exist; j0 += UNROLL) {
                 warp.prepared.read(tokens, tile, tile_keys, j0, at);

@@ -81,8 +81,7 @@ struct TileCopies {
     // Token t0 + t of `source`, which begins at the lane's channels, to where(t), for `tokens` of them; zeros for the others
     template <class Where>
     __device__ __forceinline__ void start(const Sequence<const Element> &source, int t0, int tokens, Where where) const {
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = token + i * APART;
             if (TILE % APART == 0 || t < TILE)
                 copy_async<VECTOR>(where(t), source.at(t0 + t), t + skipped < min(tokens, TILE));
