@@ -1,7 +1,8 @@
 // Element types, packs of neighbours that one instruction moves, and the unit's fast functions
 
 typedef long long i64;
-#define DEVICE static __device__ __forceinline__
+#define INLINE __device__ __forceinline__
+#define DEVICE static INLINE
 #define UNROLLED _Pragma("unroll")
 
 constexpr unsigned WARP = 0xffffffffu;

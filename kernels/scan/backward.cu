@@ -69,7 +69,7 @@ template <class Type>
 struct alignas(4 * DL) Restart {
     static constexpr int STATES_OF_LANE = NL * DL;
     unsigned high[STATES_OF_LANE / 2], low[STATES_OF_LANE / 4];  // the upper 16 bits of each, and the 8 behind them
-    __device__ __forceinline__ void save(const States &S) {
+    INLINE void save(const States &S) {
         unsigned bits[STATES_OF_LANE];
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i++) bits[i] = __float_as_uint(S[i / DL][i % DL]);
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i += 2) high[i / 2] = __byte_perm(bits[i], bits[i + 1], 0x7632);
@@ -78,7 +78,7 @@ struct alignas(4 * DL) Restart {
                                      __byte_perm(bits[i + 2], bits[i + 3], 0x51), 0x5410);
     }
     // the 8 bits stand for those that were left out, too
-    __device__ __forceinline__ void restore(States &S) const {
+    INLINE void restore(States &S) const {
         UNROLLED for (int i = 0; i < STATES_OF_LANE; i++)
             S[i / DL][i % DL] = __uint_as_float(
                 __byte_perm(high[i / 2], low[i / 4], (i % 2 ? 0x3200 : 0x1000) + 0x11 * (4 + i % 4)));
@@ -87,10 +87,10 @@ struct alignas(4 * DL) Restart {
 template <>
 struct Restart<float> {
     float states[NL * DL];
-    __device__ __forceinline__ void save(const States &S) {
+    INLINE void save(const States &S) {
         UNROLLED for (int i = 0; i < NL * DL; i++) states[i] = S[i / DL][i % DL];
     }
-    __device__ __forceinline__ void restore(States &S) const {
+    INLINE void restore(States &S) const {
         UNROLLED for (int i = 0; i < NL * DL; i++) S[i / DL][i % DL] = states[i];
     }
 };
@@ -129,13 +129,13 @@ struct Tile {
 // tiles 0 to n - 1, first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
 struct TileQueue {
     TileCopies<WARP_CHANNELS> copies;
-    Sequence<const Element> dys, xs, logits;
+    Input dys, xs, logits;
     int segment_start, end;        // tokens
     int chunk_start, tiles, turn;  // what is copied next: tile tiles - 1 - |turn| of the chunk, with dy unless turn < 0
     int stage;                     // of the tile that is worked on
 
     // Starts to copy the next tile; an empty group behind the last, so that waiting for groups counts tiles
-    __device__ __forceinline__ void copy_next(Channels &to) {
+    INLINE void copy_next(Channels &to) {
         if (chunk_start >= segment_start) {
             int t0 = chunk_start + (tiles - 1 - abs(turn)) * TILE;
             copies.start(xs, t0, end - t0, [&](int t) { return &to.x[t][copies.column]; });
@@ -151,7 +151,7 @@ struct TileQueue {
     }
     // The next tile, with step sizes and for `gradients` slopes. Behind the first __syncwarp what each lane has copied is
     // there for all, and all are done with the tile before, in whose place another is copied.
-    __device__ __forceinline__ Tile next(bool gradients, int start, CtaMemory &cta, WarpMemory &warp, const Place &at) {
+    INLINE Tile next(bool gradients, int start, CtaMemory &cta, WarpMemory &warp, const Place &at) {
         wait_for_copies<STAGES - 2>();
         __syncwarp();
         copy_next(warp.stage[stage]);
@@ -167,7 +167,7 @@ struct TileQueue {
 struct Token {
     Floats<4> k, q;
     Floats<DL> x, step_size, dy;
-    __device__ __forceinline__ Token(const Tile &tile, int j, const Place &at)
+    INLINE Token(const Tile &tile, int j, const Place &at)
         : k(load<4>(&tile.keys.k[tile.start + j][at.n])), q(load<4>(&tile.keys.q[tile.start + j][at.n])),
           x(to_floats(load<DL>(&tile.channels.x[j][at.c]))), step_size(load<DL>(&tile.warp.step_size[j][at.c])),
           dy(to_floats(load<DL>(&tile.channels.dy[j][at.c]))) {}
@@ -319,13 +319,13 @@ scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const 
     i64 loaded_d = min(at.d, D - DL);  // channels that exist
     bool backwards = reverse >> at.g & 1;
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
-    Sequence<const Element> dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
+    Input dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
     dys = dys.from(at.warp_d + copies.column);
-    Sequence<const Element> xs(TOKENS_OF(x), at.g, at.b, L, backwards);
+    Input xs(TOKENS_OF(x), at.g, at.b, L, backwards);
     xs = xs.from(at.warp_d + copies.column);
-    Sequence<const Element> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    Input logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
     logits = logits.from(at.warp_d + copies.column);
-    Sequence<const Element> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+    Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<Element> dxs({dx, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     Sequence<Element> dlogits(TOKENS_OF(dlogit), at.g, at.b, L, backwards);
     i64 all_keys = at.channels * directions * B * L * 2 * N;

@@ -122,7 +122,7 @@ DEVICE void sync_producers() { asm volatile("bar.sync 1, %0;" ::"n"(32 * PRODUCE
 struct Place : GridPlace {
     i64 cta_d;
     int warp, lane, c, p;
-    __device__ __forceinline__ Place(i64 B, i64 D, i64 segments) : GridPlace(CTA_CHANNELS, D, segments, B) {
+    INLINE Place(i64 B, i64 D, i64 segments) : GridPlace(CTA_CHANNELS, D, segments, B) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         c = lane / 4, p = lane % 4;
         cta_d = channels * CTA_CHANNELS;
@@ -136,16 +136,16 @@ template <int COUNT>
 struct VectorCopies {
     static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // a token behind any end
     struct Item {
-        Sequence<const Element> source;
+        Input source;
         int token, to;
     };
     Item items[ITEMS];
-    __device__ __forceinline__ void set(int i, const Sequence<const Element> &source, int column, int token, int to) {
+    INLINE void set(int i, const Input &source, int column, int token, int to) {
         items[i] = {source.from(column), token, to};
         asm("" : "+r"(items[i].to), "+r"(items[i].token));  // or the compiler would compute them for every tile
     }
     // from token t0 on, of which those from `begin` to `end` exist; zeros for the others
-    __device__ __forceinline__ void start(Element *tile, int t0, int begin, int end) const {
+    INLINE void start(Element *tile, int t0, int begin, int end) const {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = t0 + items[i].token;
             if (COUNT % 32 == 0 || 32 * i + threadIdx.x % 32 < COUNT)
@@ -156,7 +156,7 @@ struct VectorCopies {
 // COLUMNS of a tile's tokens, of which `width` exist
 template <int COLUMNS, bool EXCHANGES>
 struct TokenCopies : VectorCopies<TILE * COLUMNS / 8> {
-    __device__ __forceinline__ TokenCopies(const Sequence<const Element> &source, i64 width, int lane) {
+    INLINE TokenCopies(const Input &source, i64 width, int lane) {
         UNROLLED for (int i = 0; i < this->ITEMS; i++) {
             int item = 32 * i + lane, octet = item % (COLUMNS / 8), token = item / (COLUMNS / 8);
             int to = token * COLUMNS + 8 * (EXCHANGES ? exchanged(octet, token) : octet);
@@ -165,7 +165,7 @@ struct TokenCopies : VectorCopies<TILE * COLUMNS / 8> {
     }
 };
 struct KeyCopies : VectorCopies<(2 * TILE + 1) * N / 8> {
-    __device__ __forceinline__ KeyCopies(const Sequence<const Element> &k, const Sequence<const Element> &q, int lane) {
+    INLINE KeyCopies(const Input &k, const Input &q, int lane) {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             int item = 32 * i + lane, row = item / (N / 8);
             set(i, row < TILE ? k : q, item % (N / 8) * 8, row < TILE ? row : row - TILE - 1, 8 * item);
@@ -179,7 +179,7 @@ struct Results {
     static_assert(TILE * ROW % 32 == 0);
     Sequence<Element> to[ITEMS];
     int token[ITEMS], from[ITEMS];
-    __device__ __forceinline__ Results(const Sequence<Element> &ys, i64 width, int lane) {
+    INLINE Results(const Sequence<Element> &ys, i64 width, int lane) {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             int item = 32 * i + lane, row = item / ROW, octet = item % ROW;
             to[i] = ys;
@@ -188,7 +188,7 @@ struct Results {
             asm("" : "+r"(token[i]), "+r"(from[i]));
         }
     }
-    __device__ __forceinline__ void copy(const Element (&y)[TILE][CTA_CHANNELS], int t0, int begin, int end) const {
+    INLINE void copy(const Element (&y)[TILE][CTA_CHANNELS], int t0, int begin, int end) const {
         Pack<Element, 8> values[ITEMS];
         UNROLLED for (int i = 0; i < ITEMS; i++) values[i] = load<8>(&y[0][0] + from[i]);
         UNROLLED for (int i = 0; i < ITEMS; i++) {
@@ -203,7 +203,7 @@ struct StateProducer {
     static constexpr int APART = 4 * count_of(STATE_PRODUCER), PASSES = PAIRS / APART;
     static_assert(PAIRS % APART == 0);
     int m, key, decay[2], drive, output[3], norm;  // where, for the first 4 pairs
-    __device__ __forceinline__ StateProducer(int warp, const Place &at) {
+    INLINE StateProducer(int warp, const Place &at) {
         int pair = 4 * warp + at.lane / 8, r = pair % 4;
         m = at.lane % 8;
         key = 2 * pair * N + 2 * m;
@@ -218,7 +218,7 @@ struct StateProducer {
         drive = pair * 128 + word(pair, m / 4, true), norm = pair * 8;
         asm("" : "+r"(m), "+r"(key), "+r"(drive), "+r"(norm));
     }
-    __device__ __forceinline__ void prepare(StateFactors &to, const Tile &tile) const {
+    INLINE void prepare(StateFactors &to, const Tile &tile) const {
         Floats<2> k[PASSES][2];
         unsigned q[PASSES][2];  // of the token before first
         float norm_of[PASSES][2], kq[PASSES];
@@ -231,7 +231,7 @@ struct StateProducer {
         UNROLLED for (int pass = 0; pass < PASSES; pass++) write(to, pass, k[pass], q[pass], norm_of[pass], kq[pass]);
     }
     // 1 + k.k of both tokens for all 8 lanes, k_0 . q_0 for lane 1: with each exchange a lane passes on what it will not finish
-    __device__ __forceinline__ void reduce(const Floats<2> (&k)[2], unsigned q_0, float (&norm_of)[2], float &kq) const {
+    INLINE void reduce(const Floats<2> (&k)[2], unsigned q_0, float (&norm_of)[2], float &kq) const {
         auto dot = [](Floats<2> a, Floats<2> b) { return fmaf(a.at[0], b.at[0], a.at[1] * b.at[1]); };
         float kk_0 = dot(k[0], k[0]), kk_1 = dot(k[1], k[1]);
         float product = dot(k[0], unpack(Element{}, q_0));
@@ -246,8 +246,8 @@ struct StateProducer {
         norm_of[1] = 1 + __shfl_sync(WARP, sum, first + 2);
         kq = sum;
     }
-    __device__ __forceinline__ void write(StateFactors &to, int pass, const Floats<2> (&k)[2], const unsigned (&q)[2],
-                                          const float (&norm_of)[2], float kq) const {
+    INLINE void write(StateFactors &to, int pass, const Floats<2> (&k)[2], const unsigned (&q)[2],
+                      const float (&norm_of)[2], float kq) const {
         float scale[2];  // the power of two that takes the norm to between 1 and 2
         UNROLLED for (int odd = 0; odd < 2; odd++)
             scale[odd] = __uint_as_float(0x7f000000u - (__float_as_uint(norm_of[odd]) & 0x7f800000u));
@@ -283,8 +283,8 @@ struct ChannelProducer {
     int consumer, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
     unsigned step_proj[EIGHTS + 1][2];  // of each 8 columns numbers 2 p and 2 p + 1, of channels c and c + 8; never empty
-    __device__ __forceinline__ void begin(int unit, const float *skips, const float *biases, const Element *step_projs,
-                                          i64 D, const Place &at) {
+    INLINE void begin(int unit, const float *skips, const float *biases, const Element *step_projs, i64 D,
+                      const Place &at) {
         consumer = unit / EIGHTHS, eighth = unit % EIGHTHS;
         int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
         from = ((RANK ? 0 : at.lane / 16 * TILE) + row) * CTA_CHANNELS + exchanged(2 * consumer + at.lane / 8 % 2, row) * 8;
@@ -311,7 +311,7 @@ struct ChannelProducer {
     float kq;
     Pack<unsigned, 2> decays[2], drives[3];
     Floats<2> first, second;
-    __device__ __forceinline__ void read(const Tile &tile, const StateFactors &states, const Place &at) {
+    INLINE void read(const Tile &tile, const StateFactors &states, const Place &at) {
         load_transposed(values, &tile.x[0][0] + from);
         UNROLLED for (int e = 0; e < LOADS; e++)
             load_matrices(step[e], &tile.logit[8 * eighth + at.lane % 8][min(4 * e + at.lane / 8, EIGHTS - 1) * 8]);
@@ -322,7 +322,7 @@ struct ChannelProducer {
         return reciprocal(fmaf(exp2_fast(fmaf(-LOG2E, logit, bias)), scale, norm));
     }
     // step (8 tokens, RANK) step_proj^T (RANK, 16 channels), transposed: rows are channels, as for what lanes have of x
-    __device__ __forceinline__ void project(Floats<2> (&logits)[2]) const {
+    INLINE void project(Floats<2> (&logits)[2]) const {
         if constexpr (EIGHTS % 2) {
             float product[4];
             multiply(Element{}, product, step_proj[EIGHTS - 1][0], step_proj[EIGHTS - 1][1],
@@ -333,7 +333,7 @@ struct ChannelProducer {
             multiply_add(Element{}, logits, step_proj[e][0], step_proj[e][1], step_proj[e + 1][0], step_proj[e + 1][1],
                          step[e / 4][e % 4], step[e / 4][e % 4 + 1]);
     }
-    __device__ __forceinline__ void compute(const Place &at) {
+    INLINE void compute(const Place &at) {
         Floats<2> logits[2] = {};
         if constexpr (RANK) {
             project(logits);
@@ -358,7 +358,7 @@ struct ChannelProducer {
             UNROLLED for (int i = 0; i < 2; i++) second.at[i] = last[i], last[i] = next[i];
         }
     }
-    __device__ __forceinline__ void write(ChannelFactors (&to)[CONSUMERS]) const {
+    INLINE void write(ChannelFactors (&to)[CONSUMERS]) const {
         unsigned *decays_to = &to[consumer].decay[0][0][0], *drives_to = &to[consumer].drive[0][0][0];
         float *adds = &to[consumer].add[0][0][0];
         UNROLLED for (int f = 0; f < 2; f++) store(decays_to + decay[f], decays[f]);
@@ -369,9 +369,8 @@ struct ChannelProducer {
 };
 
 // The loop of the copier
-DEVICE void copy_tiles(CtaMemory &cta, Sequence<const Element> xs, Sequence<const Element> logits,
-                       const Sequence<const Element> &ks, const Sequence<const Element> &qs, Sequence<Element> ys, i64 D,
-                       int begin, int end, const Place &at) {
+DEVICE void copy_tiles(CtaMemory &cta, Input xs, Input logits, const Input &ks, const Input &qs, Sequence<Element> ys,
+                       i64 D, int begin, int end, const Place &at) {
     i64 width = D - at.cta_d;
     xs.data += at.cta_d, ys.data += at.cta_d;
     if (!RANK) logits.data += at.cta_d;
@@ -471,7 +470,7 @@ struct Consumer {
     float step_sizes[2], first[2];
     unsigned transposed[2];
 
-    __device__ __forceinline__ Consumer(CtaMemory &cta, const Place &at)
+    INLINE Consumer(CtaMemory &cta, const Place &at)
         : states(cta.states), channels(&cta.channels[0][at.warp]), y(&cta.y[2][0][0]), sums(), adds(), step_sizes(),
           first() {
         update = state_slot(at.c, at.p);
@@ -486,25 +485,25 @@ struct Consumer {
         }
         asm("" : "+r"(update));
     }
-    __device__ __forceinline__ void read_factors(int pair, int lane) {
+    INLINE void read_factors(int pair, int lane) {
         if (pair % 2 == 0) {
             decays[pair / 2 % 2] = load<2>(channels->decay[pair / 2][lane]);
             drives[pair / 2 % 2] = load<4>(channels->drive[pair / 2][drive[pair / 2 % 2]]);
         }
         factors[pair % 2] = load<4>(states->update[pair][update]);
     }
-    __device__ __forceinline__ void read_queries(int pair) {
+    INLINE void read_queries(int pair) {
         queries = load<2>(states->output[pair][column[pair % 2]]);
     }
     // A and B of a pair, of one octet of states
-    __device__ __forceinline__ void multiply_factors(int pair, int o) {
+    INLINE void multiply_factors(int pair, int o) {
         Pack<unsigned, 2> a = decays[pair / 2 % 2];
         Pack<unsigned, 4> b = drives[pair / 2 % 2], of = factors[pair % 2];
         multiply(fp16{}, decay_of[o], a.at[0], a.at[1], of.at[word(pair, o, false)], 1);
         multiply(Element{}, drive_of[o], b.at[2 * (pair % 2)], b.at[2 * (pair % 2) + 1], of.at[word(pair, o, true)], 0);
     }
     // S from before a pair to behind it, while the next pair's A and B are multiplied
-    __device__ __forceinline__ void advance(float (&S)[2][4], int next_pair) {
+    INLINE void advance(float (&S)[2][4], int next_pair) {
         UNROLLED for (int o = 0; o < 2; o++) {
             float decay[4], added[4];
             UNROLLED for (int j = 0; j < 4; j++) decay[j] = decay_of[o][j], added[j] = drive_of[o][j];
@@ -513,7 +512,7 @@ struct Consumer {
         }
     }
     // y of the product whose sums are complete; of 8 tokens behind the second
-    __device__ __forceinline__ void finish(int product) {
+    INLINE void finish(int product) {
         UNROLLED for (int i = 0; i < 2; i++) {
             float y = fmaf(-step_sizes[i], sums[i].at[1], sums[i].at[0] + adds[product].at[i]);
             if (product == 0)
@@ -522,7 +521,7 @@ struct Consumer {
                 transposed[i] = transpose(from_floats<Element>(Floats<2>{first[i], y}).word[0]);
         }
     }
-    __device__ __forceinline__ void write(int eighth) const {
+    INLINE void write(int eighth) const {
         UNROLLED for (int i = 0; i < 2; i++)
             store(y + 8 * eighth * CTA_CHANNELS + result[i], Pack<Element, 2>{transposed[i]});
     }
@@ -552,8 +551,8 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
                 states_before += ROLE[i] == STATE_PRODUCER, units_before += max(ROLE[i], 0);
         }
         if (role == COPIER) {
-            Sequence<const Element> xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
-            Sequence<const Element> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+            Input xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+            Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
             copy_tiles(cta, xs, logits, ks, qs, {{y, B * L * D, L * D, D}, at.g, at.b, L, backwards}, D, begin, end, at);
         } else if (role == STATE_PRODUCER) {
             produce_states(cta, states_before, begin, end, at);

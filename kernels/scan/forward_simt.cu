@@ -17,7 +17,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
     Cut cut(L, segment_chunks);
     Place at(B, D, cut.segments);
     bool backwards = reverse >> at.g & 1;
-    Sequence<const Element> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+    Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<Element> ys({y + at.d, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
     float *checkpoint = checkpoints + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, cut.chunks - 1, D);

@@ -26,7 +26,7 @@ struct Place : GridPlace {
     i64 warp_d, d;
     int lane, part, group, c, n;
     bool valid;  // whether its channels exist
-    __device__ __forceinline__ Place(i64 B, i64 D, i64 segments)
+    INLINE Place(i64 B, i64 D, i64 segments)
         : GridPlace(WARPS * WARP_CHANNELS, D, segments, B) {
         lane = threadIdx.x % 32;
         part = part_of(lane), group = group_of(lane);
@@ -79,19 +79,18 @@ template <int TOKENS, int THREADS>
 struct KeysInFlight {
     static constexpr int ITEMS = (TOKENS * 2 * KEY_VECTORS + THREADS - 1) / THREADS, APART = THREADS / (2 * KEY_VECTORS);
     static_assert(THREADS % (2 * KEY_VECTORS) == 0);
-    Sequence<const Element> source;
+    Input source;
     int first, n;
     bool is_query, vectors;
     Pack<Element, 4> item[ITEMS];
 
     // `vectors`: whether one load may read the 4
-    __device__ __forceinline__ KeysInFlight(const Sequence<const Element> &k, const Sequence<const Element> &q,
-                                            bool vectors, int thread)
+    INLINE KeysInFlight(const Input &k, const Input &q, bool vectors, int thread)
         : source(thread / KEY_VECTORS % 2 ? q : k), first(thread / (2 * KEY_VECTORS)), n(thread % KEY_VECTORS * 4),
           is_query(thread / KEY_VECTORS % 2), vectors(vectors) {
         source.data += n;
     }
-    __device__ __forceinline__ void fetch(int t0, int tokens) {
+    INLINE void fetch(int t0, int tokens) {
         const Element *p[ITEMS];
         UNROLLED for (int i = 0; i < ITEMS; i++) p[i] = source.at(t0 + min(first + i * APART, tokens - 1));
         if (vectors) {
@@ -102,7 +101,7 @@ struct KeysInFlight {
     }
     // `keys` may have room for more tokens: these go from `start` on. SQUARED has k^2 in place of k
     template <bool SQUARED = false, int ROOM>
-    __device__ __forceinline__ void put(Keys<ROOM> &keys, int start = 0) const {
+    INLINE void put(Keys<ROOM> &keys, int start = 0) const {
         float *to = is_query ? keys.q[start + first] : keys.k[start + first];
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             Floats<4> v = to_floats(item[i]);

@@ -76,7 +76,7 @@ DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
 // `v_2` are words, the latter with v_2 in its lower half and anything in the upper one.
 struct Factors {
     unsigned decay[4], added[4];
-    __device__ __forceinline__ Factors(const float (&e)[3], unsigned v_01, unsigned v_2) {
+    INLINE Factors(const float (&e)[3], unsigned v_01, unsigned v_2) {
         unsigned e_1 = pack(Element{}, e[1], 0), e_2 = pack(fp16{}, e[2], e[2]);
         decay[0] = pack(fp16{}, e[0], e[1]);         // e_0, e_1
         decay[1] = pack(fp16{}, e[2], e[0] * e[1]);  // e_2, e_0 e_1
@@ -92,7 +92,7 @@ struct Factors {
 // The tokens of a segment whose gradients are passed on at a boundary, counted from the other end
 struct Stretch {
     int begin, end;
-    __device__ __forceinline__ Stretch(int boundary, int L, int tokens)
+    INLINE Stretch(int boundary, int L, int tokens)
         : begin(max(0, L - (boundary + 2) * tokens)), end(L - (boundary + 1) * tokens) {}
 };
 DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
@@ -109,7 +109,7 @@ stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *
     Stretch stretch(tile / each % unsigned(boundaries), L, segment_tokens);
     int t0 = stretch.begin + tile % each * TILE + triple * 3, tokens = stretch.end - t0;
     bool backwards = !(reverse >> g & 1);
-    Sequence<const Element> ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
+    Input ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
     Element keys[2][3], queries[2][3];  // queries of the next token
     UNROLLED for (int j = 0; j < 3; j++)
         UNROLLED for (int o = 0; o < 2; o++) {
@@ -141,7 +141,7 @@ stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *
 struct Place : GridPlace {
     i64 warp_d, d;
     int warp, lane, c, p;
-    __device__ __forceinline__ Place(i64 B, i64 D, i64 boundaries) : GridPlace(WARPS * WARP_CHANNELS, D, boundaries, B) {
+    INLINE Place(i64 B, i64 D, i64 boundaries) : GridPlace(WARPS * WARP_CHANNELS, D, boundaries, B) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
         warp_d = (channels * WARPS + warp) * WARP_CHANNELS;
         d = warp_d + c;
@@ -160,11 +160,11 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
     Stretch stretch(at.segment, L, tokens);
     int begin = stretch.begin, end = stretch.end;
     bool backwards = !(reverse >> at.g & 1);
-    Sequence<const Element> qs(TOKENS_OF(q), at.g, at.b, L, backwards), dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
-    Sequence<const Element> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    Input qs(TOKENS_OF(q), at.g, at.b, L, backwards), dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
+    Input logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
-    Sequence<const Element> copied_logits = logits.from(at.warp_d + copies.column);
-    Sequence<const Element> copied_dys = dys.from(at.warp_d + copies.column);
+    Input copied_logits = logits.from(at.warp_d + copies.column);
+    Input copied_dys = dys.from(at.warp_d + copies.column);
     WarpMemory &warp = reinterpret_cast<WarpMemory *>(shared)[at.warp];
     int octet = copies.column / 8, column = copies.column % 8;
     auto copy = [&](int t0) {

@@ -26,7 +26,7 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, logit), TOKEN
         begin = first;
     }
 
-    Sequence<const Element> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+    Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     States A, S = {}, decay;
     load_rates(A, rates, at, D);
     fill(decay, 1);

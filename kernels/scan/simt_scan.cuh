@@ -36,12 +36,12 @@ struct Prepared<false> {
         static_assert(AHEAD || ITEMS * 32 == TILE * GROUPS);
         int c, first;
         Floats<DL> bias;
-        __device__ __forceinline__ Preparation(const float *biases, const Place &at, i64 D)
+        INLINE Preparation(const float *biases, const Place &at, i64 D)
             : c(at.lane % GROUPS * DL), first(at.lane / GROUPS) {
             bias = biases && at.warp_d + c < D ? load<DL>(biases + at.g * D + at.warp_d + c) : Floats<DL>{};
         }
         // the items side by side, since each is a long chain
-        __device__ __forceinline__ void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
+        INLINE void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             Floats<DL> step_size[ITEMS];
             UNROLLED for (int i = 0; i < ITEMS; i++) {
                 Floats<DL> logit = to_floats(load<DL>(&tile.logit[first + i * APART][c]));
@@ -55,13 +55,13 @@ struct Prepared<false> {
     struct Token {
         const Element *from_value;
         const float *from_step_size, *from_k, *from_q;
-        __device__ __forceinline__ Floats<DL> value() const { return to_floats(load<DL>(from_value)); }
-        __device__ __forceinline__ Floats<DL> step_size() const { return load<DL>(from_step_size); }
-        __device__ __forceinline__ Floats<4> k(int n) const { return load<4>(from_k + n); }
-        __device__ __forceinline__ Floats<4> q(int n) const { return load<4>(from_q + n); }
+        INLINE Floats<DL> value() const { return to_floats(load<DL>(from_value)); }
+        INLINE Floats<DL> step_size() const { return load<DL>(from_step_size); }
+        INLINE Floats<4> k(int n) const { return load<4>(from_k + n); }
+        INLINE Floats<4> q(int n) const { return load<4>(from_q + n); }
     };
-    __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &tile, const Keys<TILE> &keys, int j0,
-                                         const Place &at) const {
+    INLINE void read(Token (&tokens)[UNROLL], const Channels &tile, const Keys<TILE> &keys, int j0,
+                     const Place &at) const {
         UNROLLED for (int j = 0; j < UNROLL; j++)
             tokens[j] = {&tile.value[j0 + j][at.c], &step_sizes[j0 + j][at.c], &keys.k[j0 + j][at.n],
                          &keys.q[j0 + j][at.n]};
@@ -81,12 +81,12 @@ struct Prepared<true> {
         static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
         int c, first;
         Floats<CHANNELS> bias;
-        __device__ __forceinline__ Preparation(const float *biases, const Place &at, i64 D)
+        INLINE Preparation(const float *biases, const Place &at, i64 D)
             : c(at.lane % ROW * CHANNELS), first(at.lane / ROW) {
             UNROLLED for (int i = 0; i < CHANNELS; i++)
                 bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
         }
-        __device__ __forceinline__ void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
+        INLINE void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             UNROLLED for (int item = 0; item < ITEMS; item++) {
                 int t = first + item * APART;
                 if (TILE / 4 % APART != 0 && t >= TILE / 4) break;
@@ -110,13 +110,12 @@ struct Prepared<true> {
     struct Token {
         Floats<DL> read_value, read_step_size;
         Floats<4> read_k[NL / 4], read_q[NL / 4];
-        __device__ __forceinline__ Floats<DL> value() const { return read_value; }
-        __device__ __forceinline__ Floats<DL> step_size() const { return read_step_size; }
-        __device__ __forceinline__ Floats<4> k(int n) const { return read_k[n / 4]; }
-        __device__ __forceinline__ Floats<4> q(int n) const { return read_q[n / 4]; }
+        INLINE Floats<DL> value() const { return read_value; }
+        INLINE Floats<DL> step_size() const { return read_step_size; }
+        INLINE Floats<4> k(int n) const { return read_k[n / 4]; }
+        INLINE Floats<4> q(int n) const { return read_q[n / 4]; }
     };
-    __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0,
-                                         const Place &at) const {
+    INLINE void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0, const Place &at) const {
         UNROLLED for (int j = 0; j < UNROLL; j++)
             UNROLLED for (int n = 0; n < NL / 4; n++) {
                 tokens[j].read_k[n] = load<4>(&keys.k[j0 + j][at.n + 4 * n]);
@@ -148,15 +147,14 @@ static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 // tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
 template <bool SQUARED = false, class AtChunk, class Scan>
 DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &logits,
-                       const Sequence<const Element> &ks, const Sequence<const Element> &qs, const float *biases,
-                       int begin, int end, i64 L, bool backwards, bool key_vectors, const Place &at, i64 D,
-                       AtChunk at_chunk, Scan scan) {
+                       const Input &ks, const Input &qs, const float *biases, int begin, int end, i64 L, bool backwards,
+                       bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Scan scan) {
     WarpMemory &warp = cta.warps[threadIdx.x / 32];
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
     auto channels_of = [&](const Tokens<const Element> &x) {
-        return Sequence<const Element>(x, at.g, at.b, L, backwards).from(at.warp_d + copies.column);
+        return Input(x, at.g, at.b, L, backwards).from(at.warp_d + copies.column);
     };
-    Sequence<const Element> value = channels_of(values), logit = channels_of(logits);
+    Input value = channels_of(values), logit = channels_of(logits);
     auto copy = [&](Channels &to, int t0) {
         copies.start(value, t0, end - t0, [&](int t) { return &to.value[t][copies.column]; });
         copies.start(logit, t0, end - t0, [&](int t) { return &to.logit[t][copies.column]; });

@@ -19,18 +19,18 @@ struct Sequence {
     T *data;
     int stride;
     Sequence() = default;
-    __device__ __forceinline__ Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
+    INLINE Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
         : data(x.data + g * x.stride_G + b * x.stride_B + (reverse ? (L - 1) * x.stride_L : 0)),
           stride(int(reverse ? -x.stride_L : x.stride_L) * int(sizeof(T))) {
         asm("" : "+r"(stride));  // or the compiler would compute it again for every token
     }
-    __device__ __forceinline__ T *at(int t) const {
+    INLINE T *at(int t) const {
         i64 offset;
         asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
         return (T *)((char *)data + offset);
     }
     // from this channel on, in registers
-    __device__ __forceinline__ Sequence from(i64 d) const {
+    INLINE Sequence from(i64 d) const {
         Sequence channels = *this;
         channels.data += d;
         asm("" : "+l"(channels.data));  // or the compiler would add them up for every tile
@@ -38,11 +38,13 @@ struct Sequence {
     }
 };
 
+typedef Sequence<const Element> Input;
+
 // How sequences are cut: into chunks of CHUNK tokens, between which states are checkpointed, and segments of whole chunks,
 // which run in parallel
 struct Cut {
     int chunks, segments;
-    __device__ __forceinline__ Cut(i64 L, i64 segment_chunks)
+    INLINE Cut(i64 L, i64 segment_chunks)
         : chunks(unsigned(L + CHUNK - 1) / CHUNK), segments(unsigned(chunks + segment_chunks - 1) / unsigned(segment_chunks)) {}
 };
 
@@ -50,7 +52,7 @@ struct Cut {
 // sequence, sequences of the batch, and directions
 struct GridPlace {
     i64 channels, segment, b, g;  // channels: which CTA of a sequence's it is
-    __device__ __forceinline__ GridPlace(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
+    INLINE GridPlace(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
         unsigned ctas = (D + cta_channels - 1) / cta_channels;  // of a sequence
         channels = blockIdx.x % ctas;
         segment = blockIdx.x / ctas % segments;
@@ -73,14 +75,14 @@ struct TileCopies {
     static_assert(32 % ROW == 0);
     int token, column, skipped;
 
-    __device__ __forceinline__ TileCopies(i64 warp_d, i64 D)
+    INLINE TileCopies(i64 warp_d, i64 D)
         : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
           skipped(warp_d + column < D ? 0 : TILE) {
         asm("" : "+r"(token), "+r"(column), "+r"(skipped));  // or the compiler would compute them again for every tile
     }
     // Token t0 + t of `source`, which begins at the lane's channels, to where(t), for `tokens` of them; zeros for the others
     template <class Where>
-    __device__ __forceinline__ void start(const Sequence<const Element> &source, int t0, int tokens, Where where) const {
+    INLINE void start(const Input &source, int t0, int tokens, Where where) const {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             int t = token + i * APART;
             if (TILE % APART == 0 || t < TILE)
