@@ -85,8 +85,8 @@ GOALS = {
 # group: the kernels whose name matches, where none before it does
 GROUPS = {
     "scan forward": r"scan_forward",
-    "scan backward": r"scan_backward|sum_keys|sum_parts",
-    "scan segments": r"stage_states|scan_summary|scan_combine",
+    "scan backward": r"scan_backward|reduce_partials",
+    "scan segments": r"stage_factors|segment_states|segment_gradients|pass_states",
     "attention": r"flash|fmha|sdpa|attention",
     "convolution": r"convol|conv2d|cudnn|fprop|dgrad|wgrad|nchw|^project",
     "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas|step_backward",
