@@ -142,11 +142,12 @@ TABLE = {
     ],
     "scan/backward.cu": [
         ("every segment takes the first one's gradient from behind",
-         "final_gradients + state_offset(at.g, at.b, at.segment, at.n", "final_gradients + state_offset(at.g, at.b, 0, at.n"),
+         "final_gradients + state_offset(at.g, at.b, at.segment, at.n",
+         "final_gradients + state_offset(at.g, at.b, 0, at.n"),
         ("dq from S_{t-1} in place of S_t",
-         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
+         "Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
          "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);",
-         "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
+         "dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
          "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);"),
         ("dk and dq are added up before all warps have theirs",
          "            __syncthreads();\n            write_keys(", "            write_keys("),
@@ -171,8 +172,8 @@ TABLE = {
         ("the last tile of each chunk has another one's dy",
          "if (turn >= 0) copies.start(dys", "if (turn > 0) copies.start(dys"),
         ("step sizes are read before other lanes have written them",
-         "        prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);\n        __syncwarp();",
-         "        prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);"),
+         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);\n        __syncwarp();",
+         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);"),
         ("gradients of tokens behind the last are written",
          "if (at.valid && j < tokens) {", "if (at.valid) {"),
         ("dk and dq of a tile are overwritten while other warps add them up",
@@ -208,8 +209,7 @@ TABLE = {
     ],
     "scan/segment_gradients_mma.cu": [
         ("gradients between segments: the token behind the last counts",
-         "copied_dys.at(t0 + copies.token + t + 1), t + 1 < left)",
-         "copied_dys.at(t0 + copies.token + t + 1), t < left)"),
+         "copied_dys.at(token + 1), t + 1 < left)", "copied_dys.at(token + 1), t < left)"),
         ("gradients between segments begin at a whole tile",
          "begin(max(0, L - (boundary + 2) * tokens))", "begin(max(0, L - (boundary + 2) * tokens) / TILE * TILE)"),
         ("every other four triples have the norms of those before",

@@ -1,11 +1,12 @@
-// cp.async: copies from global to shared memory that a thread starts and goes on. `commit_copies` closes a group of those
-// that it has started, `wait_for_copies<PENDING>` returns when all of its groups but the last PENDING have arrived. That is
-// of this thread's own copies: others see them behind a barrier that follows (__syncwarp, __syncthreads).
+// cp.async: copies from global to shared memory that a thread starts and goes on. `commit_copies` closes a group of
+// those that it has started, `wait_for_copies<PENDING>` returns when all of its groups but the last PENDING have
+// arrived. That is of this thread's own copies: others see them behind a barrier that follows (__syncwarp,
+// __syncthreads).
 
 #include "elements.cuh"
 
-// `ELEMENTS` neighbours, or zeros if they are not `valid`: nothing is read then. The copy engine takes 4, 8 or 16 bytes; a
-// single 16-bit element goes through a register.
+// `ELEMENTS` neighbours, or zeros if they are not `valid`: nothing is read then. The copy engine takes 4, 8 or 16
+// bytes; a single 16-bit element goes through a register.
 template <int ELEMENTS, class T>
 DEVICE void copy_async(T *shared, const T *global, bool valid) {
     constexpr int BYTES = ELEMENTS * sizeof(T);

@@ -1,11 +1,9 @@
-// Products of small matrices by the tensor cores, and moves of their fragments. A word has two 16-bit elements, the first in
-// its lower half. Of lane l, r = l / 4 and p = l % 4; a lane has
+// Products of small matrices by the tensor cores, and moves of their fragments. A word has two 16-bit elements, the
+// first in its lower half. Of lane l, r = l / 4 and p = l % 4; a lane has
 //
-//   of a matrix whose columns are summed over (a, 16 rows)          of b (8 columns)               of the sums (16 rows, 8 columns)
-//
-//                columns 2p, 2p+1    2p+8, 2p+9                               column r                     columns 2p        2p+1
-//     row r          a_0             a_2                 rows 2p, 2p+1      b_0               row r        sums[0].at[0] sums[0].at[1]
-//     row r + 8      a_1             a_3                 rows 2p+8, 2p+9    b_1               row r + 8    sums[1].at[0] sums[1].at[1]
+//     of a (16, 16)    columns 2p, 2p+1   2p+8, 2p+9    of b (16, 8)         column r  of sums (16, 8)    columns 2p, 2p+1
+//         row r              a_0              a_2       rows 2p, 2p+1        b_0       row r       sums[0].at[0], [1]
+//         row r + 8          a_1              a_3       rows 2p+8, 2p+9      b_1       row r + 8   sums[1].at[0], [1]
 //
 // so that the sums of one product, rounded and packed, are a_0 and a_1 of another.
 
@@ -37,8 +35,8 @@ DEVICE void multiply(fp16, float (&product)[4], unsigned a_0, unsigned a_1, unsi
         : "r"(a_0), "r"(a_1), "r"(b), "f"(start));
 }
 
-// 2 or 4 matrices of 8 rows of 8 16-bit elements from shared memory. Lanes 8 i to 8 i + 7 name the rows of matrix i, of which
-// a lane gets columns 2p, 2p+1 of row r, or transposed rows 2p, 2p+1 of column r
+// 2 or 4 matrices of 8 rows of 8 16-bit elements from shared memory. Lanes 8 i to 8 i + 7 name the rows of matrix i, of
+// which a lane gets columns 2p, 2p+1 of row r, or transposed rows 2p, 2p+1 of column r
 DEVICE unsigned shared_address(const void *p) { return __cvta_generic_to_shared(p); }
 DEVICE void load_matrices(unsigned (&m)[2], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"

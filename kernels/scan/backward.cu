@@ -1,27 +1,27 @@
-// Gradients of the scan, from dy and the checkpoints, the states that forward kept between chunks of CHUNK tokens. For each
-// chunk of a segment, from the last to the first:
+// Gradients of the scan, from dy and the checkpoints, the states that forward kept between chunks of CHUNK tokens. For
+// each chunk of a segment, from the last to the first:
 //   1. scan it once more, saving the state before every half tile (`Restart`);
 //   2. for each half tile, from the last to the first: scan it again, keeping what the gradients need of each token in
 //      registers (`Kept`; S_t gives dq_t = sum over channels of dy_t S_t), then walk back through it with G = dL/dS_t:
 //        G += dy_t q_t;  sums over states and channels;  G = decay_t G          (recurrences.cuh)
-// dx and dlogit take sums over states, which lanes share; dk and dq sums over channels, which lanes, warps and CTAs share.
-// Both go through shared memory, half a tile at once, which takes a third of the instructions of shuffles. There are no
-// atomics: CTAs write sums over their channels, and `reduce_partials` adds these in a fixed order.
+// dx and dlogit take sums over states, which lanes share; dk and dq sums over channels, which lanes, warps and CTAs
+// share. Both go through shared memory, half a tile at once, which takes a third of the instructions of shuffles. There
+// are no atomics: CTAs write sums over their channels, and `reduce_partials` adds these in a fixed order.
 //
-// A lane has 4 states of DL channels (lanes.cuh), which makes its sums over states and over channels equally short. Warps have
-// channels of their own, and share keys, queries, and the sums over channels. Their barriers:
+// A lane has 4 states of DL channels (lanes.cuh), which makes its sums over states and over channels equally short.
+// Warps have channels of their own, and share keys, queries, and the sums over channels. Their barriers:
 //   chunk    __syncthreads; keys and queries to shared memory; __syncthreads
-//   tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add the warps' dk and dq and write them
+//   tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add and write the warps' dk and dq
 //   half     rescan; __syncwarp; dq; __syncwarp; walk back; __syncwarp; dk, dx, dlogit; __syncwarp
-// The warps' sums of dk and dq have two buffers, so that one barrier a tile is enough: who writes those of a buffer again has
-// passed the barrier of the tile between, to which the others came when they had read it.
+// The warps' sums of dk and dq have two buffers, so that one barrier a tile is enough: who writes those of a buffer
+// again has passed the barrier of the tile between, to which the others came when they had read it.
 //
 // Registers and shared memory are dealt so that 12 warps fit on a multiprocessor of an H200.
 
 #include "lanes.cuh"
 
 constexpr int TILES = CHUNK / TILE, HALF = TILE / 2;
-constexpr int KEY_TOKENS = 256 * WARPS / N < CHUNK ? 256 * WARPS / N : CHUNK;  // whose keys and queries are on their way at once
+constexpr int KEY_TOKENS = 256 * WARPS / N < CHUNK ? 256 * WARPS / N : CHUNK;  // whose keys are on their way at once
 static_assert(NL == 4);
 
 // Rows in shared memory are so long that lanes that store or load side by side meet different banks
@@ -63,8 +63,8 @@ DEVICE float sum_over_parts(float v) {
 
 typedef Recurrence::Kept Kept[NL][DL];
 
-// States to start from again, in 24 bits for 16-bit inputs: those of all warps on a GPU are about the size of its L2, so
-// bytes count; in 16 bits gradients that are sums over tokens would lose more than the inputs have.
+// States to start from again, in 24 bits for 16-bit inputs: those of all warps on a GPU are about the size of its L2,
+// so bytes count; in 16 bits gradients that are sums over tokens would lose more than the inputs have.
 template <class Type>
 struct alignas(4 * DL) Restart {
     static constexpr int STATES_OF_LANE = NL * DL;
@@ -95,9 +95,10 @@ struct Restart<float> {
     }
 };
 
-// The step sizes of the warp's channels of a tile, and with `gradients` their slopes: a lane computes those of its channels
-// of every PARTS-th token, which lanes of the other parts will read
-DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels &tile, const float *kk, const Place &at) {
+// The step sizes of the warp's channels of a tile, and with `gradients` their slopes: a lane computes those of its
+// channels of every PARTS-th token, which lanes of the other parts will read
+DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels &tile, const float *kk,
+                               const Place &at) {
     constexpr int ITEMS = TILE / PARTS > 0 ? TILE / PARTS : 1;
     static_assert(TILE % PARTS == 0);
     Floats<DL> bias = load<DL>(&warp.bias[at.c]), step_size[ITEMS], slope[ITEMS];
@@ -125,8 +126,8 @@ struct Tile {
     int start;
 };
 
-// The warp's tiles of a segment in the order in which they are worked on: of each chunk, from the last to the first, with
-// tiles 0 to n - 1, first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
+// The warp's tiles of a segment in the order in which they are worked on: of each chunk, from the last to the first,
+// with tiles 0 to n - 1, first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
 struct TileQueue {
     TileCopies<WARP_CHANNELS> copies;
     Input dys, xs, logits;
@@ -149,8 +150,8 @@ struct TileQueue {
         }
         commit_copies();
     }
-    // The next tile, with step sizes and for `gradients` slopes. Behind the first __syncwarp what each lane has copied is
-    // there for all, and all are done with the tile before, in whose place another is copied.
+    // The next tile, with step sizes and for `gradients` slopes. Behind the first __syncwarp what each lane has copied
+    // is there for all, and all are done with the tile before, in whose place another is copied.
     INLINE Tile next(bool gradients, int start, CtaMemory &cta, WarpMemory &warp, const Place &at) {
         wait_for_copies<STAGES - 2>();
         __syncwarp();
@@ -162,8 +163,8 @@ struct TileQueue {
     }
 };
 
-// What the lane needs of token j of a tile. x and dy are widened when they are read, which takes less shared memory than
-// keeping them in fp32.
+// What the lane needs of token j of a tile. x and dy are widened when they are read, which takes less shared memory
+// than keeping them in fp32.
 struct Token {
     Floats<4> k, q;
     Floats<DL> x, step_size, dy;
@@ -178,13 +179,14 @@ DEVICE void scan_half(States &S, const Tile &tile, int first, const States &A, c
     UNROLLED for (int j = 0; j < HALF; j++) {
         Token t(tile, first + j, at);
         UNROLLED for (int n = 0; n < NL; n++)
-            UNROLLED for (int c = 0; c < DL; c++) Recurrence::update(S[n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);
+            UNROLLED for (int c = 0; c < DL; c++)
+                Recurrence::update(S[n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);
     }
 }
 
-// S over half a tile, keeping what the gradients need, with dq of each token over the lane's channels; returns the last token,
-// with which the way back begins. Here and below a token is loaded before the one ahead of it stores its sums, as the
-// compiler lets no load overtake a store.
+// S over half a tile, keeping what the gradients need, with dq of each token over the lane's channels; returns the last
+// token, with which the way back begins. Here and below a token is loaded before the one ahead of it stores its sums,
+// as the compiler lets no load overtake a store.
 DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, const States &A, const Place &at) {
     Token t(tile, first, at);
     UNROLLED for (int j = 0; j < HALF; j++) {
@@ -201,8 +203,8 @@ DEVICE Token rescan(States &S, Kept (&kept)[HALF], const Tile &tile, int first, 
     return t;
 }
 
-// G from behind half a tile, of which t is the last token, to before it, with each token's sums over the lane's channels and
-// states
+// G from behind half a tile, of which t is the last token, to before it, with each token's sums over the lane's
+// channels and states
 DEVICE void walk_back(States &G, States &dA, const Kept (&kept)[HALF], Token t, const Tile &tile, int first,
                       const States &A, const Place &at) {
     UNROLLED for (int j = HALF - 1; j >= 0; j--) {
@@ -227,8 +229,8 @@ struct ChannelSums {
     Floats<DL> skip, bias;
 };
 
-// dq or dk of half a tile over the warp's channels, from those over each lane's, for `write_keys`. A lane adds 4 states of a token; where
-// that leaves lanes without work, several share the groups of a sum.
+// dq or dk of half a tile over the warp's channels, from those over each lane's, for `write_keys`. A lane adds 4 states
+// of a token; where that leaves lanes without work, several share the groups of a sum.
 DEVICE void finish_keys(WarpMemory &warp, bool is_query, int first, int buffer, const Place &at) {
     constexpr int SUMS = HALF * PARTS, SHARE = SUMS < 32 ? 32 / SUMS : 1;
     UNROLLED for (int base = 0; base < SUMS; base += 32) {
@@ -253,8 +255,9 @@ DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Seque
         int half_token = base + at.part, j = first + half_token;
         float norm = 0;
         if (HALF % PARTS == 0 || half_token < HALF) {
-            Floats<DL> x = to_floats(load<DL>(&tile.channels.x[j][at.c])), step_size = load<DL>(&warp.step_size[j][at.c]);
-            Floats<DL> dy = to_floats(load<DL>(&tile.channels.dy[j][at.c])), slope = load<DL>(&warp.slope[j][at.c]);
+            Floats<DL> x = to_floats(load<DL>(&tile.channels.x[j][at.c])), slope = load<DL>(&warp.slope[j][at.c]);
+            Floats<DL> dy = to_floats(load<DL>(&tile.channels.dy[j][at.c]));
+            Floats<DL> step_size = load<DL>(&warp.step_size[j][at.c]);
             const float *parts_x = &warp.state_sums[0][half_token][at.c];
             const float *parts_step_size = &warp.state_sums[1][half_token][at.c];
             Floats<DL> sum_x = load<DL>(parts_x), sum_step_size = load<DL>(parts_step_size), dx, dlogit;
@@ -300,9 +303,9 @@ DEVICE void write_keys(const CtaMemory &cta, int buffer, const Sequence<float> &
     }
 }
 
-// dlogit may be logit: a warp writes its channels of a tile when it has read them for the last time, and nobody else reads
-// them. `final_gradients` are those behind all segments but the last. `sums` get a row for each sequence and segment:
-// dskip and dbias as (G, 2, D), then dA as (G, D, N).
+// dlogit may be logit: a warp writes its channels of a tile when it has read them for the last time, and nobody else
+// reads them. `final_gradients` are those behind all segments but the last. `sums` get a row for each sequence and
+// segment: dskip and dbias as (G, 2, D), then dA as (G, D, N).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const Element, logit),
               TOKENS(const Element, k), TOKENS(const Element, q), const float *__restrict__ rates,
@@ -430,9 +433,9 @@ DEVICE Floats<4> load_once(const float *p) {
     return v;
 }
 
-// Sums of what CTAs wrote, in a fixed order, all in one launch of CTAs of 256 threads: the columns of the `rows` of `sums`,
-// where 8 threads share a sum; then dk and dq of every token over the `key_parts` CTAs of its channels, where a thread adds 4
-// states
+// Sums of what CTAs wrote, in a fixed order, all in one launch of CTAs of 256 threads: the columns of the `rows` of
+// `sums`, where 8 threads share a sum; then dk and dq of every token over the `key_parts` CTAs of its channels, where a
+// thread adds 4 states
 extern "C" __global__ void reduce_partials(const float *dkeys, Element *dk, Element *dq, i64 key_parts, i64 tokens,
                                            const float *sums, float *dchannels, float *drates, i64 rows, i64 channels,
                                            i64 columns) {

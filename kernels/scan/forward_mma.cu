@@ -1,52 +1,55 @@
-// The forward scan of Longhorn for 16-bit inputs with 16 states, two tokens at a time on tensor cores. Step sizes e and inputs
-// x belong to a channel, k and a = k^2 to a state. Over tokens 0 and 1 the recurrence (recurrences.cuh) is
+// The forward scan of Longhorn for 16-bit inputs with 16 states, two tokens at a time on tensor cores. Step sizes e and
+// inputs x belong to a channel, k and a = k^2 to a state. Over tokens 0 and 1 the recurrence (recurrences.cuh) is
 //   S_2 = A S_0 + B
 //   A = (1 - e_0 a_0) (1 - e_1 a_1) = 1 - e_0 a_0 - e_1 a_1 + (e_0 e_1) (a_0 a_1)
 //   B = e_0 x_0 k_0 (1 - e_1 a_1) + e_1 x_1 k_1 = (e_0 x_0) k_0 + (e_1 x_1) k_1 - (e_1 e_0 x_0) (a_1 k_0)
-// so A and B are products of matrices, (channels, 3) times (3, states), which tensor cores do, and what is left is one FFMA
-// for a state and two tokens. Queries meet the states between pairs of tokens: y_t = S_t q_t with S_t behind token t, so
+// so A and B are products of matrices, (channels, 3) times (3, states), which tensor cores do, and what is left is one
+// FFMA for a state and two tokens. Queries meet the states between pairs of tokens: y_t = S_t q_t with S_t behind token
+// t, so
 //   y_1 = S_2 q_1
 //   y_0 = S_0 q_0 - e_0 (S_0 (a_0 q_0)) + (e_0 x_0) (k_0 q_0)         as S_1 = (1 - e_0 a_0) S_0 + e_0 x_0 k_0
 // are products too, (channels, states) times (states, 3).
 //
-// For A tensor cores read fp16: e (1 + k.k) and a / (1 + k.k) are at most 1, so that an error is 2^-12 of at most 1. In place
-// of 1 + k.k stands the power of two below it, which leaves keys exact. For B they read the type of the inputs, e x as the sum
-// of two such numbers, for one alone would be an error of 2^-9 in the states. For y they read states in that type. A token
-// that is no number spoils up to four before it as well, in its channel or, if it is a key, in all.
+// For A tensor cores read fp16: e (1 + k.k) and a / (1 + k.k) are at most 1, so that an error is 2^-12 of at most 1. In
+// place of 1 + k.k stands the power of two below it, which leaves keys exact. For B they read the type of the inputs, e
+// x as the sum of two such numbers, for one alone would be an error of 2^-9 in the states. For y they read states in
+// that type. A token that is no number spoils up to four before it as well, in its channel or, if it is a key, in all.
 //
 // Roles of the warps of a CTA:
-//   CONSUMERS  scan 16 channels each
-//   copier     (one) copies tiles of TILE tokens to shared memory, and y from there to where it belongs
+//   consumers            CONSUMERS of them scan 16 channels each
+//   copier               (one) copies tiles of TILE tokens to shared memory, and y from there to where it belongs
 //   state producers      prepare factors of states (of keys and queries), which all channels share
-//   channel producers    prepare factors of channels, in units of 8 tokens of a consumer's channels, from x and the logits;
-//              with a RANK they compute the logits, by products too: what is given in their place is the step
-//              (tokens, RANK), and step_projs (channels, RANK)
+//   channel producers    prepare factors of channels, in units of 8 tokens of a consumer's channels, from x and logits;
+//                        with a RANK they compute the logits, by products too: what is given in their place is the step
+//                        (tokens, RANK), and step_projs (channels, RANK)
 //
-// All meet at one __syncthreads for a tile. For n tiles, of which the last holds the token behind the segment (y of the last
-// token may need the product of the pair behind it), there are barriers 0 to n. Between barriers j and j + 1
+// All meet at one __syncthreads for a tile. For n tiles, of which the last holds the token behind the segment (y of the
+// last token may need the product of the pair behind it), there are barriers 0 to n. Between barriers j and j + 1
 //
 //   copier               tile j + STAGES - 1 on its way, to where tile j - 1 was; tile j + 3 has arrived before j + 1
 //   state producers      tile j + 2's keys          to states[(j + 2) % 3]
 //   channel producers    tile j + 1's x and logits, norms of states[(j + 1) % 3]         to channels[(j + 1) % 2]
-//   consumers            states[j % 3] and channels[j % 2] of tile j (it comes to barrier j + 1 when it has read them all,
+//   consumers            states[j % 3] and channels[j % 2] of tile j (they come to barrier j + 1 when they have read all,
 //                        with two pairs still to compute)     to y[j % 3], whose last 8 tokens are there before j + 2
 //   copier               y of tile j - 2
 //
-// so whatever is written between two barriers is read behind the second, and written again two (channels), three (states, y)
-// or more (tiles) barriers later, where its readers have passed one in between. Before barrier 0 the producers meet twice
-// among themselves (`sync_producers`): tiles 0 and 1 have arrived; the states of both are prepared.
+// so whatever is written between two barriers is read behind the second, and written again two (channels), three
+// (states, y) or more (tiles) barriers later, where its readers have passed one in between. Before barrier 0 the
+// producers meet twice among themselves (`sync_producers`): tiles 0 and 1 have arrived; the states of both are
+// prepared.
 //
-// Layout of a consumer: lane 4 c + p has channels c and c + 8 and, of each 8 states, numbers 2 p and 2 p + 1, which is how a
-// lane has sums of a product (cuda/mma.cuh): S[o][2 i + j] is state 8 o + 2 p + j of channel c + 8 i. Factors are words of two
-// neighbours of the 8 that a product sums over. Two pairs of tokens (4 tokens, a quarter) share the words of A:
+// Layout of a consumer: lane 4 c + p has channels c and c + 8 and, of each 8 states, numbers 2 p and 2 p + 1, which is
+// how a lane has sums of a product (cuda/mma.cuh): S[o][2 i + j] is state 8 o + 2 p + j of channel c + 8 i. Factors are
+// words of two neighbours of the 8 that a product sums over. Two pairs of tokens (4 tokens, a quarter) share the words
+// of A:
 //
-//     words of A of pairs 0, 1 of 4     e_0, e_1 | e_2, e_3 | e_0 e_1, 0 | e_2 e_3, 0         (of pairs 2, 3: the last two first)
-//     and of states, for pair 0        -a_0, -a_1 |  0  0   | a_0 a_1, 0 |  0  0              rows of the other pair are zeros
+//     words of A of pairs 0, 1 of 4     e_0, e_1 | e_2, e_3 | e_0 e_1, 0 | e_2 e_3, 0   (of 2, 3: the last two first)
+//     and of states, for pair 0        -a_0, -a_1 |  0  0   | a_0 a_1, 0 |  0  0        the other pair's are zeros
 //     words of B of each pair         high of e_0 x_0, e_1 x_1 | low of both | e_1 e_0 x_0, 0 | (again)
 //     and of states                   k_0, k_1                 | k_0, k_1    | -a_1 k_0, 0    | 0  0
 //
-// Two pairs share a product for y, of which lane p gets columns 2 p and 2 p + 1. Pair r of 4 has columns 2 r (q_0) and 2 r + 1
-// (a_0 q_0), and (2 r + 4) % 8 (q of the token before, -1), so that of tokens -1 to 6 of 8
+// Two pairs share a product for y, of which lane p gets columns 2 p and 2 p + 1. Pair r of 4 has columns 2 r (q_0) and
+// 2 r + 1 (a_0 q_0), and (2 r + 4) % 8 (q of the token before, -1), so that of tokens -1 to 6 of 8
 //
 //     lane p                          0         1         2        3
 //     product 0, of pairs 0 and 1     0         2        -1        1          (`token_of`)
@@ -67,9 +70,9 @@ constexpr int PAIRS = TILE / 2, QUARTERS = TILE / 4, EIGHTHS = TILE / 8;
 constexpr int KEY_ROWS = 2 * TILE + 4;  // 2 TILE + 1 in whole lines
 static_assert(N == 16 && TILE % 16 == 0 && CHUNK % TILE == 0 && sizeof(Element) == 2 && RANK % 8 == 0);
 
-// A tile as it is in memory; of keys those of the tile, then the queries of the token before and of the tile. Asynchronous
-// copies are fast where 8 lanes move a line of 128 bytes that is one in both memories. Octets of channels are exchanged, so
-// that those of 8 tokens that are read together do not meet in a bank.
+// A tile as it is in memory; of keys those of the tile, then the queries of the token before and of the tile.
+// Asynchronous copies are fast where 8 lanes move a line of 128 bytes that is one in both memories. Octets of channels
+// are exchanged, so that those of 8 tokens that are read together do not meet in a bank.
 struct alignas(128) Tile {
     Element x[TILE][CTA_CHANNELS];
     Element logit[TILE][LOGIT_COLUMNS];
@@ -84,11 +87,12 @@ DEVICE int exchanged(int octet, int t) {
 struct StateFactors {
     alignas(16) unsigned update[PAIRS][32][4];
     alignas(16) unsigned output[PAIRS][32][2];  // of two octets: states 2 p and 2 p + 1
-    alignas(16) float norm[PAIRS][8];  // of both tokens 1 + k.k times a power of two and that power, then k_0 . q_0 times it
+    // of both tokens 1 + k.k times a power of two and that power, then k_0 . q_0 times it
+    alignas(16) float norm[PAIRS][8];
 };
 
-// What a consumer takes: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token before
-// the tile on what y takes else
+// What a consumer takes: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token
+// before the tile on what y takes else
 struct ChannelFactors {
     alignas(16) unsigned decay[QUARTERS][32][2];
     alignas(16) unsigned drive[QUARTERS][32][4];
@@ -103,8 +107,8 @@ struct CtaMemory {
 };
 static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 
-// Where a lane finds its factor. Those that write are lanes of one factor and of different states, channels or pairs; with
-// these orders they do not meet in a bank.
+// Where a lane finds its factor. Those that write are lanes of one factor and of different states, channels or pairs;
+// with these orders they do not meet in a bank.
 DEVICE int state_slot(int c, int p) { return c * 4 + (p ^ c >> 1); }
 DEVICE int word(int pair, int octet, bool drive) { return octet % 2 + 2 * (pair % 2 ^ drive); }
 DEVICE int drive_slot(int quarter, int c, int factor) { return c * 4 + (factor ^ c / 2 % 2 ^ quarter % 2 * 2); }
@@ -130,8 +134,8 @@ struct Place : GridPlace {
     }
 };
 
-// Copies of COUNT vectors of 8 elements by one warp, whose lanes remember where each of theirs is from and goes. (TileCopies
-// need less, but rows of at most 32 vectors that divide 32.)
+// Copies of COUNT vectors of 8 elements by one warp, whose lanes remember where each of theirs is from and goes.
+// (TileCopies need less, but rows of at most 32 vectors that divide 32.)
 template <int COUNT>
 struct VectorCopies {
     static constexpr int ITEMS = (COUNT + 31) / 32, NEVER = 1 << 30;  // a token behind any end
@@ -198,7 +202,8 @@ struct Results {
     }
 };
 
-// The factors of the states of a tile: a warp takes 4 pairs and those APART further on, 8 lanes a pair, a lane two states
+// The factors of the states of a tile: a warp takes 4 pairs and those APART further on, 8 lanes a pair, a lane two
+// states
 struct StateProducer {
     static constexpr int APART = 4 * count_of(STATE_PRODUCER), PASSES = PAIRS / APART;
     static_assert(PAIRS % APART == 0);
@@ -230,7 +235,8 @@ struct StateProducer {
         UNROLLED for (int pass = 0; pass < PASSES; pass++) reduce(k[pass], q[pass][1], norm_of[pass], kq[pass]);
         UNROLLED for (int pass = 0; pass < PASSES; pass++) write(to, pass, k[pass], q[pass], norm_of[pass], kq[pass]);
     }
-    // 1 + k.k of both tokens for all 8 lanes, k_0 . q_0 for lane 1: with each exchange a lane passes on what it will not finish
+    // 1 + k.k of both tokens for all 8 lanes, k_0 . q_0 for lane 1: with each exchange a lane passes on what it will
+    // not finish
     INLINE void reduce(const Floats<2> (&k)[2], unsigned q_0, float (&norm_of)[2], float &kq) const {
         auto dot = [](Floats<2> a, Floats<2> b) { return fmaf(a.at[0], b.at[0], a.at[1] * b.at[1]); };
         float kk_0 = dot(k[0], k[0]), kk_1 = dot(k[1], k[1]);
@@ -282,20 +288,22 @@ struct ChannelProducer {
     static constexpr int EIGHTS = RANK / 8, LOADS = (EIGHTS + 3) / 4;  // of the step's columns; of 4 eights
     int consumer, eighth, from, decay[2], drive[3], add[2];
     float skip[2], bias[2], last[2];  // `last` is what to add to y of the last token before the tile
-    unsigned step_proj[EIGHTS + 1][2];  // of each 8 columns numbers 2 p and 2 p + 1, of channels c and c + 8; never empty
+    unsigned step_proj[EIGHTS + 1][2];  // of each 8 columns 2 p and 2 p + 1, of channels c and c + 8; never empty
     INLINE void begin(int unit, const float *skips, const float *biases, const Element *step_projs, i64 D,
                       const Place &at) {
         consumer = unit / EIGHTHS, eighth = unit % EIGHTHS;
         int row = 8 * eighth + at.lane % 8, pair = 4 * eighth + at.p, quarter = pair / 2;
-        from = ((RANK ? 0 : at.lane / 16 * TILE) + row) * CTA_CHANNELS + exchanged(2 * consumer + at.lane / 8 % 2, row) * 8;
+        int octet = exchanged(2 * consumer + at.lane / 8 % 2, row);
+        from = ((RANK ? 0 : at.lane / 16 * TILE) + row) * CTA_CHANNELS + octet * 8;
         UNROLLED for (int f = 0; f < 2; f++) decay[f] = (quarter * 32 + at.c * 4 + (at.p + 2 * f) % 4) * 2;
-        UNROLLED for (int f = 0; f < 3; f++) drive[f] = (quarter * 32 + drive_slot(quarter, at.c, f)) * 4 + pair % 2 * 2;
+        UNROLLED for (int f = 0; f < 3; f++)
+            drive[f] = (quarter * 32 + drive_slot(quarter, at.c, f)) * 4 + pair % 2 * 2;
         UNROLLED for (int odd = 0; odd < 2; odd++) {
             int row = (2 * pair + odd + 1) % TILE;  // the tile's last is the first of the next tile's
             add[odd] = (row * 8 + add_slot(2 * pair + odd, at.c)) * 2;
         }
-        asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]), "+r"(add[0]),
-            "+r"(add[1]));
+        asm("" : "+r"(from), "+r"(decay[0]), "+r"(decay[1]), "+r"(drive[0]), "+r"(drive[1]), "+r"(drive[2]),
+            "+r"(add[0]), "+r"(add[1]));
         i64 d = at.cta_d + 16 * consumer + at.c;
         UNROLLED for (int i = 0; i < 2; i++) {
             bool exists = d + 8 * i < D;
@@ -303,7 +311,8 @@ struct ChannelProducer {
             bias[i] = exists && biases ? -LOG2E * biases[at.g * D + d + 8 * i] : 0;
             last[i] = 0;
             UNROLLED for (int e = 0; e < EIGHTS; e++)
-                step_proj[e][i] = exists ? load<2>(step_projs + (at.g * D + d + 8 * i) * RANK + 8 * e + 2 * at.p).word[0] : 0;
+                step_proj[e][i] =
+                    exists ? load<2>(step_projs + (at.g * D + d + 8 * i) * RANK + 8 * e + 2 * at.p).word[0] : 0;
         }
     }
     unsigned values[RANK ? 2 : 4], step[LOADS + 1][4];  // x, logits of channels c and c + 8
@@ -456,8 +465,8 @@ DEVICE void for_states(float (&S)[2][4], i64 left, i64 D, F f) {
                 UNROLLED for (int j = 0; j < 2; j++) f(S[o][2 * i + j], (8 * o + j) * D + 8 * i);
 }
 
-// A consumer's registers and where it finds its factors. Factors are read two pairs ahead and multiplied one ahead, y is
-// finished when the next product is under way and stored a pair later, so that nothing waits.
+// A consumer's registers and where it finds its factors. Factors are read two pairs ahead and multiplied one ahead, y
+// is finished when the next product is under way and stored a pair later, so that nothing waits.
 struct Consumer {
     int update, column[2], drive[2], add[2], result[2];  // for even and odd pairs; products of y
     const StateFactors *states;
@@ -553,7 +562,8 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
         if (role == COPIER) {
             Input xs(TOKENS_OF(x), at.g, at.b, L, backwards), logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
             Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
-            copy_tiles(cta, xs, logits, ks, qs, {{y, B * L * D, L * D, D}, at.g, at.b, L, backwards}, D, begin, end, at);
+            Sequence<Element> ys({y, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+            copy_tiles(cta, xs, logits, ks, qs, ys, D, begin, end, at);
         } else if (role == STATE_PRODUCER) {
             produce_states(cta, states_before, begin, end, at);
         } else if (count_of(1) && role == 1) {
@@ -580,7 +590,8 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
 #pragma unroll 1
     for (int t0 = begin; t0 <= end; t0 += TILE) {
         if ((t0 - begin) % CHUNK == 0) {
-            if (keep && t0 > 0 && t0 < end) for_states(S, D - d, D, [&](float &s, i64 offset) { checkpoint[offset] = s; });
+            if (keep && t0 > 0 && t0 < end)
+                for_states(S, D - d, D, [&](float &s, i64 offset) { checkpoint[offset] = s; });
             checkpoint += N * D;
         }
         states_buffer = after(states_buffer, 3), buffer ^= 1;

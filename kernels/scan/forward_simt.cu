@@ -1,8 +1,8 @@
 // The forward scan without tensor cores: for a segment's tokens, from the state before it,
 //   S_t = decay_t S_{t-1} + drive_t        y_t = sum over states of q_t S_t, + skip x_t
-// and S before every chunk but the first, which backward starts from. A warp has GROUPS groups of DL channels of one segment
-// (lanes.cuh); warps share nothing but keys, queries and the barrier of each tile (simt_scan.cuh). `initial_states` are
-// those before the second segment and later ones.
+// and S before every chunk but the first, which backward starts from. A warp has GROUPS groups of DL channels of one
+// segment (lanes.cuh); warps share nothing but keys, queries and the barrier of each tile (simt_scan.cuh).
+// `initial_states` are those before the second segment and later ones.
 
 #include "simt_scan.cuh"
 
@@ -27,14 +27,15 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
     // of the lanes that share a channel the first adds the skip connection
     Floats<DL> skip = skips && at.valid && at.part == 0 ? load<DL>(skips + at.g * D + at.d) : Floats<DL>{};
     if (at.segment > 0 && at.valid)
-        load_states(S, initial_states + state_offset(at.g, at.b, at.segment - 1, at.n, at.d, B, cut.segments - 1, D), D);
+        load_states(
+            S, initial_states + state_offset(at.g, at.b, at.segment - 1, at.n, at.d, B, cut.segments - 1, D), D);
 
     auto at_chunk = [&](int t) {
         if (keep && at.valid && t > 0) store_states(checkpoint, S, D);
         checkpoint += N * D;
     };
-    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half of
-    // those of its partner, until it has few tokens but their whole sums
+    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half
+    // of those of its partner, until it has few tokens but their whole sums
     auto finish = [&](Floats<DL> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
         UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) {
@@ -57,7 +58,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
     Floats<DL> last_y[UNROLL] = {};
     int last_t = begin, last_left = 0;
     auto scan = [&](const Token (&tokens)[UNROLL], int t, int left) {
-        // a sum of several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
+        // several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
         constexpr int CHAINS = !AHEAD && DL < 4 ? 4 / DL : 1;
         Floats<DL> y[UNROLL];
         if (AHEAD) finish(last_y, last_t, last_left);

@@ -1,8 +1,8 @@
-// The layout of the kernels without tensor cores: a lane has NL states of each of DL neighbouring channels in registers from
-// the first token to the last. PARTS = N / NL lanes share a group of DL channels; the warp has GROUPS of them. Of a lane's
-// number, bit 0 and the bits from 2 on say which part of the states it has, bit 1 and the highest ones which group, for
-// shared memory serves a vector twice as fast if each lane has the same address as its neighbour or the one after. With
-// 4 parts and 8 groups:
+// The layout of the kernels without tensor cores: a lane has NL states of each of DL neighbouring channels in registers
+// from the first token to the last. PARTS = N / NL lanes share a group of DL channels; the warp has GROUPS of them. Of
+// a lane's number, bit 0 and the bits from 2 on say which part of the states it has, bit 1 and the highest ones which
+// group, for shared memory serves a vector twice as fast if each lane has the same address as its neighbour or the one
+// after. With 4 parts and 8 groups:
 //
 //     lane    0  1  2  3  4  5  6  7  8  9 10 ...        states NL part .. NL part + NL - 1
 //     part    0  1  0  1  2  3  2  3  0  1  0 ...        channels DL group .. DL group + DL - 1 of the warp's
@@ -73,12 +73,12 @@ struct Keys {
     alignas(16) float kk[TOKENS];
 };
 
-// The same on its way from memory, in registers: a thread moves 4 neighbouring states of a key or query at a time, always the
-// same 4. Behind the last of `tokens` it is read again: what follows the last token reaches no result.
+// The same on its way from memory, in registers: a thread moves 4 neighbouring states of a key or query at a time,
+// always the same 4. Behind the last of `tokens` it is read again: what follows the last token reaches no result.
 template <int TOKENS, int THREADS>
 struct KeysInFlight {
-    static constexpr int ITEMS = (TOKENS * 2 * KEY_VECTORS + THREADS - 1) / THREADS, APART = THREADS / (2 * KEY_VECTORS);
-    static_assert(THREADS % (2 * KEY_VECTORS) == 0);
+    static constexpr int ROW = 2 * KEY_VECTORS, ITEMS = (TOKENS * ROW + THREADS - 1) / THREADS, APART = THREADS / ROW;
+    static_assert(THREADS % ROW == 0);
     Input source;
     int first, n;
     bool is_query, vectors;
@@ -106,7 +106,8 @@ struct KeysInFlight {
         UNROLLED for (int i = 0; i < ITEMS; i++) {
             Floats<4> v = to_floats(item[i]);
             float kk = v.at[0] * v.at[0] + v.at[1] * v.at[1] + v.at[2] * v.at[2] + v.at[3] * v.at[3];
-            UNROLLED for (int distance = 1; distance < KEY_VECTORS; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
+            UNROLLED for (int distance = 1; distance < KEY_VECTORS; distance *= 2)
+                kk += __shfl_xor_sync(WARP, kk, distance);
             if (TOKENS % APART == 0 || first + i * APART < TOKENS) {
                 if (SQUARED && !is_query)
                     UNROLLED for (int j = 0; j < 4; j++) v.at[j] *= v.at[j];

@@ -134,7 +134,7 @@ def _between_segments(recurrence, tensors, reverse, segment_chunks, *, gradients
 
 
 def _simt(variant: ForwardSimt, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
-    """Macros of the kernels of simt_scan.cuh, the CTAs that cover the channels, and each one's bytes of shared memory."""
+    """Macros of the kernels of simt_scan.cuh, the CTAs that cover the channels, and the shared memory of each."""
     states = min(variant.states, N)
     groups = 32 * states // N
     # a warp's row of channels is copied by at most 32 lanes
@@ -161,8 +161,8 @@ def _forward_mma(variant: ForwardMma, recurrence: str, x: Tensor, N: int, rank: 
     shared = variant.block_bytes(rank)
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, CONSUMERS=variant.consumers,
-        PRODUCERS=len(variant.producers), ROLES="{" + ", ".join(map(str, variant.producers)) + "}", STAGES=variant.stages,
-        VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
+        PRODUCERS=len(variant.producers), ROLES="{" + ", ".join(map(str, variant.producers)) + "}",
+        STAGES=variant.stages, VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (16 * variant.consumers)), shared
 

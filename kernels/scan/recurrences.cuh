@@ -11,14 +11,16 @@
 //   BLOCK_BYTES     shared memory that the host gives a CTA
 //   STAGES          tiles that are worked on or on their way from memory
 //   VECTOR          channels that one instruction copies, as the alignment of the tensors allows
-// Letters: G directions, B batch, L tokens, D channels, N states. Tokens are counted in the order a direction reads them.
+// Letters: G directions, B batch, L tokens, D channels, N states. Tokens are counted in the order a direction reads
+// them.
 //
 // Both are S_t = decay_t S_{t-1} + drive_t, and y_t the sum over n of q_t S_t. With G_t = dL/dS_t, which is
 // dy_t q_t + decay_{t+1} G_{t+1}, a recurrence gives
 //   step_size       of a logit: eps of Longhorn, dt of Mamba
 //   slope           what the gradient of the logit is in proportion to
 //   update          S_{t-1} to S_t; `Kept` is what the gradients need of it, for which see there
-//   gradients       G_t to decay_t G_t, and what it adds to sums over states (sum_x, sum_step_size), channels (dk), tokens (dA)
+//   gradients       G_t to decay_t G_t, and what that adds to sums over states (sum_x, sum_step_size), channels (dk)
+//                   and tokens (dA)
 //   dx, dlogit      those sums to gradients
 //   dnorm           a channel's part of dL/d(k.k)
 
@@ -62,13 +64,14 @@ struct Longhorn {
 
 // Mamba (Gu & Dao, 2023, Algorithm 2): dt = softplus(logit), k is b, and A is a rate of the channel's state
 //   S_t = exp(A dt) S_{t-1} + dt b x
-// With e = dL/d(A dt) = exp(A dt) S_{t-1} G, for one n: dL/dx = dt b G, dL/db = dt x G, dL/dA = dt e, dL/ddt = x b G + A e.
+// With e = dL/d(A dt) = exp(A dt) S_{t-1} G, for one n:
+//   dL/dx = dt b G        dL/db = dt x G        dL/dA = dt e        dL/ddt = x b G + A e
 // Rates come as A log2(e), so that a decay is one exp2; `sum_step_size` has that factor, too.
 struct SelectiveStateSpace {
     static constexpr bool HAS_RATES = true, HAS_NORM = false;
     DEVICE float rate(float A) { return A * LOG2E; }
-    // softplus as max(logit, 0) + log(1 + u) with u = exp(-|logit|) and a polynomial for log(1 + u) / u: no branches, and
-    // where u is small a relative error of 2^-21 still
+    // softplus as max(logit, 0) + log(1 + u) with u = exp(-|logit|) and a polynomial for log(1 + u) / u: no branches,
+    // and where u is small a relative error of 2^-21 still
     DEVICE float step_size(float logit, float) {
         float u = exp_fast(-fabsf(logit)), p = -0.008778933f;
         p = fmaf(p, u, 0.04498657f), p = fmaf(p, u, -0.10902282f), p = fmaf(p, u, 0.17847203f);

@@ -1,27 +1,27 @@
-// What segment_states.cu does with GRADIENTS, of Longhorn for 16-bit inputs with 16 states, three tokens at a time on tensor
-// cores. Tokens are counted in the order they are read here, from the last on; step sizes e and dy belong to a channel,
-// a = k^2 and q to a state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
+// What segment_states.cu does with GRADIENTS, of Longhorn for 16-bit inputs with 16 states, three tokens at a time on
+// tensor cores. Tokens are counted in the order they are read here, from the last on; step sizes e and dy belong to a
+// channel, a = k^2 and q to a state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
 //   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
 //   F_3 = A F_0 + dy_1 q_1 (1 - e_1 a_1) (1 - e_2 a_2) + dy_2 q_2 (1 - e_2 a_2) + dy_3 q_3
 //   A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
-// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the one,
-// what is added: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
-// instructions for a state and three tokens: F = A F + added and decay = decay A. With channels' e, v = dy_1 to dy_3 and
-// states' -a, q, four words of two columns (`Factors`):
+// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the
+// one, what is added: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
+// instructions for a state and three tokens: F = A F + added and decay = decay A. With channels' e, v = dy_1 to dy_3
+// and states' -a, q, four words of two columns (`Factors`):
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
 //     of added    v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
 //
-// For A they read fp16: e_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most 1. For
-// the rest they read the type of the inputs, which has dy and q exactly.
+// For A they read fp16: e_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most
+// 1. For the rest they read the type of the inputs, which has dy and q exactly.
 //
-// The factors of states are the same for all channels: `stage_factors` leaves them in memory, 176 bytes a token, in the order
-// in which lanes of `segment_gradients` read them. A warp of that has DL / 2 times 16 channels and nothing to do with other
-// warps, so that __syncwarp is its only barrier: behind wait_for_copies (the tile is there for all lanes), behind the loads of
-// the tile (it may be overwritten), and between the writing and reading of channels' factors, both ways.
-// Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and 2 p + 1, as products leave them
-// (cuda/mma.cuh). Of 4 triples it computes the channels' factors of number p, which it exchanges in shared memory: ldmatrix
-// gives lane 4 c + p token j of triple p of channel c, as its rows are every third token.
+// The factors of states are the same for all channels: `stage_factors` leaves them in memory, 176 bytes a token, in the
+// order in which lanes of `segment_gradients` read them. A warp of that has DL / 2 times 16 channels and nothing to do
+// with other warps, so that __syncwarp is its only barrier: behind wait_for_copies (the tile is there for all lanes),
+// behind the loads of the tile (it may be overwritten), and between the writing and reading of channels' factors, both
+// ways. Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and 2 p + 1, as products leave
+// them (cuda/mma.cuh). Of 4 triples it computes the channels' factors of number p, which it exchanges in shared memory:
+// ldmatrix gives lane 4 c + p token j of triple p of channel c, as its rows are every third token.
 
 #include "tiles.cuh"
 
@@ -34,22 +34,22 @@ constexpr int AHEAD = 2;
 #endif
 static_assert(TILE == 24 && sizeof(Element) == 2 && N == 16 && NL == OCTETS * 2 && DL % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where neither
-// copies of two tokens nor loads of tokens 3 apart meet in a bank.
+// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where
+// neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
 struct Tile {
     alignas(16) Element at[2][WARP_CHANNELS / 8][TILE][8];
 };
 DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
-// Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for two
-// octets each; and 1 / (1 + k.k)
+// Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for
+// two octets each; and 1 / (1 + k.k)
 struct StateFactors {
     alignas(16) unsigned factor[TRIPLES][32][2 * OCTETS];
     alignas(16) float norm[TRIPLES][4];
 };
 
-// The factors of a warp's channels, of 4 triples: of A, channels c and c + 8, then of what is added. Rows of 33, so that lanes
-// that write one factor of four triples meet in no bank
+// The factors of a warp's channels, of 4 triples: of A, channels c and c + 8, then of what is added. Rows of 33, so
+// that lanes that write one factor of four triples meet in no bank
 struct ChannelFactors {
     alignas(16) unsigned factor[SIXTEENS][4][33][4];
 };
@@ -72,8 +72,8 @@ DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
     return product;
 }
 
-// The four words of a triple, for a channel from its three step sizes e and values v, for a state from -a and q. `v_01` and
-// `v_2` are words, the latter with v_2 in its lower half and anything in the upper one.
+// The four words of a triple, for a channel from its three step sizes e and values v, for a state from -a and q. `v_01`
+// and `v_2` are words, the latter with v_2 in its lower half and anything in the upper one.
 struct Factors {
     unsigned decay[4], added[4];
     INLINE Factors(const float (&e)[3], unsigned v_01, unsigned v_2) {
@@ -99,8 +99,8 @@ DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 
 // A thread has two states, n and n + 8, of one triple
 extern "C" __global__ void __launch_bounds__(128)
-stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *__restrict__ factors, i64 count, i64 B, i64 L, i64 reverse,
-             i64 boundaries, i64 segment_tokens) {
+stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *__restrict__ factors, i64 count, i64 B,
+              i64 L, i64 reverse, i64 boundaries, i64 segment_tokens) {
     static_assert(N == 16);
     unsigned index = blockIdx.x * 128u + threadIdx.x, tile = index / (8 * TRIPLES), each = tiles_of(segment_tokens);
     if (tile >= count) return;
@@ -170,9 +170,9 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
     auto copy = [&](int t0) {
         int left = copies.skipped ? 0 : end - t0 - copies.token;
         UNROLLED for (int i = 0; i < copies.ITEMS; i++) {
-            int t = i * copies.APART, row = tile_row(octet, copies.token + t);
-            copy_async<VECTOR>(warp.tile.at[0][octet][row] + column, copied_logits.at(t0 + copies.token + t), t < left);
-            copy_async<VECTOR>(warp.tile.at[1][octet][row] + column, copied_dys.at(t0 + copies.token + t + 1), t + 1 < left);
+            int t = i * copies.APART, token = t0 + copies.token + t, row = tile_row(octet, copies.token + t);
+            copy_async<VECTOR>(warp.tile.at[0][octet][row] + column, copied_logits.at(token), t < left);
+            copy_async<VECTOR>(warp.tile.at[1][octet][row] + column, copied_dys.at(token + 1), t + 1 < left);
         }
         commit_copies();
     };
@@ -197,7 +197,8 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
     // the rows that this lane names: those of lanes 2 i are of triple i, those of lanes 2 i + 1 of triple i + 4
     int row[2][3], row_octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
     UNROLLED for (int s = 0; s < 2; s++)
-        UNROLLED for (int j = 0; j < 3; j++) row[s][j] = (row_octet + 2 * s) * TILE + tile_row(row_octet + 2 * s, token + j);
+        UNROLLED for (int j = 0; j < 3; j++)
+            row[s][j] = (row_octet + 2 * s) * TILE + tile_row(row_octet + 2 * s, token + j);
     Floats<4> norm = load<4>(states->norm[p]);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE, states++) {
@@ -239,7 +240,8 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
                     UNROLLED for (int s = 0; s < SIXTEENS; s++) {
                         float A[4], added[4], (&f)[4] = F[s][o];
                         multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states[j % AHEAD].at[o], 1);
-                        multiply(Element{}, added, channel[s].at[2], channel[s].at[3], of_states[j % AHEAD].at[OCTETS + o], 0);
+                        multiply(Element{}, added, channel[s].at[2], channel[s].at[3],
+                                 of_states[j % AHEAD].at[OCTETS + o], 0);
                         UNROLLED for (int x = 0; x < 4; x++) {
                             f[x] = fmaf(A[x], f[x], added[x]);
                             decay[s][o][x] *= A[x];

@@ -1,7 +1,8 @@
-// For sequences cut into segments that run in parallel. `segment_states` runs a segment of tokens from a zero state to the
-// state E that it ends in, and multiplies its decays to P; the state behind the segment is P S + E if that before it is S.
-// `pass_states` does this from segment to segment, which gives the states between them. The segment that no other follows is
-// left out. With GRADIENTS the same for what G = dL/dS_t passes on, whose recurrence runs the other way:
+// For sequences cut into segments that run in parallel. `segment_states` runs a segment of tokens from a zero state to
+// the state E that it ends in, and multiplies its decays to P; the state behind the segment is P S + E if that before
+// it is S. `pass_states` does this from segment to segment, which gives the states between them. The segment that no
+// other follows is left out. With GRADIENTS the same for what G = dL/dS_t passes on, whose recurrence runs the other
+// way:
 //   states       S_t = decay_t S_{t-1} + drive_t
 //   gradients    F_{t-1} = decay_t (F_t + dy_t q_t)             F_t: what tokens behind t add to dL/dS_t
 // The layout is that of the forward scan (lanes.cuh, simt_scan.cuh); `value` is x, or with GRADIENTS dy.

@@ -1,13 +1,13 @@
-// The loop of the kernels that run straight through a sequence, `scan_tiles`. Every warp copies its own channels STAGES - 1
-// tiles ahead; the CTA's threads together fetch keys and queries one tile ahead. Of a tile:
+// The loop of the kernels that run straight through a sequence, `scan_tiles`. Every warp copies its own channels STAGES
+// - 1 tiles ahead; the CTA's threads together fetch keys and queries one tile ahead. Of a tile:
 //
 //     all warps    keys of this tile from registers to shared memory, those of the next on their way
 //     barrier      __syncthreads
 //     each warp    copies of the tile after the last on its way; step sizes, to shared memory; __syncwarp; the tokens
 //
-// One barrier a tile is enough, as there are two buffers of keys: who writes keys of tile i + 2 has passed the barrier of
-// tile i + 1, to which the others came when they had read those of tile i. What a warp copies it reads itself, behind
-// wait_for_copies and that barrier; it overwrites the stage that it read before that barrier. Further macros:
+// One barrier a tile is enough, as there are two buffers of keys: who writes keys of tile i + 2 has passed the barrier
+// of tile i + 1, to which the others came when they had read those of tile i. What a warp copies it reads itself,
+// behind wait_for_copies and that barrier; it overwrites the stage that it read before that barrier. Further macros:
 //   UNROLL    tokens whose instructions are interleaved and whose sums over lanes are finished together
 //   AHEAD     whether a lane has so few states that there are registers to load the next tokens ahead
 
@@ -21,8 +21,9 @@ struct Channels {
     alignas(16) Element logit[TILE][WARP_CHANNELS];
 };
 
-// The tile as lanes read it. Step sizes are computed by one lane each, whichever lanes will read them: `Preparation` does
-// that; `Token` is what the scan asks for: the lane's channels of value and step size, its states of key and query.
+// The tile as lanes read it. Step sizes are computed by one lane each, whichever lanes will read them: `Preparation`
+// does that; `Token` is what the scan asks for: the lane's channels of value and step size, its states of key and
+// query.
 template <bool AHEAD_>
 struct Prepared;
 
@@ -143,8 +144,8 @@ struct CtaMemory {
 };
 static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 
-// Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `scan(tokens, t, left)` for UNROLL
-// tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
+// Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `scan(tokens, t, left)` for
+// UNROLL tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
 template <bool SQUARED = false, class AtChunk, class Scan>
 DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &logits,
                        const Input &ks, const Input &qs, const float *biases, int begin, int end, i64 L, bool backwards,
