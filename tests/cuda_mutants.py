@@ -148,7 +148,8 @@ TABLE = {
          "Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
          "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);",
          "dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
-         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);"),
+         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], "
+         "A[n][c]);"),
         ("dk and dq are added up before all warps have theirs",
          "            __syncthreads();\n            write_keys(", "            write_keys("),
         ("sums over channels and states before all lanes have theirs",

@@ -137,35 +137,30 @@ def compiling():
 def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, blocks=None):
     """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
     checked = compiler.Launch(name, entry, macros, grid, block, arguments, shared_bytes)
-    run(checked, [(place, t, t.data_ptr()) for place, t in checked.tensors], blocks)
-
-
-def run(checked: compiler.Launch, pointers, blocks=None):
-    """A launch whose pointers, in their places, are to these addresses in these tensors."""
-    name, entry, grid, macros = checked.name, checked.entry, checked.grid, checked.macros
-    kernel = name, tuple(sorted(macros.items()))
     if _needed is not None:
-        _needed.append(kernel)
+        _needed.append((name, tuple(sorted(macros.items()))))
         return
-    library, entries = _library(*kernel)
-    first = 0 if blocks is None else max(0, grid - blocks)
-    with _guarded(entry, [t for _, t, _ in pointers]) as moved_by:
-        values = [_bits(value) for value in checked.values]
-        for place, t, address in pointers:
-            values[place] = address + moved_by(t)
-        array = (ctypes.c_longlong * len(values))(*values)
-        library.launch.restype = ctypes.c_char_p
-        failure = library.launch(
-            entries.index(entry),
-            array,
-            len(values),
-            first,
-            grid,
-            checked.block,
-            ctypes.c_longlong(checked.shared_bytes),
-        )
+    with _guarded(entry, [t for _, t in checked.tensors]) as moved_by:
+        values = checked.values.copy()
+        for place, t in checked.tensors:
+            values[place] = t.data_ptr() + moved_by(t)
+        run_with(checked, values, blocks=blocks)
+
+
+def run_with(checked, values, index=None, *, blocks=None):
+    """As `Launch.run_with`: on addresses, around which nobody watches."""
+    library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
+    first, shared_bytes = (
+        0 if blocks is None else max(0, checked.grid - blocks),
+        ctypes.c_longlong(checked.shared_bytes),
+    )
+    array = (ctypes.c_longlong * len(values))(*map(_bits, values))
+    library.launch.restype = ctypes.c_char_p
+    failure = library.launch(
+        entries.index(checked.entry), array, len(values), first, checked.grid, checked.block, shared_bytes
+    )
     if failure:
-        raise RuntimeError(f"{entry}: {failure.decode()}")
+        raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 
 
 GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors, of which a test touches little, are left where they are

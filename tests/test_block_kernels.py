@@ -7,7 +7,7 @@ import shutil
 import emulator
 import pytest
 import torch
-from test_block import PlainKernels, close, in_tiles, make_block
+from test_block import PlainKernels, close, directions_of, in_tiles, make_block
 from vil.kernels.block import launch as kernels
 
 from vil.block import LonghornMixer
@@ -42,11 +42,11 @@ def normed(x, eps):
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
 def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
     block, x = make_block(LonghornMixer, 8), small_tokens(21, 8)
-    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    directions = [p.detach() for p in directions_of(block)]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     for dtype in (torch.float32, BF16):
         for copy in (True, False):
-            _, (xhat, scale, x_or_copy) = kernels.prepare(*weights, directions, dtype, None, x, eps, copy)
+            _, (xhat, scale, x_or_copy) = kernels.pack_weights(*weights, directions, dtype, None, x, eps, copy)
             for value, truth in zip((xhat, scale), normed(x, eps)):
                 close(value, truth, dtype, "norm")
             assert torch.equal(x_or_copy, x)
@@ -57,62 +57,31 @@ def exactly(*tensors):
     return [t if t is None else t.double() for t in tensors]
 
 
-def misplaced(t):
-    """The same one element behind where vectors begin."""
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
-def transposed(t):
-    """The same with its dimensions in another order in memory."""
-    return t.t().contiguous().t() if t.dim() == 2 else t
-
-
-@pytest.mark.parametrize("changed", ["norm", "in_proj", "out_proj", "pairs", "x", "transposed", "bfloat16"])
-def test_parameters_may_lie_anywhere_and_be_of_any_type_emulated(changed, poison):
-    """The weights of a block as its kernels want them, and their gradients."""
-    C, T, dtype = 8, 21, BF16
-    block = make_block(LonghornMixer, C)
-    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
-    weights = dict(norm=block.norm.weight, in_proj=block.mixer.in_proj.weight, out_proj=block.mixer.out_proj.weight)
-    weights = {name: misplaced(p.detach()) if name == changed else p.detach() for name, p in weights.items()}
-    x, dresidual = torch.randn(T, C), torch.randn(T, C)
-    if changed == "pairs":
-        directions = [misplaced(p) for p in directions]
-    elif changed == "x":
-        x, dresidual = misplaced(x), misplaced(dresidual)
-    elif changed == "transposed":
-        directions = [transposed(p) for p in directions]
-        weights = {name: transposed(p) for name, p in weights.items()}
-    elif changed == "bfloat16":
-        directions = [p.to(BF16) for p in directions]
-        weights = {name: p.to(BF16) for name, p in weights.items()}
-    parameters = [*weights.values(), directions]
-    doubles = *exactly(*weights.values()), exactly(*directions)
-    packed, norm = kernels.prepare(*parameters, dtype, None, x, 1e-5, True)
-    for value, truth in zip(packed, PlainKernels.pack(*doubles, torch.float64)):
+def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
+    """The weights of a block as its kernels want them."""
+    C, dtype = 8, BF16
+    block = make_block(LonghornMixer, C, dtype=BF16)
+    directions = [p.detach() for p in directions_of(block)]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    sizes = _, D, P, R, taps = kernels.packed_sizes(weights[2], directions)
+    doubles = *exactly(*weights), exactly(*directions)
+    packed, _ = kernels.pack_weights(*weights, directions, dtype, None, None, 1e-5, True)
+    views = kernels.Weights.of(packed, *sizes)
+    for value, truth in zip(views, PlainKernels.pack(*doubles, torch.float64)):
         close(value, truth, dtype, "packed")
     # projections in the type of products, what other kernels read in fp32
     fp32 = torch.float32
-    assert [t.dtype for t in packed] == [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
-    assert [(t.shape, t.dtype) for t in kernels.empty_weights(weights["out_proj"], directions, dtype)] == [
-        (t.shape, t.dtype) for t in packed
-    ]
-    for value, truth in zip(norm, normed(x, 1e-5)):
-        close(value, truth, dtype, "norm")
-    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    assert [t.dtype for t in views] == [dtype, dtype, dtype, dtype, fp32, fp32, fp32, fp32]
     dweights = (
-        torch.randn(4 * C, C), torch.randn(3, 2, taps + 1, 2 * C), torch.randn(2, 5, P, 2 * C),
-        torch.randn(2, 7, 2 * C, R), torch.randn(2, 2, 2 * C), torch.randn(T, C).to(dtype), norm[0], norm[1], dresidual,
+        torch.randn(2 * D, C), torch.randn(3, 2, taps + 1, D), torch.randn(2, 5, P, D), torch.randn(2, 7, D, R),
+        torch.randn(2, 2, D),
     )  # fmt: skip
-    found, dx, rounded = kernels.finish_backward(*parameters[:2], directions, *dweights)
-    truths, dx_truth, _ = PlainKernels.finish_backward(*doubles[:2], doubles[3], *exactly(*dweights))
-    of = [weights["norm"], weights["in_proj"], *(p for pair in zip(directions[:6], directions[6:]) for p in pair)]
-    for value, truth, parameter in zip(found, truths, of):
-        assert value.dtype == parameter.dtype
+    found = kernels.unpack_gradients(*weights[:2], directions, *dweights, dtype)
+    truths = PlainKernels.unpack_gradients(*doubles[:2], doubles[3], *exactly(*dweights), torch.float64)
+    for value, truth, parameter in zip(found, truths, [*weights[:2], *directions], strict=True):
+        assert (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
         assert value.is_contiguous()
-        close(value, truth.view_as(value), value.dtype, "gradient")
-    close(dx, dx_truth, dtype, "dx")
-    assert torch.equal(rounded, dx.to(dtype))
+        close(value, truth, value.dtype, "gradient")
 
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
@@ -123,7 +92,7 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
     y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
     tiles = kernels.empty_tiles(B * L, out_proj, BF16).zero_()
     for eps in (1e-5, 1e-2):
-        out, _, norm = kernels.gated_product(x, y, uz[..., 2 * C :], None, out_proj, tiles, True, eps)
+        out, _, norm = kernels.gate_outproj(x, y, uz[..., 2 * C :], None, out_proj, tiles, True, eps)
         assert torch.equal(out, x)
         for value, truth in zip(norm, normed(x, eps)):
             close(value, truth, BF16, "norm")
@@ -139,9 +108,9 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         dv, dprojected = torch.randn(2, B, H, D).to(dtype), torch.randn(2, B * H, P).to(dtype)
         inputs = u, dv, dprojected, x_proj, conv, conv_bias
         expected = torch.empty(B, L, D, dtype=torch.float64)
-        truth = PlainKernels.convolve_backward(*(t.double() for t in inputs), expected)
+        truth = PlainKernels.conv_backward(*(t.double() for t in inputs), expected)
         du = torch.empty_like(u)
-        dfilters = kernels.convolve_backward(*(t.clone() for t in inputs), du)
+        dfilters = kernels.conv_backward(*(t.clone() for t in inputs), du)
         close(dfilters.sum(0, keepdim=True), truth, dtype, "filters")
         close(du, expected, dtype, "du")
 
@@ -186,7 +155,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         tiles = kernels.empty_tiles(T, out_proj, dtype)
         takes_tiles = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
         assert (tiles is not None) == takes_tiles
-        out, _, norm = kernels.gated_product(x, y, z, None, out_proj, tiles, True, 1e-5)
+        out, _, norm = kernels.gate_outproj(x, y, z, None, out_proj, tiles, True, 1e-5)
         fused = kernels.fuses_product(x, D, dtype)
         assert (out.data_ptr() == x.data_ptr()) != fused
         assert len(norm) == (2 if takes_tiles else 0)
@@ -224,7 +193,7 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
     def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
         u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
         launched.clear()
-        kernels.project(
+        kernels.conv_xproj(
             u, torch.empty(2, D, taps), torch.empty(2, D), torch.zeros(2, R + 2 * N, D, dtype=dtype),
             torch.zeros(2, D, R, dtype=dtype), L,
         )  # fmt: skip
@@ -258,7 +227,7 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
     T, N = 1000, 16
     dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
-    dprojected, dstep = kernels.step_backward(
+    dprojected, dstep = kernels.dt_proj_backward(
         torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
     )
     # a block for every two multiprocessors, or for each 16 tokens
@@ -300,11 +269,11 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype
     monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda *tensors: None)
     u, x_proj = torch.zeros(D, dtype=dtype).expand(B, L, D), empty(2, P, D)
     conv, bias = torch.zeros(2, D, 4), torch.zeros(2, D)
-    kernels.project(u, conv, bias, x_proj, empty(2, D, 8), L)
+    kernels.conv_xproj(u, conv, bias, x_proj, empty(2, D, 8), L)
     ((*first, arguments),) = found
     assert (*first, *([arguments["stretch"]] if first[0] == "convolve" else [])) == forward
     found.clear()
-    dfilters = kernels.convolve_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
+    dfilters = kernels.conv_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
     ((_, grid, shared_bytes, arguments),) = found
     stretch, parts = arguments["stretch"], arguments["parts"]
     assert (grid, shared_bytes, stretch, parts) == backward
@@ -359,23 +328,17 @@ def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
 def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     C, T = 8, 2**29 + 41
     block = make_block(LonghornMixer, C)
-    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    directions = [p.detach() for p in directions_of(block)]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     x = large(T, C, dtype=torch.float32)
     of_x = put(x)
-    _, (xhat, scale, copy) = kernels.prepare(*weights, directions, BF16, None, x, 1e-5, True)
+    _, (xhat, scale, copy) = kernels.pack_weights(*weights, directions, BF16, None, x, 1e-5, True)
     for value, truth in zip((xhat[-L:], scale[-L:]), normed(of_x, 1e-5)):
         close(value, truth, BF16, "norm")
     assert torch.equal(copy[-L:], of_x)
-    packed = PlainKernels.pack(*weights, directions, torch.float32)
-    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
     dxhat, dresidual = large(T, C), large(T, C, dtype=torch.float32)
     of_dxhat, of_dresidual = put(dxhat), put(dresidual)
-    _, dx, rounded = kernels.finish_backward(
-        *weights[:2], directions, torch.randn(4 * C, C), torch.randn(1, 2, taps + 1, 2 * C),
-        torch.randn(2, 1, P, 2 * C), torch.randn(2, 1, 2 * C, R), torch.randn(2, 2, 2 * C), dxhat, xhat, scale,
-        dresidual,
-    )  # fmt: skip
+    dx, rounded = kernels.norm_backward(dxhat, xhat, scale, dresidual)
     g, v, r, d = exactly(of_dxhat, xhat[-L:], scale[-L:], of_dresidual)
     close(dx[-L:], d + r[:, None] * (g - v * (g * v).mean(-1, keepdim=True)), BF16, "dx")
     assert torch.equal(rounded[-L:], dx[-L:].to(BF16))
@@ -391,18 +354,18 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     x_proj, step_proj = torch.randn(2, P, D).to(BF16), torch.randn(2, D, R).to(BF16)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda a, b: a.new_zeros(()).expand(*a.shape[:2], b.shape[2]))
-        v, projected, logits = kernels.project(u, conv, conv_bias, x_proj, step_proj, L)
-    truths = PlainKernels.project(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
+        v, projected, logits = kernels.conv_xproj(u, conv, conv_bias, x_proj, step_proj, L)
+    truths = PlainKernels.conv_xproj(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
     close(v[:, -1:], truths[0], BF16, "v")
     if D == 64:
-        close(projected[:, -L:], truths[1], BF16, "project")
-        close(logits[:, -L:], truths[2], BF16, "project")
+        close(projected[:, -L:], truths[1], BF16, "conv_xproj")
+        close(logits[:, -L:], truths[2], BF16, "conv_xproj")
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one group of stretches
     dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), large(B, L, 2 * D)[..., D:]
     of_dv, of_dprojected = put(dv), put(dprojected)
-    dfilters = kernels.convolve_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
+    dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
     expected = torch.empty(1, L, D, dtype=torch.float64)
-    truth = PlainKernels.convolve_backward(
+    truth = PlainKernels.conv_backward(
         *exactly(of_u, of_dv, of_dprojected, x_proj, conv, conv_bias), expected
     )  # fmt: skip
     close(du[-1:], expected, BF16, "du")
@@ -415,8 +378,8 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
     dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
     of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
     step, of_step, step_proj = projected[..., :R], of_step[..., :R], torch.randn(2, D, R).to(BF16)
-    dprojected, dstep = kernels.step_backward(dlogits, step, step_proj, dk, dq)
-    truths = PlainKernels.step_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
+    dprojected, dstep = kernels.dt_proj_backward(dlogits, step, step_proj, dk, dq)
+    truths = PlainKernels.dt_proj_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
     close(dprojected[1, -L:], truths[0][1], BF16, "dprojected")
     close(dstep[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep")
 
@@ -430,7 +393,7 @@ def test_offsets_of_more_than_32_bits_of_gated_products_emulated(large, monkeypa
     of_x, of_y, of_z = put(x), put(y), put(uz)[..., D:]
     out_proj = torch.randn(C, D).to(BF16)
     tiles = in_tiles(out_proj)
-    out, mean, norm = kernels.gated_product(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
+    out, mean, norm = kernels.gate_outproj(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
     gated, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, scale[-1:]), True)
     truth = of_x + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
     torch.testing.assert_close(out[-L:].double(), truth, atol=2e-2, rtol=1e-4)
@@ -441,8 +404,8 @@ def test_offsets_of_more_than_32_bits_of_gated_products_emulated(large, monkeypa
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), large(B, L, 2 * D)
     of_dout, expected = put(dout), torch.empty(1, L, 2 * D, dtype=torch.float64)
-    gated = kernels.gated_product_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
-    truth = PlainKernels.gated_product_backward(
+    gated = kernels.gate_outproj_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
+    truth = PlainKernels.gate_outproj_backward(
         *exactly(of_dout, out_proj, mean[-1:], of_z, scale[-1:]), *expected.chunk(2, dim=-1)
     )  # fmt: skip
     close(gated[-1:], truth, BF16, "gated")

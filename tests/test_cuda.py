@@ -147,16 +147,16 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device,
 
     def results():
         """Kept states; y and kept states, and gradients, of every variant."""
-        y, states = scan.forward(recurrence, *tensors, reverse, True)
+        y, states = scan.scan_forward(recurrence, *tensors, reverse, True)
         forward = variants.forward_variants(recurrence, k.shape[-1], dtype.itemsize, x.shape[-1] % 8 == 0)
         return (
             states,
             {
                 "chosen": (y, states),
-                **{v: scan.forward(recurrence, *tensors, reverse, True, (v, segment_chunks)) for v in forward},
+                **{v: scan.scan_forward(recurrence, *tensors, reverse, True, (v, segment_chunks)) for v in forward},
             },
             {
-                v: scan.backward(recurrence, dy, *tensors, states, reverse, (v, segment_chunks))
+                v: scan.scan_backward(recurrence, dy, *tensors, states, reverse, (v, segment_chunks))
                 for v in variants.backward_variants(recurrence, k.shape[-1])
             },
         )
@@ -172,7 +172,7 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device,
         else:
             torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
         if variant != "chosen":
-            again, nothing = scan.forward(recurrence, *tensors, reverse, False, (variant, segment_chunks))
+            again, nothing = scan.scan_forward(recurrence, *tensors, reverse, False, (variant, segment_chunks))
             assert torch.equal(again, y)
             assert nothing.numel() == 0
     for variant, (dx, dlogits, dk, dq, dA, dchannels) in backward.items():
@@ -260,13 +260,13 @@ def test_extreme_logits_and_keys_emulated_on_a_cpu(recurrence, logit, scale, emu
         inputs[1] = inputs[1].clamp(max=100)
     truth = [outputs_and_gradients_for(definition, exact(inputs), x.double())]
     tensors = [t if t is None else t[None] for t in (x, inputs[1], k, q, *channels)]
-    _, states = scan.forward(recurrence, *tensors, [False], True)
+    _, states = scan.scan_forward(recurrence, *tensors, [False], True)
     for variant in variants.forward_variants(recurrence, 16, 2):
-        y, _ = scan.forward(recurrence, *tensors, [False], False, (variant, 1))
+        y, _ = scan.scan_forward(recurrence, *tensors, [False], False, (variant, 1))
         assert_close_to(truth, [[y[0]]], x.dtype, variant)
     for variant in variants.BACKWARD[recurrence]:
         plan = variant, 1
-        dx, dlogits, dk, dq, dA, dchannels = scan.backward(recurrence, x[None], *tensors, states, [False], plan)
+        dx, dlogits, dk, dq, dA, dchannels = scan.scan_backward(recurrence, x[None], *tensors, states, [False], plan)
         found = [dx[0], dlogits[0], *([dA[0]] if selective else []), dk[0], dq[0], *dchannels[0]]
         assert_close_to([truth[0][1:]], [found], x.dtype, variant)
 
@@ -289,13 +289,13 @@ def assert_logits_of_the_step_right(device, dtype, shape, rank):
 
     def results(variant):
         plan, step = (variant, -(-L // 64)), projected[..., :rank]
-        return scan.forward("longhorn", x, step, k, q, None, skip, bias, reverse, True, plan, step_proj)
+        return scan.scan_forward("longhorn", x, step, k, q, None, skip, bias, reverse, True, plan, step_proj)
 
     if device == "cpu":
         with emulator.compiling():
             for variant in variants.FORWARD_MMA:
                 results(variant)
-    _, states = scan.forward("longhorn", x, logits.to(device, dtype), k, q, None, skip, bias, reverse, True)
+    _, states = scan.scan_forward("longhorn", x, logits.to(device, dtype), k, q, None, skip, bias, reverse, True)
     for variant in variants.FORWARD_MMA:
         y, kept = results(variant)
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
@@ -327,7 +327,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
 
     def right(x, logits, k, q):
         launched.clear()
-        y, _ = scan.forward("longhorn", x, logits, k, q, None, skip, bias, [False], False)
+        y, _ = scan.scan_forward("longhorn", x, logits, k, q, None, skip, bias, [False], False)
         assert_close_to(truth, [[y[0]]], x.dtype, "chosen")
         return launched
 
@@ -379,14 +379,14 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
         tensors = x, logits, k, q, *(t if t is None else torch.stack([t.float()] * 2) for t in (A, skip, bias))
         monkeypatch.setattr(scan, "launch", launch)
         of_lanes = variants.FORWARD_SIMT[recurrence][0], 1
-        _, states = scan.forward(recurrence, *tensors, [True, True], True, of_lanes)
+        _, states = scan.scan_forward(recurrence, *tensors, [True, True], True, of_lanes)
         for variant in variants.forward_variants(recurrence, N, 2):
-            y, kept = scan.forward(recurrence, *tensors, [True, True], True, (variant, 1))
+            y, kept = scan.scan_forward(recurrence, *tensors, [True, True], True, (variant, 1))
             assert_close_to(truth, [[y[1, -1:]]], dtype, variant)
             assert relative_error(kept[1, -1], states[1, -1].double()) < TOLERANCE[dtype] / 2
         for variant in variants.BACKWARD[recurrence]:
             before = logits[1, -1].clone()
-            dx, dlogits, dk, dq, *_ = scan.backward(
+            dx, dlogits, dk, dq, *_ = scan.scan_backward(
                 recurrence, dy, *tensors, states, [True, True], (variant, 1), over_logits=strides
             )
             found = [dx, dlogits, *([] if A is None else [None]), dk, dq]
@@ -403,7 +403,7 @@ def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_
     for token in (20, 21, 22, 23):
         spoilt = x.clone()
         spoilt[0, 0, token, 9] = value
-        y, _ = scan.forward(
+        y, _ = scan.scan_forward(
             "longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.FORWARD_MMA[1], 1)
         )
         assert not torch.isfinite(y[0, 0, token:, 9]).any()
@@ -433,14 +433,14 @@ def assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, device):
     rest = k, q, rates, torch.ones(2, D, device=device), torch.ones(2, D, device=device)
     spread = torch.full((2, B, 2 * L, D), float("nan"), device=device, dtype=dtype)[:, :, ::2]
     reverse = [False, True]
-    _, states = scan.forward(recurrence, x, logits, *rest, reverse, True)
+    _, states = scan.scan_forward(recurrence, x, logits, *rest, reverse, True)
     for variant in variants.BACKWARD[recurrence]:
         arguments = *rest, states, reverse, (variant, segment_chunks)
         before = logits.clone()
-        apart = scan.backward(recurrence, dy, x, logits, *arguments)
+        apart = scan.scan_backward(recurrence, dy, x, logits, *arguments)
         assert torch.equal(logits, before)
         for over in (before, spread.copy_(logits)):
-            found = scan.backward(recurrence, dy, x, over, *arguments, over_logits=True)
+            found = scan.scan_backward(recurrence, dy, x, over, *arguments, over_logits=True)
             assert found[1].data_ptr() == over.data_ptr()
             assert all(torch.equal(a, b) for a, b in zip(found, apart)), variant
 

@@ -6,69 +6,104 @@ They are in block.cu, convolve.cu, output.cu, output_hopper.cu, output_hopper_ba
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cuda.compiler import HOPPER, launch
+from ..cuda.plan import place
 from ..scan.launch import INPUT, _multiprocessors, _vector_of, projects_step
 
 WARPS = 4  # of a block, as in the kernels
-PACKED = [f"packed_{name}" for name in ("conv", "conv_bias", "x", "step", "step_bias", "skip")]
+ALIGNMENT = 64  # elements, where weights and gradients that share memory begin
 STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at once
 
 
-def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Room for the weights that `prepare` returns."""
-    (C, D), half = out_proj.shape, len(directions) // 2
-    conv, _, x_proj, step, *_ = directions[:half]
-    taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
-    padded = rank + -rank % 8
-    projections += padded - rank
-    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
-    fp32 = torch.float32
-    dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
-    return [torch.empty(shape, device=out_proj.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+class Weights(NamedTuple):
+    """The weights as the kernels and products take them: projections in the products' dtype, others in fp32."""
+
+    in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
+    out_proj: Tensor  # (C, D)
+    x_proj: Tensor  # (2, R + 2N, D), with R padded by zeros to a multiple of 8, which fast matrix products need
+    step_proj: Tensor  # (2, D, R)
+    conv: Tensor  # (2, D, K)
+    conv_bias: Tensor  # (2, D)
+    step_bias: Tensor  # (2, D)
+    skip: Tensor  # (2, D)
+
+    @classmethod
+    def of(cls, packed: Tensor, C: int, D: int, P: int, R: int, taps: int) -> Weights:
+        """Views of what `pack_weights` has written: `packed_size` elements of the products' dtype. P and R padded."""
+        views, start = [], 0
+        for shape, fp32 in _packed_parts(C, D, P, R, taps):
+            length = _length(shape, packed.dtype, fp32)
+            part = packed[start : start + length]
+            start += length
+            if fp32 and packed.dtype.itemsize < 4:
+                part = part.view(torch.float32)
+            views.append(part[: math.prod(shape)].view(shape))
+        return cls(*views)
 
 
-def prepare(
+def _packed_parts(C: int, D: int, P: int, R: int, taps: int) -> list[tuple[tuple[int, ...], bool]]:
+    """The shapes of `Weights`, and which are in fp32 at least."""
+    products = (2 * D, C), (C, D), (2, P, D), (2, D, R)
+    return [*((shape, False) for shape in products), ((2, D, taps), True), *3 * [((2, D), True)]]
+
+
+def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
+    """Elements of `dtype` that a part takes, so that the next begins where vectors do."""
+    elements = math.prod(shape) * (2 if fp32 and dtype.itemsize < 4 else 1)
+    return elements + -elements % ALIGNMENT
+
+
+def packed_size(C: int, D: int, P: int, R: int, taps: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that all weights take."""
+    return sum(_length(shape, dtype, fp32) for shape, fp32 in _packed_parts(C, D, P, R, taps))
+
+
+def packed_sizes(out_proj: Tensor, directions: list[Tensor]) -> tuple[int, int, int, int, int]:
+    """C, D, P, R and taps of these, with R padded."""
+    (C, D), (conv, _, x_proj, step, *_) = out_proj.shape, directions
+    padding = -step.shape[1] % 8
+    return C, D, x_proj.shape[0] + padding, step.shape[1] + padding, conv.shape[-1]
+
+
+def pack_weights(
     norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
     tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does.
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The weights of a block, all of one dtype, as `Weights.of` sees them; and `tiles` as `gate_outproj` does.
 
     And the norm of x_TC but for its weight, if it is given: x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
     fp32, and x or a copy, which costs little here.
     """
-    packed = empty_weights(out_proj, directions, dtype)
-    _, _, conv, _, x_proj, step, *_ = packed
-    (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
-    T, rank, (xhat_TC, scale_T, copy_TC) = 0, directions[3].shape[1], (None, None, None)
+    C, D, P, padded, taps = sizes = packed_sizes(out_proj, directions)
+    packed = torch.empty(packed_size(*sizes, dtype), device=out_proj.device, dtype=dtype)
+    views = Weights.of(packed, *sizes)
+    T, (xhat_TC, scale_T, copy_TC) = 0, (None, None, None)
     if x_TC is not None:
         T, (xhat_TC, scale_T) = len(x_TC), _empty_norm(x_TC, dtype)
         copy_TC = torch.empty_like(x_TC) if copy else None
-    weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
-    aligned = all(t.data_ptr() % 16 == 0 for t in weights) and (x_TC is None or x_TC.data_ptr() % 16 == 0)
-    vector = 4 if C % 4 == D % 4 == 0 and aligned else 1
-    packing = -(-((3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)) // 256)
-    macros = _macros(dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
-    packed_in, packed_out, *others = packed
-    launch("block/pack", "prepare", macros, packing + -(-T // 8), 256, dict(
-        **dict(zip(("norm", "in_proj", "out_proj", *_both("")), weights)), packed_in=packed_in, packed_out=packed_out,
-        tiles=tiles, **dict(zip(PACKED, others)), channels=D, projections_=projections, rank_=rank, padded_rank_=padded,
-        x=x_TC, xhat=xhat_TC, scale=scale_T, copy=copy_TC, tokens=T, eps=eps, packing=packing,
+    vector = 4 if C % 4 == D % 4 == 0 else 1
+    packing = -(-((3 * C * D + 2 * P * D) // vector + 2 * D * (padded + taps + 1)) // 256)
+    launch("block/pack", "pack_weights", _macros(dtype, vector, C, taps, norm_C.dtype), packing + -(-T // 8), 256, dict(
+        norm=norm_C, in_proj=in_proj, out_proj=out_proj, **_by_direction("", directions), packed_in=views.in_proj,
+        packed_out=views.out_proj, tiles=tiles, packed_conv=views.conv, packed_conv_bias=views.conv_bias,
+        packed_x=views.x_proj, packed_step=views.step_proj, packed_step_bias=views.step_bias, packed_skip=views.skip,
+        channels=D, projections_=P, rank_=directions[3].shape[1], padded_rank_=padded, x=x_TC, xhat=xhat_TC,
+        scale=scale_T, copy=copy_TC, tokens=T, eps=eps, packing=packing,
     ))  # fmt: skip
     return packed, [xhat_TC, scale_T, copy_TC if copy else x_TC]
 
 
-def finish_backward(
+def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor,
-) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
-    """Gradients of norm_C, in_proj and the first six weights of each direction, from those of what `prepare` returns.
-
-    And that of x, of which xhat is one use and the residual stream the other; and the same in the dtype of xhat, or
-    nothing if that is fp32 too.
+    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of norm_C, in_proj and each direction's first six weights, from those of what `pack_weights` makes.
 
     Args:
         dfolded: Of the projection that contains the norm's weight.
@@ -76,46 +111,49 @@ def finish_backward(
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
         dstep_proj: (2, other parts, D, padded R).
         dchannels: (2, 2, D): of skip, then of the step's bias.
+        dtype: Of the products.
     """
     (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
-    projections, padded, pairs = dx_proj.shape[2], dstep_proj.shape[3], _pairs(directions)
-    rank = pairs[6].shape[1]
-    gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
-    items = 2 * D * (projections + padded + taps + 2)
-    norm_C, in_proj, T = norm_C.contiguous(), in_proj.contiguous(), len(xhat_TC)
-    dx_TC, rounds = torch.empty_like(dresidual_TC), xhat_TC.dtype != dresidual_TC.dtype
-    rounded_TC = torch.empty_like(xhat_TC) if rounds else xhat_TC.new_empty(0)
-    aligned = all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj, dresidual_TC))
-    vector, unpacking = 4 if C % 4 == 0 and aligned else 1, -(-C // 8) + -(-items // 256)
-    macros = _macros(xhat_TC.dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
-    launch("block/pack", "finish_backward", macros, unpacking + -(-T // 8), 256, dict(
+    P, padded, half = dx_proj.shape[2], dstep_proj.shape[3], len(directions) // 2
+    weights = [norm_C, in_proj, *directions[:6], *directions[half : half + 6]]
+    lengths = [t.numel() + -t.numel() % ALIGNMENT for t in weights]
+    parts = torch.empty(sum(lengths), device=norm_C.device, dtype=norm_C.dtype).split(lengths)
+    gradients = [part[: t.numel()].view(t.shape) for part, t in zip(parts, weights)]
+    blocks = -(-C // 8) + -(-2 * D * (P + padded + taps + 2) // 256)
+    macros = _macros(dtype, 4 if C % 4 == 0 else 1, C, taps, norm_C.dtype)
+    launch("block/pack", "unpack_gradients", macros, blocks, 256, dict(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
         filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1], dchannels=dchannels,
-        **dict(zip(("dnorm", "din_proj", *_both("d")), gradients)), channels=D, projections_=projections, rank_=rank,
-        padded_rank_=padded, dxhat=dxhat_TC, xhat=xhat_TC, scale=scale_T, dresidual=dresidual_TC, dx=dx_TC,
-        rounded=rounded_TC if rounds else None, tokens=T, unpacking=unpacking,
+        dnorm=gradients[0], din_proj=gradients[1], **_by_direction("d", gradients[2:]), channels=D, projections_=P,
+        rank_=directions[3].shape[1], padded_rank_=padded,
     ))  # fmt: skip
-    return gradients, dx_TC, rounded_TC
+    return gradients
 
 
-def _pairs(directions: list[Tensor]) -> list[Tensor]:
-    """The weights that every direction has, each next to that of the other direction."""
-    half = len(directions) // 2
-    return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
+def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, of which xhat is one use and the residual stream the other; and the same in xhat's dtype."""
+    (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
+    dx_TC = torch.empty_like(dresidual_TC)
+    rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
+    launch("block/pack", "norm_backward", _macros(xhat_TC.dtype, 4 if C % 4 == 0 else 1, C), -(-T // 8), 256, dict(
+        dxhat=dxhat_TC, xhat=xhat_TC, scale=scale_T, dresidual=dresidual_TC, dx=dx_TC,
+        rounded=rounded_TC if rounds else None, tokens=T,
+    ))  # fmt: skip
+    return dx_TC, rounded_TC
 
 
-def _both(prefix: str) -> list[str]:
-    """What kernels call those of `_pairs`, or with the prefix d their gradients."""
-    return [
-        f"{prefix}{name}_{g}" for name in ("conv", "conv_bias", "x_proj", "step", "step_bias", "skip") for g in (0, 1)
-    ]
+def _by_direction(prefix: str, directions: list[Tensor | None]) -> dict:
+    """The first six weights of both directions as kernels call them, with the prefix d for gradients."""
+    names, half = ("conv", "conv_bias", "x_proj", "step", "step_bias", "skip"), len(directions) // 2
+    both = enumerate((directions[:half], directions[half:]))
+    return {f"{prefix}{name}_{g}": t for g, weights in both for name, t in zip(names, weights)}
 
 
 def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
 
 
-def project(
+def conv_xproj(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     logits: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
@@ -132,7 +170,7 @@ def project(
     tokens = 96 if P <= 64 else 48  # of a block
     fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
     fits = fits and 2 * L * u_BLD.stride(1) < 2**31
-    if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
+    if fits and tokens * _multiprocessors(place(u_BLD)) <= B * L:
         macros = dict(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank, LOGITS=int(logits))
         projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=u_BLD.dtype)
         logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
@@ -147,7 +185,7 @@ def project(
     macros = _convolution(u_BLD, conv_2DK, P)
     threads = B * D // min(4, macros["VECTOR"])
     stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
-    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(u_BLD.device):
+    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(place(u_BLD)):
         stretch //= 2
     stretch = -(-L // (4 * -(-L // stretch))) * 4
     arguments = dict(
@@ -166,7 +204,7 @@ def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, 
     return projects_step(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
 
 
-def convolve_backward(
+def conv_backward(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -184,7 +222,7 @@ def convolve_backward(
     blocks, resident = -(-D // span), 3 if products <= 4 else 2
     # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
     # stretches of tokens, four at a time, and these are as long as that allows.
-    most = max(1, resident * _multiprocessors(u_BLD.device) // blocks)
+    most = max(1, resident * _multiprocessors(place(u_BLD)) // blocks)
     rounds = -(-B * -(-L // 256) // (4 * most))
     stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
     parts = min(-(-B * -(-L // stretch) // 4), most)
@@ -198,7 +236,7 @@ def convolve_backward(
     return dfilters
 
 
-def step_backward(
+def dt_proj_backward(
     dlogits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of all columns of the projections (2, T, P): dlogits step_proj, dk and dq; and of step_proj.
@@ -212,7 +250,7 @@ def step_backward(
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR)
-    parts = min(-(-T // tile), -(-_multiprocessors(dlogits_2TD.device) // 2))
+    parts = min(-(-T // tile), -(-_multiprocessors(place(dlogits_2TD)) // 2))
     dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
     dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
     shared = 3 * 2 * tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) + 2 * 4 * warps * tile * R
@@ -255,10 +293,10 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
     """Whether `gated_product` is one kernel: there is one for few tokens and, on Hopper, one for many."""
-    (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
+    (T, C), multiprocessors = x_TC.shape, _multiprocessors(place(x_TC))
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
         return False
-    return _few_blocks(T, C) <= multiprocessors or runs_hopper_kernels(T, C, D, dtype, x_TC.device)
+    return _few_blocks(T, C) <= multiprocessors or runs_hopper_kernels(T, C, D, dtype, place(x_TC))
 
 
 def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -269,11 +307,11 @@ def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torc
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Room for out_proj as that kernel wants it, if it is to run."""
-    takes = runs_hopper_kernels(T, *out_proj.shape, dtype, out_proj.device)
+    takes = runs_hopper_kernels(T, *out_proj.shape, dtype, place(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 
-def gated_product(
+def gate_outproj(
     x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
@@ -289,7 +327,7 @@ def gated_product(
     out_TC = torch.empty_like(x_TC)
     mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
     macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
-    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(x_TC.device)
+    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(place(x_TC))
     if tiles is not None:
         assert _token_stride(z_BLD) == 2 * D
         assert x_TC.data_ptr() % 16 == 0
@@ -327,7 +365,7 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
 
 
-def gated_product_backward(
+def gate_outproj_backward(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -339,12 +377,12 @@ def gated_product_backward(
     dout_TC = dout_TC.contiguous()
     halves = all(_token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
     aligned = _vector(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
-    if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, dout_TC.device) and halves and aligned):
+    if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, place(dout_TC)) and halves and aligned):
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
     slices = D // 128  # of channels; a block has one of them and all that a multiprocessor has of shared memory
-    blocks = max(1, _multiprocessors(dout_TC.device) // slices)  # of each
+    blocks = max(1, _multiprocessors(place(dout_TC)) // slices)  # of each
     rounds, tokens = _shares(T, blocks)
     macros = dict(INPUT=INPUT[dout_TC.dtype], WIDTH=C)
     launch("block/gate_outproj_bwd_sm90", "gated_product_backward", macros, blocks * slices, 384, dict(

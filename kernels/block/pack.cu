@@ -68,7 +68,7 @@ DEVICE bool is_among(unsigned &i, unsigned n) {
 
 #define PAIR(type, name) type *name##_0, type *name##_1
 extern "C" __global__ void __launch_bounds__(256)
-prepare(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
+pack_weights(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
         PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
         PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), T *packed_in, T *packed_out, T *tiles,
         float *packed_conv, float *packed_conv_bias, T *packed_x, T *packed_step, float *packed_step_bias,
@@ -113,10 +113,12 @@ prepare(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_pr
 }
 
 // dx = dresidual + scale (dxhat - xhat mean(dxhat xhat)); and, unless null, dx rounded to T. A warp takes a token.
-DEVICE void rms_norm_backward(i64 token, const T *__restrict__ dxhat, const T *__restrict__ xhat,
-                              const float *__restrict__ scale, const float *__restrict__ dresidual,
-                              float *__restrict__ dx, T *__restrict__ rounded) {
+extern "C" __global__ void __launch_bounds__(256)
+norm_backward(const T *__restrict__ dxhat, const T *__restrict__ xhat, const float *__restrict__ scale,
+              const float *__restrict__ dresidual, float *__restrict__ dx, T *__restrict__ rounded, i64 tokens) {
     int lane = threadIdx.x % 32;
+    i64 token = i64(blockIdx.x) * 8 + threadIdx.x / 32;
+    if (token >= tokens) return;
     dxhat += token * WIDTH, xhat += token * WIDTH, dresidual += token * WIDTH, dx += token * WIDTH;
     Pack<T, V> gradient[ITEMS] = {}, value[ITEMS] = {};
     Floats<V> residual[ITEMS];
@@ -143,10 +145,9 @@ DEVICE void rms_norm_backward(i64 token, const T *__restrict__ dxhat, const T *_
     }
 }
 
-// The reverse of `prepare` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
+// The reverse of `pack_weights` for gradients, which arrive in parts: as sums over some of the tokens. The first blocks take
 // COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a thread
-// has the same V columns of every ROWS-th row. These blocks wait most of their time. So one launch has the gradient of the
-// block's input too: the blocks behind them take a token with each warp.
+// has the same V columns of every ROWS-th row.
 constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 
 // sum over parts that are `stride` apart, always in the same order
@@ -158,19 +159,12 @@ DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-finish_backward(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj,
-                const float *__restrict__ dfolded, const float *dfilters, const float *dx_projs, const float *dsteps,
-                i64 filter_parts, i64 x_parts, i64 step_parts, const float *dchannels, PARAMETER *__restrict__ dnorm,
-                PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv), PAIR(PARAMETER, dconv_bias),
-                PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias), PAIR(PARAMETER, dskip),
-                i64 channels, i64 projections_, i64 rank_, i64 padded_rank_, const T *__restrict__ dxhat,
-                const T *__restrict__ xhat, const float *__restrict__ scale, const float *__restrict__ dresidual,
-                float *__restrict__ dx, T *__restrict__ rounded, i64 tokens, i64 unpacking) {
-    if (blockIdx.x >= unpacking) {
-        i64 token = (blockIdx.x - unpacking) * 8 + threadIdx.x / 32;
-        if (token < tokens) rms_norm_backward(token, dxhat, xhat, scale, dresidual, dx, rounded);
-        return;
-    }
+unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj,
+                 const float *__restrict__ dfolded, const float *dfilters, const float *dx_projs, const float *dsteps,
+                 i64 filter_parts, i64 x_parts, i64 step_parts, const float *dchannels, PARAMETER *__restrict__ dnorm,
+                 PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv), PAIR(PARAMETER, dconv_bias),
+                 PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias), PAIR(PARAMETER, dskip),
+                 i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
     constexpr unsigned C = WIDTH;
     unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
     unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;

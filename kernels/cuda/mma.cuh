@@ -1,9 +1,9 @@
 // Products of small matrices by the tensor cores, and moves of their fragments. A word has two 16-bit elements, the
 // first in its lower half. Of lane l, r = l / 4 and p = l % 4; a lane has
 //
-//     of a (16, 16)    columns 2p, 2p+1   2p+8, 2p+9    of b (16, 8)         column r  of sums (16, 8)    columns 2p, 2p+1
-//         row r              a_0              a_2       rows 2p, 2p+1        b_0       row r       sums[0].at[0], [1]
-//         row r + 8          a_1              a_3       rows 2p+8, 2p+9      b_1       row r + 8   sums[1].at[0], [1]
+//     a (16, 16)   columns 2p, 2p+1  2p+8, 2p+9   b (16, 8)        column r   sums (16, 8)   columns 2p, 2p+1
+//       row r            a_0             a_2        rows 2p, 2p+1     b_0       row r          sums[0].at[0], [1]
+//       row r + 8        a_1             a_3        rows 2p+8, 2p+9   b_1       row r + 8      sums[1].at[0], [1]
 //
 // so that the sums of one product, rounded and packed, are a_0 and a_1 of another.
 

@@ -11,7 +11,7 @@
 // A lane has 4 states of DL channels (lanes.cuh), which makes its sums over states and over channels equally short.
 // Warps have channels of their own, and share keys, queries, and the sums over channels. Their barriers:
 //   chunk    __syncthreads; keys and queries to shared memory; __syncthreads
-//   tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add and write the warps' dk and dq
+//   tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add the warps' dk and dq
 //   half     rescan; __syncwarp; dq; __syncwarp; walk back; __syncwarp; dk, dx, dlogit; __syncwarp
 // The warps' sums of dk and dq have two buffers, so that one barrier a tile is enough: who writes those of a buffer
 // again has passed the barrier of the tile between, to which the others came when they had read it.

@@ -29,7 +29,7 @@
 //   copier               tile j + STAGES - 1 on its way, to where tile j - 1 was; tile j + 3 has arrived before j + 1
 //   state producers      tile j + 2's keys          to states[(j + 2) % 3]
 //   channel producers    tile j + 1's x and logits, norms of states[(j + 1) % 3]         to channels[(j + 1) % 2]
-//   consumers            states[j % 3] and channels[j % 2] of tile j (they come to barrier j + 1 when they have read all,
+//   consumers            states[j % 3] and channels[j % 2] of tile j (they come to barrier j + 1 when all is read,
 //                        with two pairs still to compute)     to y[j % 3], whose last 8 tokens are there before j + 2
 //   copier               y of tile j - 2
 //

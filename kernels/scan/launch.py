@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.compiler import launch
+from ..cuda.plan import place, planned
 from .checkpoints import CHUNK, boundaries
 from .heuristics import (
     SEGMENT_STATES, Backward, ForwardMma, ForwardSimt, SegmentGradientsMma, align, choose, segment_variant,
@@ -17,11 +18,11 @@ INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 
 
-def forward(
+def scan_forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
     plan: tuple[ForwardSimt | ForwardMma, int] | None = None, step_proj_GDR: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
     `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R)
@@ -50,7 +51,7 @@ def forward(
         file, (macros, ctas, shared) = "scan/forward_simt", _simt(variant, recurrence, x, logits, N)
         arguments["key_vectors"] = _vector(4, k, q) == 4
     launch(file, "scan_forward", macros, G * B * segments * ctas, 32 * variant.warps, arguments, shared)
-    return y, checkpoints
+    return [y, checkpoints]
 
 
 def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
@@ -59,11 +60,11 @@ def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
     return isinstance(variant, ForwardMma) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
 
 
-def backward(
+def scan_backward(
     recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
     rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, checkpoints_GBSND: Tensor,
     reverse: list[bool], plan: tuple[Backward, int] | None = None, over_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D).
 
     With `over_logits` dlogits is written over the logits.
@@ -95,7 +96,10 @@ def backward(
         dkeys=dkeys, dk=dk, dq=dq, key_parts=ctas, tokens=tokens, sums=sums, dchannels=dchannels, drates=drates,
         rows=rows, channels=dchannels.numel(), columns=columns,
     ))  # fmt: skip
-    return dx, dlogits, dk, dq, drates, dchannels
+    return [dx, dlogits, dk, dq, drates, dchannels]
+
+
+forward, backward = planned(scan_forward), planned(scan_backward)
 
 
 def _between_segments(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
@@ -229,7 +233,7 @@ def _mask(reverse: list[bool]) -> int:
 
 
 def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False):
-    (G, B, L, D), device = x_GBLD.shape, x_GBLD.device
+    (G, B, L, D), device = x_GBLD.shape, place(x_GBLD)
     size, multiprocessors, shared = x_GBLD.element_size(), _multiprocessors(device), _shared_bytes(device)
     return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared)
 
