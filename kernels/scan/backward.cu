@@ -255,9 +255,9 @@ DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Seque
         int half_token = base + at.part, j = first + half_token;
         float norm = 0;
         if (HALF % PARTS == 0 || half_token < HALF) {
-            Floats<DL> x = to_floats(load<DL>(&tile.channels.x[j][at.c])), slope = load<DL>(&warp.slope[j][at.c]);
-            Floats<DL> dy = to_floats(load<DL>(&tile.channels.dy[j][at.c]));
+            Floats<DL> x = to_floats(load<DL>(&tile.channels.x[j][at.c]));
             Floats<DL> step_size = load<DL>(&warp.step_size[j][at.c]);
+            Floats<DL> dy = to_floats(load<DL>(&tile.channels.dy[j][at.c])), slope = load<DL>(&warp.slope[j][at.c]);
             const float *parts_x = &warp.state_sums[0][half_token][at.c];
             const float *parts_step_size = &warp.state_sums[1][half_token][at.c];
             Floats<DL> sum_x = load<DL>(parts_x), sum_step_size = load<DL>(parts_step_size), dx, dlogit;
