@@ -80,7 +80,8 @@ struct TileCopies {
     INLINE TileCopies(i64 warp_d, i64 D)
         : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
           skipped(warp_d + column < D ? 0 : TILE) {
-        asm("" : "+r"(token), "+r"(column), "+r"(skipped));  // or the compiler would compute them again for every tile
+        // or the compiler would compute them again for every tile; single elements take registers of their own
+        if (VECTOR > 1) asm("" : "+r"(token), "+r"(column), "+r"(skipped));
     }
     // Token t0 + t of `source`, which begins at the lane's channels, to where(t), for `tokens` of them; zeros for the
     // others
