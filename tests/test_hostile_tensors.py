@@ -644,7 +644,12 @@ def in_dtype(call, named, dtype):
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
         of = [(row[2] or dtype) for row in operator._SAVED[named["recurrence"]]]
-        saved = [t.to(own) for t, own in zip(named["saved"], of)]
+        saved, sizes = list(named["saved"]), kernels.packed_sizes(named["out_proj"], named["directions"])
+        packed = saved[3].new_zeros(kernels.packed_size(*sizes, dtype), dtype=dtype)
+        for part, value in zip(kernels.Weights.of(packed, *sizes), kernels.Weights.of(saved[3], *sizes)):
+            part.copy_(value)
+        saved = [t.to(own) for t, own in zip(saved, of)]
+        saved[3] = packed
         after = [t.to(own) for t, own in zip(named["next_normed"], (dtype, torch.float32))]
         dnext = named["dnext_TC"] if named["dnext_TC"] is None else named["dnext_TC"].to(dtype)
         return named | dict(saved=saved, next_normed=after, dnext_TC=dnext)

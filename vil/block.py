@@ -290,9 +290,13 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
 
 def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
     """Draws what stochastic depth multiplies each image's branch by, 0 or 1 / (1 - rate); None for 1."""
-    if not (block.training and isinstance(block.drop_path, DropPath)):
+    drop = block.drop_path
+    if not (block.training and isinstance(drop, DropPath)):
         return None
-    return block.drop_path(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+    if type(drop) is not DropPath or watched(drop) or not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
+        return drop(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+    keep = 1 - drop.drop_prob
+    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # the same in half of the host's time
 
 
 def fused_block(

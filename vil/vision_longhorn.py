@@ -412,10 +412,10 @@ class VisionLonghorn(nn.Module):
 
     def forward_blocks(self, x: Tensor, class_token_only: bool = False) -> Tensor:
         """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""
-        x = self.embed(x)
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
-            return run_blocks(self.blocks, x, class_token_only, self.grad_checkpointing)
-        x = self.blocks(x)
+            # of which nobody else keeps anything
+            return run_blocks(self.blocks, self.embed(x), class_token_only, self.grad_checkpointing)
+        x = self.blocks(self.embed(x))
         return middle_token(x) if class_token_only else x
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -242,12 +242,20 @@ def _project(u_BLD: Tensor, weights: Weights, class_token_only: bool, logits: bo
     return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (k_2TN, q_2TN, step_2TR)), logits_2BHD]
 
 
-@planned
+def _check_forward_call(
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, *_
+) -> None:  # fmt: skip
+    _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
+
+
+@planned(_check_forward_call)
 def _forward(
     recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only, norm_next,
     keep,
 ):  # fmt: skip
     """x'; xhat' with its factors, or None twice; and what backward needs if `keep`: what `_SAVED` lists."""
+    x_BLC, scale_B, norm_C, in_proj, out_proj = map(aligned, (x_BLC, scale_B, norm_C, in_proj, out_proj))
+    normed, directions = [aligned(t) for t in normed], [aligned(t) for t in directions]
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     x_TC = x_BLC.view(-1, C)
     tiles = None if class_token_only else kernels.empty_tiles(B * L, out_proj, dtype)
@@ -283,21 +291,26 @@ def _block(
     keep,
 ):  # fmt: skip
     """The block's output, its norm if `norm_next` and it comes with the output, and what backward needs if `keep`."""
-    _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
     y_BMC, xhat_TC, scale_T, *saved = _forward(
-        recurrence, aligned(x_BLC), [aligned(t) for t in normed], aligned(scale_B), eps, aligned(norm_C),
-        aligned(in_proj), aligned(out_proj), [aligned(t) for t in directions], dtype, class_token_only, norm_next, keep,
+        recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
+        norm_next, keep,
     )  # fmt: skip
     return y_BMC, [] if xhat_TC is None else [xhat_TC, scale_T], saved
 
 
-@planned
+@planned()
 def _backward(
-    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
-    prenormed, uz_BLE, mean_BMD, states, packed, rates, xhat_TC, scale_T,
+    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, shapes, class_token_only, prenormed, saved
 ):  # fmt: skip
-    """Gradients of x, xhat (None unless `prenormed`), norm_C, in_proj, out_proj and of every tensor of `directions`."""
+    """Gradients of x, xhat (None unless `prenormed`), norm_C, in_proj, out_proj and of every tensor of `directions`.
+
+    Of out_proj and `directions` the shapes are enough: what they were as forward ran is packed.
+    """
+    dx_BMC, dnext_TC, scale_B, norm_C, in_proj = map(aligned, (dx_BMC, dnext_TC, scale_B, norm_C, in_proj))
+    next_normed, saved = [aligned(t) for t in next_normed], [aligned(t) for t in saved]
+    uz_BLE, mean_BMD, states, packed, rates, xhat_TC, scale_T = saved
     (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
+    out_proj, *directions = [norm_C.new_empty(shape) for shape in shapes]
     weights = Weights.of(packed, *kernels.packed_sizes(out_proj, directions))
     dout_TC, dx_TC = None, dx_BMC.view(-1, C)
     if dnext_TC is not None:
@@ -363,11 +376,16 @@ def _block_backward(
         saved,
     )  # fmt: skip
     dx_BLC, dxhat_TC, *gradients = _backward(
-        recurrence, aligned(dx_BMC), aligned(dnext_TC), [aligned(t) for t in next_normed], aligned(scale_B),
-        aligned(norm_C), aligned(in_proj), out_proj, directions, class_token_only, prenormed,
-        *(aligned(t) for t in saved),
+        recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, _shapes(out_proj, directions),
+        class_token_only, prenormed, saved,
     )  # fmt: skip
+    if dx_BLC.data_ptr() == dx_BMC.data_ptr():  # an operator returns nothing that it was given
+        dx_BLC = dx_BLC.clone()
     return [dx_BLC, dx_BLC.new_empty(0, dtype=saved[5].dtype) if dxhat_TC is None else dxhat_TC, *gradients]
+
+
+def _shapes(out_proj: Tensor, directions: list[Tensor]) -> tuple:
+    return tuple([t.shape for t in (out_proj, *directions)])
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -430,7 +448,11 @@ class _Block(torch.autograd.Function):
         ctx.options = at_once, recurrence, class_token_only, prenormed
         ctx.lengths = len(next_normed), len(saved) + len(normed)
         ctx.shape = y_BMC.shape
-        ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj, out_proj, *directions)
+        if at_once:
+            ctx.shapes = _shapes(out_proj, directions)
+            ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj)
+        else:
+            ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj, out_proj, *directions)
         return len(next_normed), y_BMC, *next_normed, *saved
 
     @staticmethod
@@ -439,14 +461,16 @@ class _Block(torch.autograd.Function):
         after, kept = ctx.lengths
         dnext_TC, tensors = others[0] if after else None, ctx.saved_tensors
         next_normed, saved = list(tensors[:after]), list(tensors[after : after + kept])
-        scale_B, norm_C, in_proj, out_proj, *directions = tensors[after + kept :]
+        scale_B, norm_C, in_proj, *others = tensors[after + kept :]
         if dx_BMC is None:
             dx_BMC = saved[0].new_zeros(ctx.shape, dtype=FP32)
-        dx_BLC, dxhat_TC, dnorm, din_proj, dout_proj, *ddirections = (
-            _block_backward if at_once else torch.ops.vil.block_backward
-        )(
-            recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
-            class_token_only, prenormed, saved,
+        if at_once:
+            run, rest = _backward, (ctx.shapes,)
+        else:
+            run, rest = torch.ops.vil.block_backward, (others[0], others[1:])
+        dx_BLC, dxhat_TC, dnorm, din_proj, dout_proj, *ddirections = run(
+            recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, *rest, class_token_only, prenormed,
+            saved,
         )  # fmt: skip
         dnormed = (dxhat_TC, None) if prenormed else ()
         return (

@@ -6,7 +6,7 @@ on PyTorch's meta device, where nothing is computed, and what it does is written
 numbers, PyTorch's operators, and buffers, of which those that are freed at once are one allocation. Views and questions
 leave no trace.
 
-    forward = planned(forward)
+    forward = planned()(forward)
 
 The function uses tensors by PyTorch's operators and `compiler.launch` alone, does not look at values, returns a list of
 tensors and None, and asks `place` for the device of a tensor.
@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import compiler
 from .compiler import Launch, on
 
 PLANS = 1024  # that a function keeps
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 ALIGNMENT = 256  # bytes, of a buffer within an allocation
 aten = torch.ops.aten
 ALLOCATIONS = {
@@ -39,6 +41,8 @@ BINDINGS = {
     aten.bmm.default: torch.bmm,
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
     aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a, b, out_dtype=dtype),
+    aten.addmm.dtype_out: lambda x, a, b, dtype, out: torch.addmm(x, a, b, out_dtype=dtype, out=out),
+    aten.addmm.out: torch.addmm,
 }
 
 
@@ -48,35 +52,43 @@ def place(t: Tensor) -> torch.device:
     return recording.device if recording and t.device.type == "meta" else t.device
 
 
-def planned(function: Callable) -> Callable:
-    """The same function of tensors, lists of them and hashable values, by plans where they are on NVIDIA's GPUs."""
-    plans: dict[tuple, Plan] = {}
+def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
+    """The same function of tensors, lists of them and hashable values, by plans where they are on NVIDIA's GPUs.
 
-    @functools.wraps(function)
-    def run(*arguments):
-        tensors, key = [], [None]
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                tensors.append(argument)
-                key.append(kind_of(argument))
-            elif isinstance(argument, list | tuple):
-                listed = [t for t in argument if isinstance(t, Tensor)]
-                tensors += listed
-                key.append(tuple([kind_of(t) if isinstance(t, Tensor) else t for t in argument]))
-            else:
-                key.append(argument)
-        device = tensors[0].device
-        if device.type != "cuda":
-            return function(*arguments)
-        key = tuple(key)
-        plan = plans.get(key)
-        if plan is None:
-            if len(plans) >= PLANS:
-                plans.clear()
-            plan = plans[key] = Plan(function, arguments, device)
-        return plan(tensors)
+    `check`, of the same arguments, runs before a plan is made; it may look at what plans depend on: `kind_of`.
+    """
 
-    return run
+    def decorate(function: Callable) -> Callable:
+        plans: dict[tuple, Plan] = {}
+
+        @functools.wraps(function)
+        def run(*arguments):
+            tensors, key = [], []
+            for argument in arguments:
+                if isinstance(argument, Tensor):
+                    tensors.append(argument)
+                    key.append(kind_of(argument))
+                elif isinstance(argument, list):
+                    tensors += argument
+                    key.append(tuple(map(kind_of, argument)))
+                else:
+                    key.append(argument)
+            key = tuple(key)
+            plan = plans.get(key)
+            if plan is None:
+                if check:
+                    check(*arguments)
+                device = tensors[0].device
+                if device.type != "cuda":
+                    return function(*arguments)
+                if len(plans) >= PLANS:
+                    plans.clear()
+                plan = plans[key] = Plan(function, arguments, device)
+            return plan(tensors)
+
+        return run
+
+    return decorate
 
 
 def kind_of(t: Tensor) -> tuple:
@@ -84,7 +96,8 @@ def kind_of(t: Tensor) -> tuple:
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
 
 
-class View(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class View:
     """A tensor of a plan: a buffer, seen as it is (no size) or by size, stride and offset, in elements."""
 
     buffer: int
@@ -125,15 +138,16 @@ class Plan:
         addresses = [0] * self.buffers
         for buffer, offset, t in zip(self.inputs, self.offsets, inputs):
             tensors[buffer], addresses[buffer] = t, t.data_ptr() - offset
-        for step in self.steps:
-            step(tensors, addresses)
-        return [None if output is None else see(tensors, output) for output in self.outputs]
+        # neither autograd nor autocast has a part in this, and both take the host time
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            for step in self.steps:
+                step(tensors, addresses)
+            return [None if output is None else see(tensors, output) for output in self.outputs]
 
 
 def see(tensors: list, view: View) -> Tensor:
-    buffer, size, stride, offset = view
-    t = tensors[buffer]
-    return t if size is None else torch.as_strided(t, size, stride, offset + t.storage_offset())
+    t = tensors[view.buffer]
+    return t if view.size is None else torch.as_strided(t, view.size, view.stride, view.offset + t.storage_offset())
 
 
 class Buffer(NamedTuple):
@@ -176,13 +190,14 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = operator(*args, **kwargs)
-        new = [t for t in tree_flatten(result)[0] if t.untyped_storage()._cdata not in self.numbers]
+        # of products into a tensor that is given there are not all on the meta device
+        result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
+        new = [t for t in tree_leaves(result) if t.untyped_storage()._cdata not in self.numbers]
         if operator in ALLOCATIONS:
             for t in new:
                 self.steps.append(("empty", self._add(t, "empty")))
         elif new or operator._schema.is_mutable:
-            read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             made = [(t, self._add(t, "result")) for t in new]
             self.steps.append(("call", operator, args, kwargs, read, result, made))
         return result
@@ -261,30 +276,44 @@ class Recording(TorchDispatchMode):
 
     def _calling(self, operator, args, kwargs, read, result, made) -> Callable:
         call = BINDINGS.get(operator, operator)
-        leaves, structure = tree_flatten((args, kwargs))
-        leaves = [self._view(leaf) if isinstance(leaf, Tensor) else self._on_device(leaf) for leaf in leaves]
+        args = tree_map(self._at_run_time, args)
+        kwargs = tree_map(self._at_run_time, kwargs)
+        seen = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, View)]
+        others = any(isinstance(leaf, View) for leaf in tree_leaves(kwargs))
+        others |= any(isinstance(leaf, View) for arg in args if not isinstance(arg, View) for leaf in tree_leaves(arg))
+        places = [i for i, t in enumerate(tree_leaves(result)) if any(t is m for m, _ in made)]
         numbers = [buffer for _, buffer in made]
-        if all(isinstance(leaf, View) for leaf in leaves) and not kwargs and len(numbers) == 1:
+        args = list(args)
+
+        def prepare(tensors):
+            if others:  # in lists, or by keywords
+                return tree_map(functools.partial(_seen, tensors), (args, kwargs))
+            own = args.copy()
+            for i, view in seen:
+                own[i] = see(tensors, view)
+            return own, kwargs
+
+        if len(numbers) == 1 and isinstance(result, Tensor):
             (number,) = numbers
 
-            def simple(tensors, addresses):
-                t = tensors[number] = call(*[see(tensors, view) for view in leaves])
+            def call_for_one(tensors, addresses):
+                own, by_keyword = prepare(tensors)
+                t = tensors[number] = call(*own, **by_keyword)
                 addresses[number] = t.data_ptr()
 
-            if len(leaves) == len(args):
-                return simple
-        places = [i for i, t in enumerate(tree_flatten(result)[0]) if any(t is m for m, _ in made)]
+            return call_for_one
 
-        def general(tensors, addresses):
-            seen = [see(tensors, leaf) if isinstance(leaf, View) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(seen, structure)
-            found = tree_flatten(call(*args, **kwargs))[0]
+        def call_for_some(tensors, addresses):
+            own, by_keyword = prepare(tensors)
+            found = tree_leaves(call(*own, **by_keyword))
             for i, number in zip(places, numbers):
                 tensors[number], addresses[number] = found[i], found[i].data_ptr()
 
-        return general
+        return call_for_some
 
-    def _on_device(self, leaf):
+    def _at_run_time(self, leaf):
+        if isinstance(leaf, Tensor):
+            return self._view(leaf)
         return self.device if isinstance(leaf, torch.device) else leaf
 
     def _allocating(self, buffers: list[int], size: int) -> Callable:
@@ -312,6 +341,10 @@ class Recording(TorchDispatchMode):
             tensors[buffer], addresses[buffer] = t, t.data_ptr()
 
         return make
+
+
+def _seen(tensors: list, leaf):
+    return see(tensors, leaf) if isinstance(leaf, View) else leaf
 
 
 def _free(buffers: list[int], tensors: list, _) -> None:

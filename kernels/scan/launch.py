@@ -99,7 +99,7 @@ def scan_backward(
     return [dx, dlogits, dk, dq, drates, dchannels]
 
 
-forward, backward = planned(scan_forward), planned(scan_backward)
+forward, backward = planned()(scan_forward), planned()(scan_backward)
 
 
 def _between_segments(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
