@@ -753,7 +753,9 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
     choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
     monkeypatch.setattr(
-        scan, "choose", lambda kind, *a: (variants.PAIRS[1], 1) if long and kind == "forward" else choose(kind, *a)
+        scan,
+        "choose",
+        lambda kind, *a: (variants.FORWARD_MMA[1], 1) if long and kind == "forward" else choose(kind, *a),
     )
     from_step, scan_forward = [], operator.scans.scan_forward
 
