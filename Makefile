@@ -3,7 +3,7 @@
 # make lint    checks style
 # make mutants [PATHS="vil/training/data.py kernels"] [TESTS=tests/test_data.py] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
-# make cuda-mutants [WORDS="pairs.cu Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
+# make cuda-mutants [WORDS="forward_mma Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
 # make timm-tests    runs timm's own tests of its models on ours
 # make slurm-test    runs scripts/slurm.sh under a Slurm of two nodes: as root, apt-get install slurm-wlm munge iproute2
 

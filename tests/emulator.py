@@ -55,10 +55,6 @@ MEANING = {
         "for (int i = 0; i < 4; i++) product[i] = start;"
         " multiply_fragments(from_fp16, product, {a_0, a_1, 0, 0, b, 0});"
     ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32.*?"r"\(__float_as_uint\(b_1\)\)\);': (
-        "multiply_tf32(sums, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(a_2),"
-        " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
-    ),
     r'asm volatile\("bar.sync 1, %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_for_some(\1);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).trans.*?"memory"\);': r"load_rows(m, \1, row, true);",
@@ -66,14 +62,14 @@ MEANING = {
     r"DEVICE unsigned shared_address.*": "",
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm volatile\("ld.global.cs.v4.f32 .*?"l"\(p\)\);': "v = load<4>(p);",
-    r'asm volatile\("ld.global.nc.v4.u32 .*?"l"\(p\)\);': "v = load<8>(p);",
-    r'asm\("" : [^;]*;': "",
+    r'asm\("" : [^;]*;': ";",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
     # vectors, which a GPU moves only from and to their multiples
     r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
     r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
+    r'_Pragma\("unroll"\)': "",
 }
 
 
@@ -140,35 +136,30 @@ def compiling():
 def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, blocks=None):
     """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
     checked = compiler.Launch(name, entry, macros, grid, block, arguments, shared_bytes)
-    run(checked, [(place, t, t.data_ptr()) for place, t in checked.tensors], blocks)
-
-
-def run(checked: compiler.Launch, pointers, blocks=None):
-    """A launch whose pointers, in their places, are to these addresses in these tensors."""
-    name, entry, grid, macros = checked.name, checked.entry, checked.grid, checked.macros
-    kernel = name, tuple(sorted(macros.items()))
     if _needed is not None:
-        _needed.append(kernel)
+        _needed.append((name, tuple(sorted(macros.items()))))
         return
-    library, entries = _library(*kernel)
-    first = 0 if blocks is None else max(0, grid - blocks)
-    with _guarded(entry, [t for _, t, _ in pointers]) as moved_by:
-        values = [_bits(value) for value in checked.values]
-        for place, t, address in pointers:
-            values[place] = address + moved_by(t)
-        array = (ctypes.c_longlong * len(values))(*values)
-        library.launch.restype = ctypes.c_char_p
-        failure = library.launch(
-            entries.index(entry),
-            array,
-            len(values),
-            first,
-            grid,
-            checked.block,
-            ctypes.c_longlong(checked.shared_bytes),
-        )
+    with _guarded(entry, [t for _, t in checked.tensors]) as moved_by:
+        values = checked.values.copy()
+        for place, t in checked.tensors:
+            values[place] = t.data_ptr() + moved_by(t)
+        run_with(checked, values, blocks=blocks)
+
+
+def run_with(checked, values, stream=None, *, blocks=None):
+    """As `Launch.run_with`: on addresses, around which nobody watches."""
+    library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
+    first, shared_bytes = (
+        0 if blocks is None else max(0, checked.grid - blocks),
+        ctypes.c_longlong(checked.shared_bytes),
+    )
+    array = (ctypes.c_longlong * len(values))(*map(_bits, values))
+    library.launch.restype = ctypes.c_char_p
+    failure = library.launch(
+        entries.index(checked.entry), array, len(values), first, checked.grid, checked.block, shared_bytes
+    )
     if failure:
-        raise RuntimeError(f"{entry}: {failure.decode()}")
+        raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 
 
 GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors, of which a test touches little, are left where they are

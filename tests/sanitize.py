@@ -20,7 +20,7 @@ from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import launch as scan
 from vil.kernels.scan import triton_scan
 
-from vil.block import Block, LonghornMixer, MambaMixer
+from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
 from vil.training.batched_transforms import apply_operations, crop_resize_flip, finish
 
 B, L, D, N = 1, 70, 35, 16  # more than a chunk; more than a block of channels and not a multiple of any vector
@@ -48,13 +48,13 @@ def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
         for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
                 plan = variant, segment_chunks
-                _, states = scan.forward(recurrence, *tensors, REVERSE, True, plan)
-                if isinstance(variant, variants.Pairs):
+                _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, plan)
+                if isinstance(variant, variants.ForwardMma):
                     x, logits, *others = tensors
                     step_proj = torch.randn(2, channels, 8, device="cuda", dtype=dtype)
-                    scan.forward(recurrence, x, logits[..., :8], *others, REVERSE, True, plan, step_proj)
+                    scan.scan_forward(recurrence, x, logits[..., :8], *others, REVERSE, True, plan, step_proj)
             for variant in variants.BACKWARD[recurrence]:
-                scan.backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
+                scan.scan_backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
 
 
 def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
@@ -68,8 +68,8 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # in whole vectors, not, as `step_backward` and `project` take it, which are for what fills the GPU, and as
-    # `gated_product` does, that of many tokens for a multiprocessor, on Hopper and elsewhere, and that of few
+    # in whole vectors, not, as `dt_proj_backward` and `conv_xproj` take it, which are for what fills the GPU, and as
+    # `gate_outproj` does, on Hopper, elsewhere by two kernels, and of few tokens
     is_hopper = kernels._is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
         (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
@@ -83,7 +83,8 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
             mock.patch.object(kernels, "_is_hopper", return_value=on_hopper),
         ):
             for middle in (False, True):
-                Block(width, mixer, drop_path=0.5).cuda().train()(x, middle, []).sum().backward()
+                blocks = torch.nn.Sequential(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])
+                run_blocks(blocks, x, middle).sum().backward()
 
 
 def augmentation(interpolation: str) -> None:

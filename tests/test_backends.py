@@ -25,7 +25,7 @@ class StandIn:
         assert x.dtype == logits.dtype == k.dtype == q.dtype
         assert k.shape[-1] in gpu.STATE_SIZES
         assert all(type(r) is bool for r in reverse)
-        assert type(reverse) is list
+        assert isinstance(reverse, list | tuple)
         for parameter in (rates, skip, bias):
             assert parameter is None or (parameter.dtype == torch.float32 and parameter.is_contiguous())
         self.kept.append(keep)

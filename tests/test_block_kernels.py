@@ -7,7 +7,7 @@ import shutil
 import emulator
 import pytest
 import torch
-from test_block import PlainKernels, close, in_tiles, make_block
+from test_block import PlainKernels, close, directions_of, in_tiles, make_block
 from vil.kernels.block import launch as kernels
 
 from vil.block import LonghornMixer
@@ -43,11 +43,11 @@ def normed(x, eps):
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
 def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
     block, x = make_block(LonghornMixer, 8), small_tokens(21, 8)
-    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    directions = [p.detach() for p in directions_of(block)]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     for dtype in (torch.float32, BF16):
         for copy in (True, False):
-            _, (xhat, scale, x_or_copy) = kernels.prepare(*weights, directions, dtype, None, x, eps, copy)
+            _, (xhat, scale, x_or_copy) = kernels.pack_weights(*weights, directions, dtype, None, x, eps, copy)
             for value, truth in zip((xhat, scale), normed(x, eps)):
                 close(value, truth, dtype, "norm")
             assert torch.equal(x_or_copy, x)
@@ -58,62 +58,31 @@ def exactly(*tensors):
     return [t if t is None else t.double() for t in tensors]
 
 
-def misplaced(t):
-    """The same one element behind where vectors begin."""
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
-def transposed(t):
-    """The same with its dimensions in another order in memory."""
-    return t.t().contiguous().t() if t.dim() == 2 else t
-
-
-@pytest.mark.parametrize("changed", ["norm", "in_proj", "out_proj", "pairs", "x", "transposed", "bfloat16"])
-def test_parameters_may_lie_anywhere_and_be_of_any_type_emulated(changed, poison):
-    """The weights of a block as its kernels want them, and their gradients."""
-    C, T, dtype = 8, 21, BF16
-    block = make_block(LonghornMixer, C)
-    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
-    weights = dict(norm=block.norm.weight, in_proj=block.mixer.in_proj.weight, out_proj=block.mixer.out_proj.weight)
-    weights = {name: misplaced(p.detach()) if name == changed else p.detach() for name, p in weights.items()}
-    x, dresidual = torch.randn(T, C), torch.randn(T, C)
-    if changed == "pairs":
-        directions = [misplaced(p) for p in directions]
-    elif changed == "x":
-        x, dresidual = misplaced(x), misplaced(dresidual)
-    elif changed == "transposed":
-        directions = [transposed(p) for p in directions]
-        weights = {name: transposed(p) for name, p in weights.items()}
-    elif changed == "bfloat16":
-        directions = [p.to(BF16) for p in directions]
-        weights = {name: p.to(BF16) for name, p in weights.items()}
-    parameters = [*weights.values(), directions]
-    doubles = *exactly(*weights.values()), exactly(*directions)
-    packed, norm = kernels.prepare(*parameters, dtype, None, x, 1e-5, True)
-    for value, truth in zip(packed, PlainKernels.pack(*doubles, torch.float64)):
+def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
+    """The weights of a block as its kernels want them."""
+    C, dtype = 8, BF16
+    block = make_block(LonghornMixer, C, dtype=BF16)
+    directions = [p.detach() for p in directions_of(block)]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    sizes = _, D, P, R, taps = kernels.packed_sizes(weights[2], directions)
+    doubles = *exactly(*weights), exactly(*directions)
+    packed, _ = kernels.pack_weights(*weights, directions, dtype, None, None, 1e-5, True)
+    views = kernels.Weights.of(packed, *sizes)
+    for value, truth in zip(views, PlainKernels.pack(*doubles, torch.float64)):
         close(value, truth, dtype, "packed")
     # projections in the type of products, what other kernels read in fp32
     fp32 = torch.float32
-    assert [t.dtype for t in packed] == [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
-    assert [(t.shape, t.dtype) for t in kernels.empty_weights(weights["out_proj"], directions, dtype)] == [
-        (t.shape, t.dtype) for t in packed
-    ]
-    for value, truth in zip(norm, normed(x, 1e-5)):
-        close(value, truth, dtype, "norm")
-    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
+    assert [t.dtype for t in views] == [dtype, dtype, dtype, dtype, fp32, fp32, fp32, fp32]
     dweights = (
-        torch.randn(4 * C, C), torch.randn(3, 2, taps + 1, 2 * C), torch.randn(2, 5, P, 2 * C),
-        torch.randn(2, 7, 2 * C, R), torch.randn(2, 2, 2 * C), torch.randn(T, C).to(dtype), norm[0], norm[1], dresidual,
+        torch.randn(2 * D, C), torch.randn(3, 2, taps + 1, D), torch.randn(2, 5, P, D), torch.randn(2, 7, D, R),
+        torch.randn(2, 2, D),
     )  # fmt: skip
-    found, dx, rounded = kernels.finish_backward(*parameters[:2], directions, *dweights)
-    truths, dx_truth, _ = PlainKernels.finish_backward(*doubles[:2], doubles[3], *exactly(*dweights))
-    of = [weights["norm"], weights["in_proj"], *(p for pair in zip(directions[:6], directions[6:]) for p in pair)]
-    for value, truth, parameter in zip(found, truths, of):
-        assert value.dtype == parameter.dtype
+    found = kernels.unpack_gradients(*weights[:2], directions, *dweights, dtype)
+    truths = PlainKernels.unpack_gradients(*doubles[:2], doubles[3], *exactly(*dweights), torch.float64)
+    for value, truth, parameter in zip(found, truths, [*weights[:2], *directions], strict=True):
+        assert (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
         assert value.is_contiguous()
-        close(value, truth.view_as(value), value.dtype, "gradient")
-    close(dx, dx_truth, dtype, "dx")
-    assert torch.equal(rounded, dx.to(dtype))
+        close(value, truth, value.dtype, "gradient")
 
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
@@ -124,7 +93,7 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
     y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
     tiles = kernels.empty_tiles(B * L, out_proj, BF16).zero_()
     for eps in (1e-5, 1e-2):
-        out, _, norm = kernels.gated_product(x, y, uz[..., 2 * C :], None, out_proj, tiles, True, eps)
+        out, _, norm = kernels.gate_outproj(x, y, uz[..., 2 * C :], None, out_proj, tiles, True, eps)
         assert torch.equal(out, x)
         for value, truth in zip(norm, normed(x, eps)):
             close(value, truth, BF16, "norm")
@@ -140,38 +109,26 @@ def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dt
         dv, dprojected = torch.randn(2, B, H, D).to(dtype), torch.randn(2, B * H, P).to(dtype)
         inputs = u, dv, dprojected, x_proj, conv, conv_bias
         expected = torch.empty(B, L, D, dtype=torch.float64)
-        truth = PlainKernels.convolve_backward(*(t.double() for t in inputs), expected)
+        truth = PlainKernels.conv_backward(*(t.double() for t in inputs), expected)
         du = torch.empty_like(u)
-        dfilters = kernels.convolve_backward(*(t.clone() for t in inputs), du)
+        dfilters = kernels.conv_backward(*(t.clone() for t in inputs), du)
         close(dfilters.sum(0, keepdim=True), truth, dtype, "filters")
         close(du, expected, dtype, "du")
 
 
-@pytest.mark.parametrize(("B", "L"), [(2, 70), (6, 25), (3, 97)])  # two warps for the same tokens, and one
+@pytest.mark.parametrize(("B", "L"), [(2, 70), (6, 25), (3, 97)])
 @pytest.mark.parametrize("logits", [False, True])
-def test_projections_of_wide_models_emulated(B, L, logits, monkeypatch, poison):
-    as_hopper(monkeypatch)
-    D, P, R = 256, 80, 48
+@pytest.mark.parametrize(("D", "R"), [(256, 48), (192, 48), (128, 40)])  # 128 channels at once, 64
+def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, logits, poison):
+    P = R + 32
     u, x_proj = torch.randn(B, L, 2 * D).to(BF16)[..., D:], (torch.randn(2, P, D) / D**0.5).to(BF16)
     inputs = u, torch.randn(2, D, 4), torch.randn(2, D), x_proj, torch.randn(2, D, R).to(BF16)
     for H in (L, L // 2 + 1):
-        values = kernels.project(*inputs, H, logits)
-        for value, truth in zip(values, PlainKernels.project(*exactly(*inputs), H)):
-            assert (value is None) == (truth.shape[2] == D and truth.dim() == 3 and not logits)
-            if value is not None:
-                close(value, truth, BF16, "project")
-
-
-@pytest.mark.parametrize(("T", "D", "R"), [(100, 512, 48), (37, 1536, 48), (53, 1024, 40), (20, 256, 24)])
-def test_gradients_of_the_step_by_slices_of_channels_emulated(T, D, R, monkeypatch, poison):
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 24)
-    N = 16
-    step, step_proj = torch.randn(2, T, R + 2 * N).to(BF16)[..., :R], torch.randn(2, D, R).to(BF16)
-    inputs = torch.randn(2, T, D).to(BF16), step, step_proj, *torch.randn(2, 2, T, N).to(BF16)
-    dprojected, dstep_proj = kernels.step_backward(*inputs)
-    truths = PlainKernels.step_backward(*exactly(*inputs))
-    close(dprojected, truths[0], BF16, "dprojected")
-    close(dstep_proj.sum(1, keepdim=True), truths[1], BF16, "dstep_proj")
+        *values, found = kernels.conv_xproj(*inputs, H, logits)
+        *truths, truth = PlainKernels.conv_xproj(*exactly(*inputs), H)
+        assert (found is None) == (not logits)
+        for value, expected in zip([*values, found] if logits else values, [*truths, truth]):
+            close(value, expected, BF16, "conv_xproj")
 
 
 # Which kernels run, as if on an H200 or an A100
@@ -193,14 +150,14 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     ("T", "C", "hopper", "entry", "blocks"),
     [
-        (16, 192, False, "gated_product_of_few", 4),
-        (33 * 16, 192, False, "gated_product_of_few", 132),
+        (16, 192, False, "gate_outproj_of_few", 4),
+        (33 * 16, 192, False, "gate_outproj_of_few", 132),
         (33 * 16 + 1, 192, False, "gate", None),
-        (16 * 16, 384, False, "gated_product_of_few", 128),
+        (16 * 16, 384, False, "gate_outproj_of_few", 128),
         (17 * 16, 384, False, "gate", None),
         (96 * 133, 384, False, "gate", None),
         (64 * 132 - 1, 384, True, "gate", None),
-        (64 * 132, 384, True, "gated_product_by_wgmma", 132),
+        (64 * 132, 384, True, "gate_outproj", 132),
     ],
 )
 def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
@@ -214,7 +171,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         tiles = kernels.empty_tiles(T, out_proj, dtype)
         takes_tiles = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
         assert (tiles is not None) == takes_tiles
-        out, _, norm = kernels.gated_product(x, y, z, None, out_proj, tiles, True, 1e-5)
+        out, _, norm = kernels.gate_outproj(x, y, z, None, out_proj, tiles, True, 1e-5)
         fused = kernels.fuses_product(x, D, dtype)
         assert (out.data_ptr() == x.data_ptr()) != fused
         assert len(norm) == (2 if takes_tiles else 0)
@@ -223,7 +180,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
 
     assert entries() == entries(dtype=torch.float16) == (entry, blocks)
     # other widths and types, and rows that vectors cannot read
-    if entry != "gated_product_by_wgmma":
+    if entry != "gate_outproj":
         assert entries(columns=C + 1)[0] == "gate"
     assert entries(dtype=torch.float32)[0] == entries(D=3 * C)[0] == "gate"
 
@@ -252,70 +209,77 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
     def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
         u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
         launched.clear()
-        kernels.project(
+        kernels.conv_xproj(
             u, torch.empty(2, D, taps), torch.empty(2, D), torch.zeros(2, R + 2 * N, D, dtype=dtype),
             torch.zeros(2, D, R, dtype=dtype), L,
         )  # fmt: skip
         ((entry, grid, _),) = launched
         return entry, grid
 
-    assert entries() == entries(dtype=torch.float16) == ("project", 2)
-    assert entries(B=3, L=97) == ("project", 4)  # of 147 pairs of tokens 48 each
-    assert entries(B=2, L=96, R=40, N=24) == ("project", 4)  # P = 88: 48 tokens a block
-    assert entries(B=2, L=96, R=48, N=16) == ("project", 4)  # P = 80: so too
-    assert entries(L=95)[0] == "convolve"  # too few tokens for two blocks of 96
-    assert entries(B=16, L=24)[0] == "project"
-    assert entries(B=16, L=23)[0] == "convolve"  # a block's tokens would be of more than five sequences
+    assert entries() == entries(dtype=torch.float16) == ("conv_xproj", 2)
+    assert entries(B=3, L=97) == ("conv_xproj", 4)  # of 147 pairs of tokens 48 each
+    assert entries(R=48) == entries(R=40) == entries()  # so is P = 80 and 72
+    assert entries(L=95)[0] == "conv_xproj"  # 96 pairs
+    assert entries(L=94)[0] == "conv"  # too few for two CTAs of 48
+    assert entries(B=16, L=24)[0] == "conv_xproj"
+    assert entries(B=16, L=23)[0] == "conv"  # a CTA's tokens would be of more than five sequences
     for other in (
-        dict(D=96), dict(R=40, N=32), dict(taps=3), dict(dtype=torch.float32), dict(stride=68, start=0),
+        dict(D=96), dict(R=40, N=24), dict(taps=3), dict(dtype=torch.float32), dict(stride=68, start=0),
         dict(stride=128, start=4),
     ):  # fmt: skip
-        assert entries(**other)[0] == "convolve", other
-    as_hopper(monkeypatch, 2)
-    for few in (dict(B=2, L=96), dict(B=3, L=127, D=128)):
-        assert entries(**few, R=48, N=16) == ("project", -(-few["B"] * -(-few["L"] // 2) // 48))  # 96 tokens
+        assert entries(**other)[0] == "conv", other
 
 
 @pytest.mark.parametrize(
-    ("D", "R", "dtype", "slices"),
+    ("D", "shared", "split", "k_tile"),
+    [(128, 227, 2, 128), (64, 227, 2, 64), (192, 227, 2, 64), (128, 163, 2, 128), (128, 99, 2, 64)],
+)
+def test_two_warps_share_the_tokens_of_wide_projections(D, shared, split, k_tile):
+    def macros(P):
+        found = kernels._conv_xproj_macros(BF16, D, P, P - 32, 4, True, shared << 10)
+        assert found["BLOCK_BYTES"] <= shared << 10
+        return found["SPLIT"], found["K_TILE"]
+
+    assert macros(72) == macros(80) == (split, k_tile)
+    assert macros(64) == macros(56) == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("D", "R", "dtype", "one_kernel"),
     [
-        (128, 8, BF16, 1), (768, 24, BF16, 1), (384, 16, torch.float16, 1), (768, 32, BF16, 2), (1536, 48, BF16, 4),
-        (1024, 24, torch.float16, 2), (896, 24, BF16, 0), (192, 16, BF16, 0), (128, 12, BF16, 0), (768, 64, BF16, 0),
-        (128, 8, torch.float32, 0),
+        (128, 8, BF16, True), (768, 24, BF16, True), (384, 16, torch.float16, True), (768, 32, BF16, False),
+        (896, 24, BF16, False), (192, 16, BF16, False), (128, 12, BF16, False), (128, 8, torch.float32, False),
     ],
 )  # fmt: skip
 def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
-    D, R, dtype, slices, launched, monkeypatch
+    D, R, dtype, one_kernel, launched, monkeypatch
 ):
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
     T, N = 1000, 16
     dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
-    dprojected, dstep = kernels.step_backward(
+    dprojected, dstep = kernels.dt_proj_backward(
         torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
     )
-    # a CTA of each slice of channels for every two multiprocessors, or for each 16 tokens
-    parts = {0: 10, 1: 63, 2: 33, 4: 16}[slices]
-    joins = [("join_slices", -(-2 * T * (R + 2 * N) // 1024))] if slices > 1 else []
-    kernel = [("step_backward", 2 * slices * parts)] if slices else []
-    assert [entry[:2] for entry in launched] == kernel + joins
+    # a block for every two multiprocessors, or for each 16 tokens
+    assert [entry[:2] for entry in launched] == ([("dt_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert dprojected.shape == (2, T, R + 2 * N)
     assert dprojected.dtype == dtype
-    assert dstep.shape == (2, parts, D, R)
+    assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
     assert dstep.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("shape", "P", "dtype", "forward", "backward"),
     [
-        # blocks and bytes of shared memory; of the kernels of convolutions alone the tokens of a stretch, and parts
-        ((128, 197, 768), 56, BF16, ("project", 264, 70728), (384, 46080, 200, 32)),
-        ((64, 577, 384), 80, BF16, ("project", 771, 67464), (384, 50176, 148, 64)),
-        ((8, 6085, 768), 56, BF16, ("project", 508, 70728), (396, 46080, 188, 33)),
-        ((1, 6085, 768), 56, BF16, ("convolve", 572, 0, 16), (384, 46080, 48, 32)),
-        ((1, 197, 384), 48, BF16, ("convolve", 19, 0, 8), (42, 41984, 8, 7)),
-        ((2, 50, 100), 40, torch.float32, ("convolve", 3, 0, 8), (8, 56320, 8, 4)),
-        ((1, 1, 64), 48, BF16, ("convolve", 1, 0, 4), (1, 41984, 8, 1)),
+        # CTAs and bytes of shared memory; of the kernels of convolutions alone the tokens of a stretch, and parts
+        ((128, 197, 768), 56, BF16, ("conv_xproj", 264, 70728), (384, 46080, 200, 32)),
+        ((64, 577, 384), 80, BF16, ("conv_xproj", 386, 158280), (384, 50176, 148, 64)),
+        ((8, 6085, 768), 56, BF16, ("conv_xproj", 508, 70728), (396, 46080, 188, 33)),
+        ((1, 6085, 768), 56, BF16, ("conv", 572, 0, 16), (384, 46080, 48, 32)),
+        ((1, 197, 384), 48, BF16, ("conv", 19, 0, 8), (42, 41984, 8, 7)),
+        ((2, 50, 100), 40, torch.float32, ("conv", 3, 0, 8), (8, 56320, 8, 4)),
+        ((1, 1, 64), 48, BF16, ("conv", 1, 0, 4), (1, 41984, 8, 1)),
     ],
 )
 def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype, forward, backward, monkeypatch):
@@ -336,11 +300,11 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype
     monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda *tensors: None)
     u, x_proj = torch.zeros(D, dtype=dtype).expand(B, L, D), empty(2, P, D)
     conv, bias = torch.zeros(2, D, 4), torch.zeros(2, D)
-    kernels.project(u, conv, bias, x_proj, empty(2, D, 8), L)
+    kernels.conv_xproj(u, conv, bias, x_proj, empty(2, D, 8), L)
     ((*first, arguments),) = found
-    assert (*first, *([arguments["stretch"]] if first[0] == "convolve" else [])) == forward
+    assert (*first, *([arguments["stretch"]] if first[0] == "conv" else [])) == forward
     found.clear()
-    dfilters = kernels.convolve_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
+    dfilters = kernels.conv_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
     ((_, grid, shared_bytes, arguments),) = found
     stretch, parts = arguments["stretch"], arguments["parts"]
     assert (grid, shared_bytes, stretch, parts) == backward
@@ -395,23 +359,17 @@ def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
 def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     C, T = 8, 2**29 + 41
     block = make_block(LonghornMixer, C)
-    directions = [p.detach() for direction in block.mixer.directions for p in direction.fused_parameters()]
+    directions = [p.detach() for p in directions_of(block)]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     x = large(T, C, dtype=torch.float32)
     of_x = put(x)
-    _, (xhat, scale, copy) = kernels.prepare(*weights, directions, BF16, None, x, 1e-5, True)
+    _, (xhat, scale, copy) = kernels.pack_weights(*weights, directions, BF16, None, x, 1e-5, True)
     for value, truth in zip((xhat[-L:], scale[-L:]), normed(of_x, 1e-5)):
         close(value, truth, BF16, "norm")
     assert torch.equal(copy[-L:], of_x)
-    packed = PlainKernels.pack(*weights, directions, torch.float32)
-    taps, P, R = packed[2].shape[2], packed[4].shape[1], packed[5].shape[2]
     dxhat, dresidual = large(T, C), large(T, C, dtype=torch.float32)
     of_dxhat, of_dresidual = put(dxhat), put(dresidual)
-    _, dx, rounded = kernels.finish_backward(
-        *weights[:2], directions, torch.randn(4 * C, C), torch.randn(1, 2, taps + 1, 2 * C),
-        torch.randn(2, 1, P, 2 * C), torch.randn(2, 1, 2 * C, R), torch.randn(2, 2, 2 * C), dxhat, xhat, scale,
-        dresidual,
-    )  # fmt: skip
+    dx, rounded = kernels.norm_backward(dxhat, xhat, scale, dresidual)
     g, v, r, d = exactly(of_dxhat, xhat[-L:], scale[-L:], of_dresidual)
     close(dx[-L:], d + r[:, None] * (g - v * (g * v).mean(-1, keepdim=True)), BF16, "dx")
     assert torch.equal(rounded[-L:], dx[-L:].to(BF16))
@@ -427,18 +385,18 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     x_proj, step_proj = torch.randn(2, P, D).to(BF16), torch.randn(2, D, R).to(BF16)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda a, b: a.new_zeros(()).expand(*a.shape[:2], b.shape[2]))
-        v, projected, logits = kernels.project(u, conv, conv_bias, x_proj, step_proj, L)
-    truths = PlainKernels.project(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
+        v, projected, logits = kernels.conv_xproj(u, conv, conv_bias, x_proj, step_proj, L)
+    truths = PlainKernels.conv_xproj(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
     close(v[:, -1:], truths[0], BF16, "v")
     if D == 64:
-        close(projected[:, -L:], truths[1], BF16, "project")
-        close(logits[:, -L:], truths[2], BF16, "project")
+        close(projected[:, -L:], truths[1], BF16, "conv_xproj")
+        close(logits[:, -L:], truths[2], BF16, "conv_xproj")
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one group of stretches
     dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), large(B, L, 2 * D)[..., D:]
     of_dv, of_dprojected = put(dv), put(dprojected)
-    dfilters = kernels.convolve_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
+    dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
     expected = torch.empty(1, L, D, dtype=torch.float64)
-    truth = PlainKernels.convolve_backward(
+    truth = PlainKernels.conv_backward(
         *exactly(of_u, of_dv, of_dprojected, x_proj, conv, conv_bias), expected
     )  # fmt: skip
     close(du[-1:], expected, BF16, "du")
@@ -451,13 +409,13 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
     dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
     of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
     step, of_step, step_proj = projected[..., :R], of_step[..., :R], torch.randn(2, D, R).to(BF16)
-    dprojected, dstep = kernels.step_backward(dlogits, step, step_proj, dk, dq)
-    truths = PlainKernels.step_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
+    dprojected, dstep = kernels.dt_proj_backward(dlogits, step, step_proj, dk, dq)
+    truths = PlainKernels.dt_proj_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
     close(dprojected[1, -L:], truths[0][1], BF16, "dprojected")
     close(dstep[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep")
 
 
-def test_offsets_of_more_than_32_bits_of_gated_products_emulated(large, monkeypatch):
+def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
     monkeypatch.setattr(kernels, "launch", functools.partial(emulator.launch, blocks=6))
@@ -466,7 +424,7 @@ def test_offsets_of_more_than_32_bits_of_gated_products_emulated(large, monkeypa
     of_x, of_y, of_z = put(x), put(y), put(uz)[..., D:]
     out_proj = torch.randn(C, D).to(BF16)
     tiles = in_tiles(out_proj)
-    out, mean, norm = kernels.gated_product(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
+    out, mean, norm = kernels.gate_outproj(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
     gated, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, scale[-1:]), True)
     truth = of_x + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
     torch.testing.assert_close(out[-L:].double(), truth, atol=2e-2, rtol=1e-4)
@@ -477,8 +435,8 @@ def test_offsets_of_more_than_32_bits_of_gated_products_emulated(large, monkeypa
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), large(B, L, 2 * D)
     of_dout, expected = put(dout), torch.empty(1, L, 2 * D, dtype=torch.float64)
-    gated = kernels.gated_product_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
-    truth = PlainKernels.gated_product_backward(
+    gated = kernels.gate_outproj_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
+    truth = PlainKernels.gate_outproj_backward(
         *exactly(of_dout, out_proj, mean[-1:], of_z, scale[-1:]), *expected.chunk(2, dim=-1)
     )  # fmt: skip
     close(gated[-1:], truth, BF16, "gated")

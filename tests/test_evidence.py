@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from vil.kernels import longhorn_scan, selective_scan
 
 from benchmarks import mqar, seeds
+from benchmarks import scan as published_scans
 from vil.published import PUBLISHED
 
 CPU = torch.device("cpu")
@@ -181,7 +182,13 @@ def pages(request):
 
 
 WHOLE_MODELS = ("", "ViL", "ViM here", "ViM, published code", "DeiT")
-MEASURED = ["", "model", "eager", "graph", "ViM, published", "must", "aim"]
+# of docs/benchmarks.md: the scan and models beside the published code in one process, and all of ours in another
+SCAN_BESIDE = ["B, D, L", "published forward", "backward", "ours, forward", "backward"] + [
+    f"{p}, times" for p in PASSES
+]
+MODELS_BESIDE = ["", "ViM, published code", "ViL", "times", "DeiT", "DeiT compiled"]
+SCANS = ["recurrence", "B, D, L", "backend"]
+MEASURED = ["", "model", "eager", "graph"]
 
 
 def test_sizes_and_published_numbers_of_the_readme_are_those_of_the_models(pages):
@@ -195,26 +202,51 @@ def test_sizes_and_published_numbers_of_the_readme_are_those_of_the_models(pages
         assert row[4] == ", ".join(f"{family} {top1}" for family, top1 in numbers.items())
 
 
+def test_ratios_are_those_of_the_times_beside_them(pages):
+    scans, models = table(pages[2], *SCAN_BESIDE), table(pages[2], *MODELS_BESIDE)
+    assert len(scans) == 4
+    assert len(models) == 7
+    for row in scans.values():
+        for published, ours, times in zip(row[:2], row[2:4], row[4:], strict=True):
+            assert times == f"{float(published) / float(ours):.1f}"
+    for published, ours, times, *_ in models.values():
+        assert times == f"{float(ours) / float(published):.1f}"
+    (every,) = [body for head, *body in read_tables(pages[2]) if head[:3] == SCANS]
+    for recurrence, shape, _, *cells in every:
+        theirs = published_scans.PUBLISHED[recurrence].get(tuple(map(int, shape.split(", "))))
+        if recurrence == "longhorn" and theirs:
+            assert [float(cell) for cell in scans[shape][:2]] == list(theirs)
+        for i, us in enumerate(cells[::4]):
+            exact = [float(us) + rounded for rounded in (-0.05, 0, 0.05)]
+            assert cells[4 * i + 1] in ({f"{theirs[i] / each:.1f}" for each in exact} if theirs else {"-"})
+
+
 def test_speeds_are_quoted_from_the_row_that_was_measured(pages):
     readme, results, benchmarks = pages
-    scans = [[*cells] for head, *body in read_tables(benchmarks) for cells in body if head[0] == "recurrence"]
+    scans = table(benchmarks, *SCAN_BESIDE)
     for shape, *quoted in (
         *((shape, *cells) for shape, cells in table(readme, *SCAN, "CUDA", "against the published kernels").items()),
         *((shape, *cells) for shape, cells in table(results, *SCAN, *PASSES, *(f"{p}, times" for p in PASSES)).items()),
     ):
-        measured = [row for p in PASSES for row in scans if row[:4] == ["longhorn", shape, "cuda", p]]
-        expected = [float(row[column]) for column in (4, 5) for row in measured]
+        expected = [float(number) for number in scans[shape][2:]]
         assert [float(number) for cell in quoted for number in NUMBER.findall(cell.replace(" x", ""))] == expected
-    models = {}
+    words = re.search(
+        r"([\d.]+) to ([\d.]+) times forward, ([\d.]+) to ([\d.]+) times backward, ([\d.]+) and ([\d.]+)", results
+    )
+    of_one = scans.pop("1, 768, 197")
+    forward, backward = ([row[column] for row in scans.values()] for column in (4, 5))
+    expected = [end(times, key=float) for times in (forward, backward) for end in (min, max)]
+    assert [*words.groups()] == expected + of_one[4:]
+    beside = table(benchmarks, *MODELS_BESIDE)
     (measured,) = [body for head, *body in read_tables(benchmarks) if head == MEASURED]
-    for stage, model, _, graph, published, *_ in measured:
-        models[stage, model], models[stage, model, "published"] = graph.split(" / ")[0], published
+    models = {(stage, model): graph.split(" / ")[0] for stage, model, _, graph in measured}
     for page in (readme, results):
+        assert table(page, *WHOLE_MODELS).keys() == beside.keys()
         for label, quoted in table(page, *WHOLE_MODELS).items():
             stage, size, pixels, batch = re.fullmatch(r"(\w+) (\w+), (\d+) pixels, batch (\d+)", label).groups()
             row = f"{stage}, {pixels}, B {batch}"
-            expected = [models[row, f"{family}_{size}"] for family in ("vil", "vim", "deit")]
-            assert quoted == [*expected[:2], models[row, f"vil_{size}", "published"], expected[2]]
+            vil, vim, deit = (models[row, f"{family}_{size}"] for family in ("vil", "vim", "deit"))
+            assert quoted == [vil, vim, beside[label][0], deit]
     latency = ("", "ViL", "ViM", "DeiT (timm)")
     assert table(readme, *latency) == table(results, *latency)
 
@@ -279,8 +311,15 @@ def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
                 300 / 3600 * (1_281_167 / float(rate) + 50_000 / float(evaluated)), abs=0.01
             )
 
-    small, tiny = quoted(r"DeiT trains at (\d+) \(small\) and (\d+) \(tiny\) images/s")
-    assert re.search(rf"deit_small trains at {small} / [\d.]+, deit_tiny at {tiny} / ", benchmarks)
+    beside = table(benchmarks, *MODELS_BESIDE)
+    train, infer = (
+        [f"{stage} {size}, 224 pixels, batch {batch}" for size in ("small", "tiny")]
+        for stage, batch in (("train", 128), ("infer", 256))
+    )
+    times = quoted(r"trains ([\d.]+) \(small\) and ([\d.]+) times \(tiny\)[^.]* and infers ([\d.]+) and ([\d.]+) times")
+    assert [*times] == [beside[label][2] for label in (*train, *infer)]
+    compiled = quoted(r"DeiT trains at (\d+) \(small\) and (\d+) \(tiny\) images/s")
+    assert [*compiled] == [beside[label][4] for label in train]
     level, faster = quoted(r"At (\d+) pixels `vil_small` trains as fast as DeiT, from (\d+) on faster")
     speeds = re.search(r"vil_small trains at\s+([\d., and]+) images/s and deit_small at ([\d., and]+)\.", benchmarks)
     sizes = re.search(r"--resolutions ([\d ]+) --modes graph`, where vil_small", benchmarks)[1].split()

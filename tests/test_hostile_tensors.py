@@ -80,20 +80,22 @@ def block_call(recurrence, L=5):
     return dict(
         recurrence=recurrence, x_BLC=new(B, L, C), normed=[new(B * L, C), new(B * L)], scale_B=new(B), eps=1e-5,
         norm_C=new(C), in_proj=new(2 * D, C), out_proj=new(C, D), directions=directions, dtype=torch.float32,
-        middle=False, hand_over=True, keep=True,
+        class_token_only=False, norm_next=True, keep=True,
     )  # fmt: skip
 
 
-def block_backward_call(recurrence, middle=False):
-    named = block_call(recurrence) | dict(normed=[], middle=middle)
+def block_backward_call(recurrence, class_token_only=False, prenormed=False):
+    named = block_call(recurrence) | dict(class_token_only=class_token_only)
+    named |= dict(normed=named["normed"] if prenormed else [])
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, _, saved = operator._fake_block(*named.values())
-    given = {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions", "middle")}
-    new = random_tensors(1)
-    saved = [new(*t.shape) / 4 for t in saved]
-    dx_BMC, rounded_BMC = new(*y.shape), new(*y.shape)
-    gradients = dict(dx_BMC=dx_BMC, rounded_TC=rounded_BMC.flatten(0, 1))
-    return dict(recurrence=recurrence) | gradients | given | dict(saved=saved)
+    new, (B, M, C) = random_tensors(1), y.shape
+    saved = [new(*t.shape) / 4 for t in saved] + named["normed"]
+    after = [] if class_token_only else [new(B * M, C), new(B * M)]
+    given = dict(dnext_TC=new(B * M, C) if after else None, next_normed=after)
+    given |= {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions")}
+    given |= dict(class_token_only=class_token_only, prenormed=prenormed, saved=saved)
+    return dict(recurrence=recurrence, dx_BMC=new(B, M, C)) | given
 
 
 CALLS = {
@@ -105,7 +107,8 @@ CALLS = {
     "reference_scan_backward": reference_backward_call,
     "block": block_call,
     "block_backward": block_backward_call,
-    "block_backward of the middle": lambda recurrence: block_backward_call(recurrence, middle=True),
+    "block_backward of the class token": lambda recurrence: block_backward_call(recurrence, class_token_only=True),
+    "block_backward of a given norm": lambda recurrence: block_backward_call(recurrence, prenormed=True),
 }
 calls = pytest.mark.parametrize("call", CALLS)
 recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)
@@ -188,8 +191,8 @@ def on_a_cpu(monkeypatch):
     for owner in (kernels, scan):
         monkeypatch.setattr(owner, "launch", launch)
         monkeypatch.setattr(owner, "_multiprocessors", lambda device: 1)
+        monkeypatch.setattr(owner, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
-    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(gpu, "_module", lambda name, device: scan if name == "cuda" else module(name, device))
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
@@ -280,8 +283,10 @@ OTHERS = [
     ("block_backward", dict(recurrence="hippo")),
     *(("block_backward", {name: None}) for name in ("dx_BMC", "norm_C", "in_proj", "out_proj")),
     ("block_backward", dict(saved=lambda saved: [None, *saved[1:]])),
-    ("block_backward", dict(middle=True)),
-    ("block_backward of the middle", dict(middle=False)),
+    ("block_backward", dict(class_token_only=True, dnext_TC=None)),
+    ("block_backward of the class token", dict(class_token_only=False)),
+    ("block_backward", dict(dnext_TC=lambda dnext: dnext, next_normed=[])),
+    ("block_backward", dict(next_normed=without_last)),
     ("block_backward", dict(saved=[])),
     ("block_backward", dict(saved=without_last)),
     ("block_backward", dict(saved=lambda saved: [*saved, saved[-1]])),
@@ -359,6 +364,15 @@ LAYOUTS = {
 }
 
 
+def results(call, named):
+    """Of packed weights the parts, as what is between them may be anything."""
+    found = run(call, named)
+    if call == "block" and named["keep"]:
+        sizes = kernels.packed_sizes(named["out_proj"], named["directions"])
+        found[2][3] = list(kernels.Weights.of(found[2][3], *sizes))
+    return found
+
+
 def assert_same(actual, expected):
     actual, expected = tree_leaves(actual), tree_leaves(expected)
     assert [t.shape for t in actual] == [t.shape for t in expected]
@@ -376,7 +390,7 @@ def plain(t):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_gives_what_a_plain_copy_gives(layout, call, recurrence, on_a_cpu):
     laid_out = tree_map_only(torch.Tensor, LAYOUTS[layout], CALLS[call](recurrence))
-    assert_same(run(call, laid_out), run(call, tree_map_only(torch.Tensor, plain, laid_out)))
+    assert_same(results(call, laid_out), results(call, tree_map_only(torch.Tensor, plain, laid_out)))
 
 
 @needs_compiler
@@ -385,9 +399,9 @@ def test_any_layout_gives_what_a_plain_copy_gives(layout, call, recurrence, on_a
 def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, on_a_cpu):
     """Where the others could be moved as vectors, as of weights in one buffer."""
     named = CALLS[call](recurrence)
-    expected = run(call, named)
+    expected = results(call, named)
     for place in places(named):
-        assert_same(run(call, changed(named, place, LAYOUTS["at an odd address"])), expected)
+        assert_same(results(call, changed(named, place, LAYOUTS["at an odd address"])), expected)
     assert on_a_cpu
 
 
@@ -395,7 +409,7 @@ def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, on_a_cpu
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(kind, on_a_cpu, monkeypatch):
     """The widest, which a GPU chooses for many channels."""
-    variant = (variants.FORWARD if kind == "forward" else variants.BACKWARD)["longhorn"][0]
+    variant = (variants.FORWARD_SIMT if kind == "forward" else variants.BACKWARD)["longhorn"][0]
     monkeypatch.setattr(scan, "choose", lambda *_: (variant, 2))
     call = "scan" if kind == "forward" else "scan_backward"
     named = CALLS[call]("longhorn")
@@ -420,12 +434,15 @@ OPTIONS = [
     *(("reference_scan", dict(keep=keep)) for keep in (False, True)),
     ("reference_scan_backward", dict()),
     *(
-        ("block", dict(middle=middle, hand_over=hand_over, keep=keep, scale_B=scale_B, normed=normed))
-        for middle in (False, True) for hand_over in (False, True) for keep in (False, True)
+        ("block", dict(class_token_only=only, norm_next=norm_next, keep=keep, scale_B=scale_B, normed=normed))
+        for only in (False, True) for norm_next in (False, True) for keep in (False, True)
         for scale_B in (None, torch.ones(2)) for normed in ([], [torch.ones(10, 16), torch.ones(10)])
     ),
-    ("block_backward", dict(rounded_TC=None)),
-    ("block_backward of the middle", dict(scale_B=None)),
+    ("block_backward", dict(dnext_TC=None)),
+    ("block_backward", dict(dnext_TC=None, next_normed=[])),
+    ("block_backward of a given norm", dict()),
+    ("block_backward of a given norm", dict(dnext_TC=None)),
+    ("block_backward of the class token", dict(scale_B=None)),
 ]  # fmt: skip
 
 
@@ -443,12 +460,13 @@ def test_compilers_are_told_what_comes_out(call, options, on_a_cpu):
         assert kinds[0] == kinds[1]
 
 
-def test_a_block_that_hands_over_and_stops_at_the_middle_is_told_to_hand_over_nothing(monkeypatch):
+def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
     """Which Hopper's kernels compute of all tokens alone."""
     monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *_: True)
-    for middle in (False, True):
-        named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), block_call("longhorn") | dict(middle=middle))
-        assert len(run("block", named)[1]) == (0 if middle else 2)
+    for only in (False, True):
+        named = block_call("longhorn") | dict(class_token_only=only)
+        named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), named)
+        assert len(run("block", named)[1]) == (0 if only else 2)
 
 
 @needs_compiler
@@ -555,10 +573,10 @@ def test_a_block_with_a_weight_elsewhere_is_not_fused(mixer, takes_a_cpu_for_a_g
     names = [name for name, _ in Block(16, mixer).named_parameters()]
     for name in names:
         block = Block(16, mixer)
-        assert vil_block.runs_fused(block, x)
+        assert vil_block.fused_weights(block, x) is not None
         part, _, weight = name.rpartition(".")
         setattr(block.get_submodule(part), weight, torch.nn.Parameter(block.get_parameter(name).to("meta")))
-        assert not vil_block.runs_fused(block, x), name
+        assert vil_block.fused_weights(block, x) is None, name
     assert len(names) == (15 if mixer is LonghornMixer else 17)
 
 
@@ -571,12 +589,12 @@ def test_a_block_that_the_kernels_cannot_compute_takes_the_plain_path(takes_a_cp
         for name, part in parts.items():
             place, _, last = name.replace("__", ".").rpartition(".")
             block.get_submodule(place).add_module(last, part)
-        found = vil_block.runs_fused(block, x)
+        found = vil_block.fused_weights(block, x) is not None
         assert found or block(x).shape == x.shape
         return found
 
     assert fused()
-    assert not vil_block.runs_fused(Block(16, LonghornMixer).double(), x)
+    assert vil_block.fused_weights(Block(16, LonghornMixer).double(), x) is None
     for taps in (1, 2, 3, 4, 5):
         assert fused(lambda dim, taps=taps, **dd: LonghornMixer(dim, conv_width=taps, **dd)) == (taps in (2, 3, 4))
     assert not fused(mixer__in_proj=torch.nn.Linear(16, 64))  # with a bias
@@ -612,7 +630,7 @@ def test_any_layout_gives_what_a_plain_copy_gives_on_a_gpu(dtype, layout, call, 
         tree_map_only(torch.Tensor, change, named),
         *(changed(named, place, change) for place in places(named)),
     ):
-        assert_same(run(call, laid_out), run(call, tree_map_only(torch.Tensor, plain, laid_out)))
+        assert_same(results(call, laid_out), results(call, tree_map_only(torch.Tensor, plain, laid_out)))
     torch.cuda.synchronize()
 
 
@@ -626,8 +644,15 @@ def in_dtype(call, named, dtype):
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
         of = [(row[2] or dtype) for row in operator._SAVED[named["recurrence"]]]
-        saved = [t.to(own) for t, own in zip(named["saved"], of)]
-        return named | dict(saved=saved, rounded_TC=named["dx_BMC"].to(dtype).flatten(0, 1))
+        saved, sizes = list(named["saved"]), kernels.packed_sizes(named["out_proj"], named["directions"])
+        packed = saved[3].new_zeros(kernels.packed_size(*sizes, dtype), dtype=dtype)
+        for part, value in zip(kernels.Weights.of(packed, *sizes), kernels.Weights.of(saved[3], *sizes)):
+            part.copy_(value)
+        saved = [t.to(own) for t, own in zip(saved, of)]
+        saved[3] = packed
+        after = [t.to(own) for t, own in zip(named["next_normed"], (dtype, torch.float32))]
+        dnext = named["dnext_TC"] if named["dnext_TC"] is None else named["dnext_TC"].to(dtype)
+        return named | dict(saved=saved, next_normed=after, dnext_TC=dnext)
     return named
 
 

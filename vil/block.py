@@ -70,11 +70,6 @@ class LonghornDirection(nn.Module):
         step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
         return v_BLD, F.linear(step_BLR, self.step_proj.weight), k_BLN, q_BLN
 
-    def fused_parameters(self) -> list[Tensor]:
-        """The weights in the order in which `vil::block` takes them."""
-        conv1d, step_proj = self.conv1d, self.step_proj
-        return [conv1d.weight, conv1d.bias, self.x_proj.weight, step_proj.weight, step_proj.bias, self.skip]
-
 
 class MambaDirection(LonghornDirection):
     """The same with the rates of Mamba's states, and its initialisation (Gu & Dao, 2023, section 3.6)."""
@@ -92,9 +87,6 @@ class MambaDirection(LonghornDirection):
         dt_D = torch.empty_like(self.skip).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # softplus of this is dt
         self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log())
-
-    def fused_parameters(self) -> list[Tensor]:
-        return [*super().fused_parameters(), self.A_log]
 
 
 class BidirectionalMixer(nn.Module):
@@ -189,18 +181,14 @@ class Block(nn.Module):
         self.mixer = mixer(dim, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x_BLC: Tensor, middle: bool = False, handed: list[Tensor] | None = None) -> Tensor:
-        """All tokens, or the middle one alone (B, 1, C): for that the fused block runs over half of the tokens.
-
-        Fused blocks that `hand_over` pass on what they know of the next one's norm in a list, `handed`, empty at first.
-        """
+    def forward(self, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
+        """All tokens, or the class token in the middle alone (B, 1, C), for which fused kernels read half of them."""
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
-            if runs_fused(self, x_BLC):
-                return fused_block(self, x_BLC, path_scale(self, x_BLC), middle, handed)
-            if handed:
-                handed.clear()  # it is not of what this block puts out
+            weights = fused_weights(self, x_BLC)
+            if weights is not None:
+                return fused_block(self, weights, x_BLC, class_token_only=class_token_only)[0]
         x_BLC = x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
-        return middle_token(x_BLC) if middle else x_BLC
+        return middle_token(x_BLC) if class_token_only else x_BLC
 
 
 def middle_token(x_BLC: Tensor) -> Tensor:
@@ -208,10 +196,54 @@ def middle_token(x_BLC: Tensor) -> Tensor:
     return x_BLC[:, middle : middle + 1]
 
 
-FUSED_PARTS = {
-    RMSNorm, LonghornMixer, MambaMixer, nn.ModuleList, LonghornDirection, MambaDirection, TokenConv1d, nn.Linear,
+def run_blocks(blocks: nn.Module, x_BLC: Tensor, class_token_only: bool = False, checkpointing: bool = False) -> Tensor:
+    """Blocks one behind the other: all tokens of the last, or the class token alone (B, 1, C).
+
+    A fused block gives the norm of what it puts out to a fused one behind it, where nothing sees what is in between.
+
+    Args:
+        blocks: nn.Sequential.
+        x_BLC: Residual stream.
+        class_token_only: Whether nobody needs the last block's other tokens.
+        checkpointing: Whether backward computes blocks once more.
+    """
+    if type(blocks) is not nn.Sequential or watched(blocks):
+        x_BLC = blocks(x_BLC)
+        return middle_token(x_BLC) if class_token_only else x_BLC
+    modules = list(blocks)
+    fused = [fused_weights(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
+    normed = None
+    for i, (block, weights) in enumerate(zip(modules, fused)):
+        last = i + 1 == len(modules)
+        only = class_token_only and last and weights is not None
+        if checkpointing:
+            x_BLC = checkpointed(block, x_BLC, only)
+        elif weights is None:
+            x_BLC, normed = block(x_BLC), None
+        else:
+            norm_next = not last and fused[i + 1] is not None and modules[i + 1].norm.eps == block.norm.eps
+            x_BLC, normed = fused_block(block, weights, x_BLC, normed, only, norm_next)
+    return middle_token(x_BLC) if class_token_only else x_BLC
+
+
+def weights_of_both(count: int) -> list[int]:
+    """Where in the parameters of norm, mixer and two directions with `count` of their own those are that kernels take.
+
+    That is norm, in_proj, out_proj and, of each direction, conv1d, x_proj and step_proj and then its own.
+    """
+    first = [*range(3 + count, 8 + count), *range(3, 3 + count)]
+    return [0, 1, 2, *first, *(i + 5 + count for i in first)]
+
+
+# of a mixer that runs fused: the types of its parts in their order, with the norm ahead, and where its weights are
+_DIRECTION = [TokenConv1d, nn.Linear, nn.Linear]
+FUSED = {
+    mixer: (
+        [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]],
+        weights_of_both(own),
+    )
+    for mixer, own in ((LonghornMixer, 1), (MambaMixer, 2))
 }  # fmt: skip
-FUSED_WEIGHTS = {LonghornMixer: 15, MambaMixer: 17}  # of a block: with a bias more it would be another function
 _fused = True
 
 
@@ -221,74 +253,76 @@ def set_fused(enable: bool) -> None:
     _fused = enable
 
 
-def stops_at_middle(blocks: nn.Sequential, x_BLC: Tensor) -> bool:
-    """Whether the last of these can compute the middle token alone, and nobody is to see its other tokens."""
-    if len(blocks) == 0 or type(blocks) is not nn.Sequential or type(blocks[-1]) is not Block:
-        return False
-    return not any(hooked(module) for module in (blocks, blocks[-1])) and runs_fused(blocks[-1], x_BLC)
+def watched(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says: hooks, or a forward of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or nn.modules.module._has_any_global_hook()
+    )
 
 
-def hand_over(blocks: nn.Sequential) -> bool:
-    """Whether a block may compute the next one's norm: nothing comes between them, and their norms have one eps."""
-    if hooked(blocks) or any(type(block) is not Block or hooked(block) for block in blocks):
-        return False
-    return len({block.norm.eps if type(block.norm) is RMSNorm else None for block in blocks}) == 1
+def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
+    """The weights in the order in which `vil::block` takes them, or None if it does not stand for this block here.
 
-
-def hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def parts_of(module: nn.Module) -> list[nn.Module]:
-    """`module.modules()` in a quarter of its time."""
-    parts = [module]
-    for child in module._modules.values():
-        parts += parts_of(child)
-    return parts
-
-
-def runs_fused(block: Block, x_BLC: Tensor) -> bool:
-    """Whether `fused_block` stands for this block here: on an NVIDIA GPU, with every part as it was built."""
-    mixer = block.mixer
-    if not _fused or not isinstance(x_BLC, Tensor) or type(mixer) not in FUSED_WEIGHTS:
-        return False
-    if not block_operator.supports(x_BLC, mixer.state_size):
-        return False
-    parts = [part for name, child in block._modules.items() if name != "drop_path" for part in parts_of(child)]
-    if any(type(part) not in FUSED_PARTS or hooked(part) for part in parts):
-        return False
+    It does on an NVIDIA GPU, with every part as it was built, whatever the weights in them have become since.
+    """
+    if not _fused or not isinstance(x_BLC, Tensor):
+        return None
+    norm, mixer = block._modules["norm"], block._modules["mixer"]
+    if type(mixer) not in FUSED or not block_operator.supports(x_BLC, mixer.state_size):
+        return None
+    types, order = FUSED[type(mixer)]
+    parts = [norm, mixer, *mixer._modules.values()]
+    for direction in mixer._modules["directions"]._modules.values():
+        parts += [direction, *direction._modules.values()]
+    if [type(part) for part in parts] != types or any(watched(part) for part in parts):
+        return None
     weights = [weight for part in parts for weight in part._parameters.values() if weight is not None]
-    if len(weights) != FUSED_WEIGHTS[type(mixer)]:
-        return False
-    return block_operator.supports_weights(weights, mixer.directions[0].conv1d.kernel_size[0], x_BLC.device)
+    if len(weights) != len(order):  # with a bias more it would be another function
+        return None
+    weights = [weights[i] for i in order]
+    return weights if block_operator.supports_weights(weights, weights[3].shape[-1], x_BLC.device) else None
 
 
 def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
     """Draws what stochastic depth multiplies each image's branch by, 0 or 1 / (1 - rate); None for 1."""
-    if not (block.training and isinstance(block.drop_path, DropPath)):
+    drop = block.drop_path
+    if not (block.training and isinstance(drop, DropPath)):
         return None
-    return block.drop_path(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+    if type(drop) is not DropPath or watched(drop) or not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
+        return drop(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+    keep = 1 - drop.drop_prob
+    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # the same in half of the host's time
 
 
 def fused_block(
-    block: Block, x_BLC: Tensor, scale_B: Tensor | None, middle: bool = False, handed: list[Tensor] | None = None
-) -> Tensor:
+    block: Block, weights: list[Tensor], x_BLC: Tensor, normed: tuple[Tensor, Tensor] | None = None,
+    class_token_only: bool = False, norm_next: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
-    norm, mixer = block.norm, block.mixer
+    return _fused_block(block, weights, x_BLC, normed, path_scale(block, x_BLC), class_token_only, norm_next)
+
+
+def _fused_block(block, weights, x_BLC, normed, scale_B, class_token_only, norm_next):
     autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else norm.weight.dtype
-    directions = [parameter for direction in mixer.directions for parameter in direction.fused_parameters()]
+    norm_C, in_proj, out_proj, *directions = weights
+    dtype = torch.get_autocast_dtype("cuda") if autocast else norm_C.dtype
     return block_operator.block(
-        mixer.recurrence, x_BLC, scale_B, norm.eps, norm.weight, mixer.in_proj.weight, mixer.out_proj.weight,
-        directions, dtype, middle, handed,
+        block.mixer.recurrence, x_BLC, normed, scale_B, block.norm.eps, norm_C, in_proj, out_proj, directions, dtype,
+        class_token_only, norm_next,
     )  # fmt: skip
 
 
-def checkpointed(block: nn.Module, x_BLC: Tensor, middle: bool = False) -> Tensor:
+def checkpointed(block: nn.Module, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
     """The block, which backward computes once more.
 
     Of a fused one nothing is drawn again: a CUDA graph could not go back to the random numbers of forward.
     """
-    if type(block) is Block and not hooked(block) and runs_fused(block, x_BLC):
-        return checkpoint(fused_block, block, x_BLC, path_scale(block, x_BLC), middle, preserve_rng_state=False)
-    return checkpoint(block, x_BLC, middle=True) if middle else checkpoint(block, x_BLC)
+    if type(block) is Block and not watched(block) and (weights := fused_weights(block, x_BLC)) is not None:
+        arguments = block, weights, x_BLC, None, path_scale(block, x_BLC), class_token_only, False
+        return checkpoint(_fused_block, *arguments, preserve_rng_state=False)[0]
+    return checkpoint(block, x_BLC, class_token_only=True) if class_token_only else checkpoint(block, x_BLC)

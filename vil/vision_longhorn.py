@@ -43,9 +43,8 @@ from .block import (
     RMSNorm,
     at_least_fp32,
     checkpointed,
-    hand_over,
     middle_token,
-    stops_at_middle,
+    run_blocks,
 )
 
 try:
@@ -411,23 +410,13 @@ class VisionLonghorn(nn.Module):
         # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
         return at_least_fp32(x_BLC) + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)
 
-    def forward_blocks(self, x: Tensor, middle: bool = False) -> Tensor:
+    def forward_blocks(self, x: Tensor, class_token_only: bool = False) -> Tensor:
         """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""
-        x = self.embed(x)
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
-            alone = middle and stops_at_middle(self.blocks, x)
-            if alone:
-                handed = [] if hand_over(self.blocks) else None
-                for i, block in enumerate(self.blocks, start=1):
-                    last = i == len(self.blocks)
-                    x = checkpointed(block, x, last) if self.grad_checkpointing else block(x, last, handed)
-                return x
-            if self.grad_checkpointing:
-                for block in self.blocks:
-                    x = checkpointed(block, x)
-                return middle_token(x) if middle else x
-        x = self.blocks(x)
-        return middle_token(x) if middle else x
+            # of which nobody else keeps anything
+            return run_blocks(self.blocks, self.embed(x), class_token_only, self.grad_checkpointing)
+        x = self.blocks(self.embed(x))
+        return middle_token(x) if class_token_only else x
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to normed tokens (B, L, C)."""
@@ -444,7 +433,7 @@ class VisionLonghorn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # the head's class token is the middle one: no need of the others from the last block, nor to norm and keep them
-        x = self.forward_blocks(x, middle=self.global_pool == "token")
+        x = self.forward_blocks(x, class_token_only=self.global_pool == "token")
         return self.forward_head(self.norm(x))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):

@@ -1,38 +1,51 @@
-// The convolutions of a block with what they are next to: v = silu(conv(u)) in both directions, and the gradients.
-// Compiled by NVRTC with these macros:
+// The convolutions of a block alone, v = silu(conv(u)), and their gradients. (With the projections behind them:
+// conv_xproj.cu.) Direction 0 reads tokens from the first to the last, 1 from the last to the first; both are of the H
+// tokens that a direction reads first. With BACK = TAPS - 1
+//
+//   conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)       v_g(t) = silu(conv_g(t))
+//   conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i)
+//
+// and backward, where s_g(t) = silu'(conv_g(t)) (dv_g(t) + dprojected_g(t) x_proj_g), zero for tokens that are not
+// read,
+//
+//   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
+//   dweight_0[i] = sum_t u(t - BACK + i) s_0(t)      dbias_g = sum_t s_g(t)
+//   dweight_1[i] = sum_t u(t + BACK - i) s_1(t)
+//
+// Macros:
 //   INPUT        element type of the tensors: bf16, fp16 or float
 //   VECTOR       neighbouring channels that a copy moves at once, up to 16 bytes
-//   TAPS         tokens that a convolution sees
+//   TAPS         tokens that a convolution sees, the last of them the token itself
 //   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
+//   BLOCK_BYTES  dynamic shared memory of `conv_backward`, as the host has counted it
 //
-// B batch    L tokens    D channels. Directions: 0 reads tokens from the first to the last, 1 from the last to the first.
+// B batch    L tokens    D channels    stretch: tokens of a sequence that one thread or lane takes, a multiple of 4
 
 #include "filter.cuh"
 #include "silu.cuh"
 
-typedef INPUT T;
-constexpr int WARPS = 4;  // of a block
+typedef INPUT Element;
+constexpr int WARPS = 4;
 
-// V channels of some tokens of one sequence on their way from memory, zero outside of it
+// V channels of some tokens of one sequence on their way from memory in registers, zero outside of it
 template <int V, int TOKENS>
 struct InFlight {
-    Pack<T, V> token[TOKENS];
+    Pack<Element, V> token[TOKENS];
     // tokens t .. t + TOKENS - 1, the first of them at p
-    __device__ __forceinline__ void fetch(const T *p, int stride, int t, int L) {
-#pragma unroll
-        for (int i = 0; i < TOKENS; i++)
-            token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<T, V>{};
+    INLINE void fetch(const Element *p, int stride, int t, int L) {
+        UNROLLED for (int i = 0; i < TOKENS; i++)
+            token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<Element, V>{};
     }
 };
 constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
 static_assert(STEP > BACK);
 
-// v_0(t) = silu(bias_0 + sum_i weight_0[i] u(t - BACK + i)), v_1(t) = silu(bias_1 + sum_i weight_1[i] u(t + BACK - i)).
-// They are of the H tokens that each direction reads first.
-// A thread takes V channels of a stretch of tokens, with a window on u that serves both directions.
+// A thread takes V channels of a stretch of tokens, neighbouring threads neighbouring channels. Its window on u serves
+// both directions: window[i] is u(t - BACK + i), of which token t + i of direction 0 sees window[i] to window[i + BACK]
+// and of direction 1 window[i + BACK] to window[i + 2 BACK].
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
-convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
-         T *__restrict__ v, i64 B, i64 L, i64 H, i64 D, i64 stretch) {
+conv(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
+     Element *__restrict__ v, i64 B, i64 L, i64 H, i64 D, i64 stretch) {
     constexpr int V = VECTOR < 4 ? VECTOR : 4;
     i64 stretches = (L + stretch - 1) / stretch, thread = blockIdx.x * i64(32 * WARPS) + threadIdx.x;
     i64 d = thread % (D / V) * V, b = thread / (D / V) / stretches;
@@ -41,7 +54,7 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
     Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
     u += (b * L + begin) * stride + d;
     int end_0 = min(end, int(H)), begin_1 = L - H;
-    T *v_0 = v + (b * H + begin) * D + d, *v_1 = v_0 + (B * H - begin_1) * D;
+    Element *v_0 = v + (b * H + begin) * D + d, *v_1 = v_0 + (B * H - begin_1) * D;
 
     Floats<V> window[2 * BACK + STEP];
     InFlight<V, 2 * BACK> first;
@@ -49,71 +62,85 @@ convolve(const T *__restrict__ u, i64 u_stride, const float *__restrict__ weight
     first.fetch(u - i64(BACK) * stride, stride, begin - BACK, L);
     u += i64(BACK) * stride;
     next.fetch(u, stride, begin + BACK, L);
-#pragma unroll
-    for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
+    UNROLLED for (int i = 0; i < 2 * BACK; i++) window[i] = to_floats(first.token[i]);
 #pragma unroll 1
     for (int t = begin; t < end; t += STEP) {
-#pragma unroll
-        for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
+        UNROLLED for (int i = 0; i < STEP; i++) window[2 * BACK + i] = to_floats(next.token[i]);
         u += i64(STEP) * stride;
         next.fetch(u, stride, t + STEP + BACK, L);
-#pragma unroll
-        for (int i = 0; i < STEP; i++) {
+        UNROLLED for (int i = 0; i < STEP; i++) {
             Floats<V> sum_0 = forward.bias, sum_1 = backward.bias;
-#pragma unroll
-            for (int c = 0; c < V; c++) {
-#pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) {
+            UNROLLED for (int c = 0; c < V; c++) {
+                UNROLLED for (int tap = 0; tap < TAPS; tap++) {
                     sum_0.at[c] = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0.at[c]);
                     sum_1.at[c] = fmaf(backward.weight[tap][c], window[i + 2 * BACK - tap].at[c], sum_1.at[c]);
                 }
                 sum_0.at[c] *= sigmoid(sum_0.at[c]);
                 sum_1.at[c] *= sigmoid(sum_1.at[c]);
             }
-            if (t + i < end_0) store(v_0, from_floats<T>(sum_0));
-            if (t + i < end && t + i >= begin_1) store(v_1, from_floats<T>(sum_1));
+            if (t + i < end_0) store(v_0, from_floats<Element>(sum_0));
+            if (t + i < end && t + i >= begin_1) store(v_1, from_floats<Element>(sum_1));
             v_0 += D, v_1 += D;
         }
-#pragma unroll
-        for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
+        UNROLLED for (int i = 0; i < 2 * BACK; i++) window[i] = window[i + STEP];
     }
 }
 
-// -silu'(x) / LOG2E of y = -LOG2E x: with weights in these units exp(-x) needs no product of its own, and the two factors
-// cancel in du
+// -silu'(x) / LOG2E of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no product of its
+// own; in du the two factors cancel, as s_g and the filter have one each; dweight and dbias get theirs back at the end.
+// With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
+//   -LN2 silu'(x) = s (-LN2 + LN2^2 y (1 - s))
 DEVICE float scaled_slope(float y) {
     constexpr float LN2 = 1 / LOG2E;
     float s = reciprocal(1 + exp2_fast(y));
     return s * fmaf(y, fmaf(-LN2 * LN2, s, LN2 * LN2), -LN2);
 }
 
-// The gradients of the convolutions' sums, s_g(t) = dv_g(t) silu'(sum_g(t)), go into
-//   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
-//   dweight_0[i] = sum_t s_0(t) u(t - BACK + i)    dweight_1[i] = sum_t s_1(t) u(t + BACK - i)    dbias_g = sum_t s_g(t)
-// where dv is what the scan gives and dprojected @ x_proj what the projections add (16-bit inputs; others come with it).
-// Both are of the H tokens that a direction reads first, and zero of the others.
-// Where the window on u is at t .. t + BACK, s_0(t + BACK) and s_1(t) are known. A block takes SPAN channels and four
-// stretches of tokens after another, each from STEP tokens before it on, by tiles in shared memory of which the next is
-// on its way: two tokens of each stretch, then the two behind them. Lane l has LANE channels, number l / 4 of the warp's,
-// and stretch l % 4, as the tensor cores give them the product: as (16 channels, 16 projections) times (16 projections, 8
-// tokens). The sums of the stretches are added before the block writes its part of dfilters, (parts, 2, TAPS + 1, D) with
-// the biases last.
-constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4, TILE = 2 * STEP, ROWS = STRETCHES * TILE;
-constexpr int PRODUCTS = sizeof(T) == 2 ? (PROJECTIONS + 15) / 16 : 0;
+// Backward. A CTA takes SPAN channels of four stretches of tokens, then of the next four. Lane l, r = l / 4, p = l % 4,
+// has LANE channels, those from r LANE on of its warp's, and stretch p.
+//
+// The step of a lane at token t is at t for du and direction 1, and BACK tokens ahead in direction 0 and u, because
+// that is when everything for du(t) is known (window and s_g are moved on by STEP tokens at once):
+//
+//   window[i] = u(t + i)    gives conv_0(t + BACK) and conv_1(t), so s_0(t + BACK) and s_1(t)
+//   s_0[i] = s_0(t + i)     du(t) += weight_0[i] s_0[BACK - i]    dweight_0[i] += u(t) s_0[BACK - i]
+//   s_1[i] = s_1(t - BACK + i)    += weight_1[i] s_1[i]           dweight_1[i] += u(t) s_1[i]
+//
+// (dweight is summed by the token of u, not by that of s: each pair of them meets once.) A stretch begins STEP tokens
+// early, without storing or summing, to fill s_0 and s_1.
+//
+// dprojected x_proj is the tensor cores', (16 channels, 16 projections) times (16 projections, 8 tokens): row r of a is
+// the lane's first channel, row r + 8 its second, and the 8 columns are two tokens of each of four stretches, of which
+// lane (r, p) gets the two of its stretch (cuda/types.cuh). dv starts the sums, so that what is added is never rounded.
+// 32-bit inputs come with it in dv.
+//
+// Tiles of 8 tokens of each stretch are in shared memory, the next one on its way. Rows are in the order in which
+// products take them: of each two tokens (a quarter of the tile) the four stretches after another,
+//
+//   row     0       1        2       3            6       7        8       9         31
+//   token   t, t+1 of p = 0  t, t+1 of p = 1 ...  t, t+1 of p = 3  t+2, t+3 of 0 ... t+7 of 3
+//
+// One __syncthreads a tile, behind wait_for_copies: this tile has arrived, and nobody reads the other one, into which
+// the next copies go. One more before a group of stretches, whose first copies go where the last group's tile was read.
+// The filters' gradients are summed over p by shuffles, in fixed order, and written for each part of the stretches,
+// (parts, 2, TAPS + 1, D) with the biases last; `unpack_gradients` adds the parts.
+constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
+constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // tokens of a stretch
+constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
 static_assert(PROJECTIONS % 8 == 0);
 // of a row, so that what is read at once hits different banks
-constexpr int PITCH = SPAN + 16 / sizeof(T), PROJECTED_PITCH = PRODUCTS * 16 + 8;
+constexpr int PITCH = SPAN + 16 / sizeof(Element), PROJECTED_PITCH = PRODUCTS * 16 + 8;
 struct Tile {
-    T u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
+    Element u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
 };
+static_assert(2 * sizeof(Tile) == BLOCK_BYTES);
 
 // dprojected @ x_proj of both directions, of the lane's channels and two tokens
 template <class T, int PRODUCTS>
 struct Product {
     unsigned x_proj[2][PRODUCTS][4];  // as `multiply_add` takes it: channels are rows l / 4 and l / 4 + 8
-    __device__ __forceinline__ Product(const T *from, i64 d, i64 D) {
-#pragma unroll
-        for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
+    INLINE Product(const T *from, i64 d, i64 D) {
+        UNROLLED for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
             int g = i / (PRODUCTS * 4), k = i / 4 % PRODUCTS, word = i % 4, c = word % 2;
             int row = k * 16 + word / 2 * 8 + threadIdx.x % 4 * 2;
             T low = {}, high = {};
@@ -125,15 +152,13 @@ struct Product {
         }
     }
     // of the tokens in 8 rows from `row` on
-    __device__ __forceinline__ void add_to(Floats<2> (&sums)[2][2], const Tile &tile, int row) const {
+    INLINE void add_to(Floats<2> (&sums)[2][2], const Tile &tile, int row) const {
         int lane = threadIdx.x % 32;
         const T *from = &tile.dprojected[lane / 16][row + lane % 8][lane / 8 % 2 * 8];
-#pragma unroll
-        for (int k = 0; k < PRODUCTS; k++) {
+        UNROLLED for (int k = 0; k < PRODUCTS; k++) {
             unsigned tokens[4];
             load_matrices(tokens, from + k * 16);
-#pragma unroll
-            for (int g = 0; g < 2; g++) {
+            UNROLLED for (int g = 0; g < 2; g++) {
                 const unsigned *x = x_proj[g][k];
                 multiply_add(T{}, sums[g], x[0], x[1], x[2], x[3], tokens[g * 2], tokens[g * 2 + 1]);
             }
@@ -146,31 +171,31 @@ struct Product<T, 0> {  // none: dv comes with it
     __device__ void add_to(Floats<2> (&)[2][2], const Tile &, int) const {}
 };
 
-// V neighbours of each 8 V, from `from` on, in every 16th row where the thread copies: of tokens t, t + 4, ...
+// Asynchronous copies of a tile by all 128 threads, each V neighbours of every 8 V and of every 16th row from
+// `first_row` on, which is every 4th token, t first; zeros for tokens and columns that are not there
 template <int V, int COLUMNS, int PITCH>
-DEVICE void copy_rows(T (*to)[PITCH], const T *from, i64 stride, int columns, int t, int tokens, int first_row) {
+DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int columns, int t, int tokens,
+                      int first_row) {
     int row = threadIdx.x / 8, column = threadIdx.x % 8 * V;
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j += 8 * V) {
+    UNROLLED for (int j = 0; j < COLUMNS; j += 8 * V) {
         if (COLUMNS % (8 * V) && j + column >= COLUMNS) break;
         int copied = j + column < columns ? tokens : 0;
-#pragma unroll
-        for (int i = first_row; i < ROWS; i += 16)
+        UNROLLED for (int i = first_row; i < ROWS; i += 16)
             copy_async<V>(&to[row + i][j + column], from + i / 4 * stride + j, unsigned(t + i / 4) < unsigned(copied));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 5 ? 3 : 2)
-convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ dv, const T *__restrict__ dprojected,
-                  const T *__restrict__ x_proj, const float *__restrict__ weights, const float *__restrict__ biases,
-                  T *__restrict__ du, i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D,
-                  i64 stretch, i64 parts) {
+conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__restrict__ dv,
+              const Element *__restrict__ dprojected, const Element *__restrict__ x_proj,
+              const float *__restrict__ weights, const float *__restrict__ biases, Element *__restrict__ du,
+              i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D, i64 stretch, i64 parts) {
     extern __shared__ __align__(16) char shared[];
     Tile *tiles = reinterpret_cast<Tile *>(shared);
     int lane = threadIdx.x % 32, quad = lane % 4, channel = threadIdx.x / 4 * LANE;
     int blocks = (D + SPAN - 1) / SPAN, first_d = blockIdx.x % blocks * SPAN, part = blockIdx.x / blocks;
     int d = first_d + channel, loaded_d = min(d, int(D) - LANE);
-    Product<T, PRODUCTS> product(x_proj, d, D);
+    Product<Element, PRODUCTS> product(x_proj, d, D);
     Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
     forward.scale(-LOG2E), backward.scale(-LOG2E);
     Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
@@ -182,16 +207,18 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         int t = copied % stretches * int(stretch) - TILE + row / 8 * 2 + row % 2;
         int length = copied < items ? L : 0, read = copied < items ? H : 0, t_0 = t + BACK, t_1 = t - int(L - H);
         int c = first_d + threadIdx.x % 8 * VECTOR, p = threadIdx.x % 8 * 8;
-        const T *us = u + (copied_b * L + t_0) * u_stride + c;
+        const Element *us = u + (copied_b * L + t_0) * u_stride + c;
         i64 row_0 = copied_b * H + t_0, row_1 = (B + copied_b) * H + t_1;
-        const T *dv_0 = dv + row_0 * D + c, *dv_1 = dv + row_1 * D + c;
-        const T *projected_0 = dprojected + row_0 * PROJECTIONS + p, *projected_1 = dprojected + row_1 * PROJECTIONS + p;
+        const Element *dv_0 = dv + row_0 * D + c, *dv_1 = dv + row_1 * D + c;
+        const Element *projected_0 = dprojected + row_0 * PROJECTIONS + p;
+        const Element *projected_1 = dprojected + row_1 * PROJECTIONS + p;
         auto fetch = [&](Tile &tile, int first_row) {
             copy_rows<VECTOR, SPAN>(tile.u, us, u_stride, columns, t_0, length, first_row);
             copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
             copy_rows<VECTOR, SPAN>(tile.dv[1], dv_1, D, columns, t_1, read, first_row);
-            copy_rows<8, PRODUCTS * 16>(tile.dprojected[0], projected_0, PROJECTIONS, PROJECTIONS, t_0, read, first_row);
-            copy_rows<8, PRODUCTS * 16>(tile.dprojected[1], projected_1, PROJECTIONS, PROJECTIONS, t_1, read, first_row);
+            constexpr int P = PROJECTIONS;
+            copy_rows<8, PRODUCTS * 16>(tile.dprojected[0], projected_0, P, P, t_0, read, first_row);
+            copy_rows<8, PRODUCTS * 16>(tile.dprojected[1], projected_1, P, P, t_1, read, first_row);
             commit_copies();
             us += TILE * u_stride, dv_0 += TILE * D, dv_1 += TILE * D, t_0 += TILE, t_1 += TILE;
             projected_0 += TILE * PROJECTIONS, projected_1 += TILE * PROJECTIONS;
@@ -202,53 +229,44 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         int item = first + quad, begin = item % stretches * int(stretch);
         int left = d < D && item < items ? min(int(stretch), int(L) - begin) : 0;  // tokens to store
         i64 b = item / stretches;
-        T *dus = du + (b * L + begin) * du_stride + d;
+        Element *dus = du + (b * L + begin) * du_stride + d;
         InFlight<LANE, BACK> behind;
         behind.fetch(u + (b * L + begin - STEP) * u_stride + loaded_d, u_stride, begin - STEP, item < items ? L : 0);
         // of the tokens behind: u; what s_0 and s_1 were
         Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
-#pragma unroll
-        for (int i = 0; i < BACK; i++) window[i] = to_floats(behind.token[i]);
+        UNROLLED for (int i = 0; i < BACK; i++) window[i] = to_floats(behind.token[i]);
         auto step = [&](const Tile &tile, int first_row, bool own) {
-#pragma unroll
-            for (int pair = 0; pair < STEP / 2; pair++) {
+            UNROLLED for (int pair = 0; pair < STEP / 2; pair++) {
                 int row = first_row + pair * 8;
                 Floats<2> sums[2][2] = {};
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
+                UNROLLED for (int i = 0; i < 2; i++) {
                     int at = row + quad * 2 + i;
                     Floats<LANE> dv_0 = to_floats(load<LANE>(&tile.dv[0][at][channel]));
                     Floats<LANE> dv_1 = to_floats(load<LANE>(&tile.dv[1][at][channel]));
                     window[BACK + pair * 2 + i] = to_floats(load<LANE>(&tile.u[at][channel]));
-#pragma unroll
-                    for (int c = 0; c < LANE; c++) sums[0][c].at[i] = dv_0.at[c], sums[1][c].at[i] = dv_1.at[c];
+                    UNROLLED for (int c = 0; c < LANE; c++)
+                        sums[0][c].at[i] = dv_0.at[c], sums[1][c].at[i] = dv_1.at[c];
                 }
                 product.add_to(sums, tile, row);
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int c = 0; c < LANE; c++) {
+                UNROLLED for (int i = 0; i < 2; i++)
+                    UNROLLED for (int c = 0; c < LANE; c++) {
                         s_0[BACK + pair * 2 + i].at[c] = sums[0][c].at[i];
                         s_1[BACK + pair * 2 + i].at[c] = sums[1][c].at[i];
                     }
             }
-            Pack<T, LANE> found[STEP];
-#pragma unroll
-            for (int i = 0; i < STEP; i++) {
+            Pack<Element, LANE> found[STEP];
+            UNROLLED for (int i = 0; i < STEP; i++) {
                 Floats<LANE> sum = {};
-#pragma unroll
-                for (int c = 0; c < LANE; c++) {
+                UNROLLED for (int c = 0; c < LANE; c++) {
                     float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
-#pragma unroll
-                    for (int tap = 0; tap < TAPS; tap++) {
+                    UNROLLED for (int tap = 0; tap < TAPS; tap++) {
                         sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
                         sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
                     }
                     s_0[BACK + i].at[c] *= scaled_slope(sum_0);
                     s_1[BACK + i].at[c] *= scaled_slope(sum_1);
                     if (!own) continue;
-#pragma unroll
-                    for (int tap = 0; tap < TAPS; tap++) {
+                    UNROLLED for (int tap = 0; tap < TAPS; tap++) {
                         float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
                         dforward[tap].at[c] = fmaf(window[i].at[c], after, dforward[tap].at[c]);
                         dbackward[tap].at[c] = fmaf(window[i].at[c], before, dbackward[tap].at[c]);
@@ -258,16 +276,14 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
                     dforward[TAPS].at[c] += s_0[i].at[c];
                     dbackward[TAPS].at[c] += s_1[BACK + i].at[c];
                 }
-                found[i] = from_floats<T>(sum);
+                found[i] = from_floats<Element>(sum);
             }
             if (own) {
-#pragma unroll
-                for (int i = 0; i < STEP; i++, dus += du_stride)
+                UNROLLED for (int i = 0; i < STEP; i++, dus += du_stride)
                     if (i < left) store(dus, found[i]);
                 left -= STEP;
             }
-#pragma unroll
-            for (int i = 0; i < BACK; i++)
+            UNROLLED for (int i = 0; i < BACK; i++)
                 window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
         };
         int present = 1;
@@ -289,13 +305,10 @@ convolve_backward(const T *__restrict__ u, i64 u_stride, const T *__restrict__ d
         wait_for_copies<0>();  // of a tile that nobody needs
     }
     float *to = dfilters + part * 2 * (TAPS + 1) * D + d;
-#pragma unroll
-    for (int tap = 0; tap <= TAPS; tap++) {
-#pragma unroll
-        for (int c = 0; c < LANE; c++) {
+    UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
+        UNROLLED for (int c = 0; c < LANE; c++) {
             dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
-#pragma unroll
-            for (int distance = 1; distance < STRETCHES; distance *= 2) {
+            UNROLLED for (int distance = 1; distance < STRETCHES; distance *= 2) {
                 dforward[tap].at[c] += __shfl_xor_sync(WARP, dforward[tap].at[c], distance);
                 dbackward[tap].at[c] += __shfl_xor_sync(WARP, dbackward[tap].at[c], distance);
             }

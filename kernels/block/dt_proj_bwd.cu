@@ -1,112 +1,123 @@
-// The gradients of the projection from the step's R columns to the D logits, for 16-bit types, in one pass over dlogits,
-// the largest of its tensors: dstep = dlogits step_proj, which goes into dprojected next to dk and dq, and
-// dstep_proj = dlogits^T step.
-// Compiled by NVRTC with these macros:
-//   INPUT     element type of the tensors: bf16 or fp16
-//   CHANNELS  of D, that a CTA has: a multiple of 16 WARPS, for whose part of the weights a warp has registers
-//   SLICES    D / CHANNELS
-//   STAGES    tiles of tokens on their way to shared memory at once, and that which is worked on
-//   RANK      columns of step_proj, R, a multiple of 8
-//   STATES    columns of dk and of dq, N, a multiple of 4
+// Backward of the projection from the step's R columns to the D logits, for 16-bit types, in one pass over dlogits, the
+// largest of its tensors. For each direction
+//
+//   dstep (tokens, R)        = dlogits step_proj      which goes into dprojected, next to dk and dq
+//   dstep_proj (D, R)        = dlogits^T step
+//   dprojected (tokens, P)   = [dstep  dk  dq],       P = R + 2N
+//
+// dstep_proj is a sum over tokens: each CTA writes its own, and `unpack_gradients` adds them.
+//
+// Macros:
+//   INPUT        element type of the tensors: bf16 or fp16
+//   CHANNELS     D, a multiple of 16 WARPS, and so small that a warp has registers for its part of the weights
+//   RANK         columns of step_proj, R, a multiple of 8
+//   STATES       columns of dk and of dq, N, a multiple of 4
+//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//
+// A CTA has every `parts`-th tile of 16 tokens of one direction. Its eight warps have WIDTH channels each, and both
+// products read the same tile of dlogits (layouts: cuda/types.cuh; lane l, r = l / 4, p = l % 4):
+//
+//                   a                                   b                            sums
+//   dstep           ldmatrix, rows are tokens           step_proj, in registers      (16 tokens, R) of one tile
+//                   (16 tokens, 16 channels)            (16 channels, 8 ranks)
+//   dstep_proj      ldmatrix.trans, rows are channels   step, ldmatrix.trans         (16 channels, R) of all tiles
+//                   (16 channels, 16 tokens)            (16 tokens, 8 ranks)
+//
+// dstep is a sum over channels, so over warps: each warp leaves its own in `dstep` of shared memory, and behind the
+// next tile's barrier all threads add the eight and write them.
+//
+// One __syncthreads a tile, behind which
+//   - the tile's stage has arrived, as every thread has waited for its own copies;
+//   - nobody reads the stage of the tile before, into which the copies of a later tile now go;
+//   - all warps' dstep of the tile before are there. They are added until the next barrier, while dstep of this tile
+//     goes into the other of two buffers, which everybody has added up before this barrier.
 
 #include "../cuda/types.cuh"
 
-typedef INPUT T;
+typedef INPUT Element;
 
-// A block takes TILE tokens of one direction after another, of which the next STAGES - 1 tiles are on their way to shared
-// memory. A warp has WIDTH of the channels: of dstep_proj, a sum over the block's tokens, in registers until the end; of
-// dstep, a sum over channels, as a part that the warps leave in shared memory and add after the next barrier.
-constexpr int TILE = 16, WARPS = 8, WIDTH = CHANNELS / WARPS, THREADS = 32 * WARPS;
-constexpr int D = CHANNELS * SLICES;
+constexpr int STAGES = 3;  // tiles on their way, and the one that is worked on
+constexpr int TILE = 16, WARPS = 8, D = CHANNELS, WIDTH = D / WARPS, THREADS = 32 * WARPS;
 constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 * STATES;
-constexpr int PITCH = CHANNELS + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;  // 8 rows of 16 bytes in different banks
+// rows of which 8, 16 bytes of each, are in different banks
+constexpr int PITCH = D + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;
+static_assert(D % (16 * WARPS) == 0 && RANK % 8 == 0 && STATES % 4 == 0);
 struct Stage {
-    T dlogits[TILE][PITCH], step[TILE][STEP_PITCH];
+    Element dlogits[TILE][PITCH], step[TILE][STEP_PITCH];
 };
-struct Block {
+struct CtaMemory {
     Stage stages[STAGES];
-    float dstep[2][WARPS][TILE][RANK];
+    float dstep[2][WARPS][TILE][RANK];  // of an even tile, of an odd one
 };
+static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 step_stride, i64 step_directions,
-              const T *__restrict__ step_proj, const T *__restrict__ dk, const T *__restrict__ dq,
-              T *__restrict__ dprojected, float *__restrict__ dsteps, float *__restrict__ dstep_proj, i64 tokens,
-              i64 parts) {
+dt_proj_backward(const Element *__restrict__ dlogits, const Element *__restrict__ step, i64 step_stride,
+                 i64 step_directions, const Element *__restrict__ step_proj, const Element *__restrict__ dk,
+                 const Element *__restrict__ dq, Element *__restrict__ dprojected, float *__restrict__ dstep_proj,
+                 i64 tokens, i64 parts) {
     extern __shared__ __align__(16) char shared[];
-    Block &block = *reinterpret_cast<Block *>(shared);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slice = blockIdx.x % SLICES;
-    int part = blockIdx.x / SLICES % parts, g = blockIdx.x / SLICES / parts;
+    CtaMemory &block = *reinterpret_cast<CtaMemory *>(shared);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;
     int all = tokens, tiles = (all + TILE - 1) / TILE, first_channel = warp * WIDTH;
-    dlogits += g * tokens * D + slice * CHANNELS, step += g * step_directions;
-    step_proj += (g * D + slice * CHANNELS) * RANK, dsteps += i64(g * SLICES + slice) * tokens * RANK;
+    dlogits += g * tokens * D, step += g * step_directions, step_proj += g * D * RANK;
     dk += g * tokens * STATES, dq += g * tokens * STATES, dprojected += g * tokens * PROJECTIONS;
-    dstep_proj += ((i64(g) * parts + part) * D + slice * CHANNELS) * RANK;
+    dstep_proj += (i64(g) * parts + part) * D * RANK;
 
+    // of a tile that does not exist zeros, so that every tile is a group of copies
     auto fetch = [&](Stage &stage, int tile) {
-        constexpr int PIECES = CHANNELS / 8;  // of a token; in memory those of a tile are neighbours, if there is one slice
-        const T *from = dlogits + i64(tile) * TILE * D;
-#pragma unroll
-        for (int item = 0; item < TILE * PIECES / THREADS; item++) {
+        constexpr int PIECES = D / 8;  // of a token; in memory those of a tile are neighbours
+        const Element *from = dlogits + i64(tile) * TILE * D;
+        UNROLLED for (int item = 0; item < TILE * PIECES / THREADS; item++) {
             int i = item * THREADS + threadIdx.x, row = i / PIECES;
-            copy_async<8>(&stage.dlogits[row][i % PIECES * 8], from + (row * (D - CHANNELS) + i * 8), tile * TILE + row < all);
+            copy_async<8>(&stage.dlogits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < all);
         }
         if (int row = threadIdx.x / EIGHTS, c = threadIdx.x % EIGHTS * 8; row < TILE)
-            copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c, tile * TILE + row < all);
+            copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c,
+                          tile * TILE + row < all);
         commit_copies();
     };
-    // step_proj of the warp's channels as the second factor of products
+    // step_proj of the warp's channels as b: rows 2p, 2p + 1 (+ 8) are channels, column r is a rank
     unsigned weights[SIXTEENS][EIGHTS][2];
-#pragma unroll
-    for (int k = 0; k < SIXTEENS; k++)
-#pragma unroll
-        for (int n = 0; n < EIGHTS; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const T *p = step_proj + (first_channel + k * 16 + half * 8 + lane % 4 * 2) * RANK + n * 8 + lane / 4;
+    UNROLLED for (int k = 0; k < SIXTEENS; k++)
+        UNROLLED for (int n = 0; n < EIGHTS; n++)
+            UNROLLED for (int half = 0; half < 2; half++) {
+                int channel = first_channel + k * 16 + half * 8 + lane % 4 * 2;
+                const Element *p = step_proj + channel * RANK + n * 8 + lane / 4;
                 weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
             }
     auto write_dstep = [&](int tile, const float (*dstep)[TILE][RANK]) {
-#pragma unroll
-        for (int item = threadIdx.x; item < TILE * RANK / 2; item += THREADS) {
-            int row = item / (RANK / 2), r = item % (RANK / 2) * 2;
+        static_assert(TILE * RANK / 2 <= THREADS);
+        if (int row = threadIdx.x / (RANK / 2), r = threadIdx.x % (RANK / 2) * 2; row < TILE) {
             Floats<2> sum = load<2>(&dstep[0][row][r]);
-#pragma unroll
-            for (int w = 1; w < WARPS; w++) sum = sum + load<2>(&dstep[w][row][r]);
-            if (i64 token = i64(tile) * TILE + row; token < all) {
-                if (SLICES == 1)
-                    store(dprojected + token * PROJECTIONS + r, from_floats<T>(sum));
-                else
-                    store(dsteps + token * RANK + r, sum);
-            }
+            UNROLLED for (int w = 1; w < WARPS; w++) sum = sum + load<2>(&dstep[w][row][r]);
+            if (tile * TILE + row < all)
+                store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<Element>(sum));
         }
     };
-    // dk and dq of a tile, 4 neighbours at a time, on their way during the tile before
+    // dk and dq of a tile, 4 neighbours at a time, in registers on their way during the tile before
     constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
-    Pack<T, 4> dkeys[ITEMS];
+    Pack<Element, 4> dkeys[ITEMS];
     auto is_key = [&](int tile, int i) {
-        return SLICES == 1 && (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < all;
+        return (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < all;
     };
     auto read_dkeys = [&](int tile) {
-#pragma unroll
-        for (int item = 0; item < ITEMS; item++) {
+        UNROLLED for (int item = 0; item < ITEMS; item++) {
             int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
-            const T *from = (n < STATES ? dk : dq) + i64(tile * TILE + i / (STATES / 2)) * STATES;
+            const Element *from = (n < STATES ? dk : dq) + i64(tile * TILE + i / (STATES / 2)) * STATES;
             if (is_key(tile, i)) dkeys[item] = load<4>(from + n % STATES);
         }
     };
     auto write_dkeys = [&](int tile) {
-#pragma unroll
-        for (int item = 0; item < ITEMS; item++) {
+        UNROLLED for (int item = 0; item < ITEMS; item++) {
             int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
-            T *to = dprojected + i64(tile * TILE + i / (STATES / 2)) * PROJECTIONS + RANK;
+            Element *to = dprojected + i64(tile * TILE + i / (STATES / 2)) * PROJECTIONS + RANK;
             if (is_key(tile, i)) store(to + n, dkeys[item]);
         }
     };
 
-    Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fetch(block.stages[s], part + s * int(parts));
+    Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};  // dstep_proj
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) fetch(block.stages[s], part + s * int(parts));
     int i = 0;
     read_dkeys(part);
 #pragma unroll 1
@@ -116,31 +127,30 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
         fetch(block.stages[(i + STAGES - 1) % STAGES], tile + (STAGES - 1) * int(parts));
         if (i > 0) write_dstep(tile - int(parts), block.dstep[(i - 1) % 2]);
         const Stage &stage = block.stages[i % STAGES];
+        // the step as b, two matrices of 8 ranks at once; the second of the last two may be there twice
         unsigned steps[EIGHTS + EIGHTS % 2][2];
-#pragma unroll
-        for (int n = 0; n < EIGHTS; n += 2) {
+        UNROLLED for (int n = 0; n < EIGHTS; n += 2) {
             unsigned word[4];
             load_transposed(word, &stage.step[lane % 16][min(n + lane / 16, EIGHTS - 1) * 8]);
             steps[n][0] = word[0], steps[n][1] = word[1], steps[n + 1][0] = word[2], steps[n + 1][1] = word[3];
         }
         Floats<2> dstep[EIGHTS][2] = {};
-#pragma unroll
-        for (int k = 0; k < SIXTEENS; k++) {
+        UNROLLED for (int k = 0; k < SIXTEENS; k++) {
+            // a_1 is 8 rows of a further on and a_2 8 columns: tokens and channels for dstep, channels and tokens for
+            // dstep_proj
             unsigned rows[4], columns[4];
             load_matrices(rows, &stage.dlogits[lane % 16][first_channel + k * 16 + lane / 16 * 8]);
             load_transposed(columns,
                             &stage.dlogits[lane / 16 * 8 + lane % 8][first_channel + k * 16 + lane / 8 % 2 * 8]);
-#pragma unroll
-            for (int n = 0; n < EIGHTS; n++) {
-                multiply_add(T{}, dstep[n], rows[0], rows[1], rows[2], rows[3], weights[k][n][0], weights[k][n][1]);
-                multiply_add(T{}, dweights[k][n], columns[0], columns[1], columns[2], columns[3], steps[n][0],
+            UNROLLED for (int n = 0; n < EIGHTS; n++) {
+                multiply_add(Element{}, dstep[n], rows[0], rows[1], rows[2], rows[3], weights[k][n][0],
+                             weights[k][n][1]);
+                multiply_add(Element{}, dweights[k][n], columns[0], columns[1], columns[2], columns[3], steps[n][0],
                              steps[n][1]);
             }
         }
-#pragma unroll
-        for (int n = 0; n < EIGHTS; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
+        UNROLLED for (int n = 0; n < EIGHTS; n++)
+            UNROLLED for (int half = 0; half < 2; half++)
                 store(&block.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
         write_dkeys(tile);
         read_dkeys(tile + int(parts));
@@ -148,36 +158,9 @@ step_backward(const T *__restrict__ dlogits, const T *__restrict__ step, i64 ste
     wait_for_copies<0>();  // of tiles that do not exist
     __syncthreads();
     if (i > 0) write_dstep(part + (i - 1) * int(parts), block.dstep[(i - 1) % 2]);
-#pragma unroll
-    for (int k = 0; k < SIXTEENS; k++)
-#pragma unroll
-        for (int n = 0; n < EIGHTS; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
+    UNROLLED for (int k = 0; k < SIXTEENS; k++)
+        UNROLLED for (int n = 0; n < EIGHTS; n++)
+            UNROLLED for (int half = 0; half < 2; half++)
                 store(dstep_proj + (first_channel + k * 16 + half * 8 + lane / 4) * RANK + n * 8 + lane % 4 * 2,
                       dweights[k][n][half]);
-}
-
-// dprojected where the channels are in SLICES: the sums over them, which step_backward leaves as dsteps (2, SLICES, tokens,
-// RANK), rounded, next to dk and dq. A thread takes 4 neighbouring columns of a token.
-extern "C" __global__ void __launch_bounds__(THREADS)
-join_slices(const float *__restrict__ dsteps, const T *__restrict__ dk, const T *__restrict__ dq,
-            T *__restrict__ dprojected, i64 tokens) {
-    constexpr int FOURS = PROJECTIONS / 4;
-    i64 item = blockIdx.x * i64(THREADS) + threadIdx.x, token = item / FOURS;  // of both directions
-    int c = item % FOURS * 4;
-    if (token >= 2 * tokens) return;
-    Pack<T, 4> found;
-    if (c < RANK) {
-        i64 g = token / tokens;
-        const float *from = dsteps + (g * SLICES * tokens + token % tokens) * RANK + c;
-        Floats<4> sum = load<4>(from);
-#pragma unroll
-        for (int slice = 1; slice < SLICES; slice++) sum = sum + load<4>(from + slice * tokens * RANK);
-        found = from_floats<T>(sum);
-    } else {
-        int n = c - RANK;
-        found = load<4>((n < STATES ? dk : dq) + token * STATES + n % STATES);
-    }
-    store(dprojected + token * PROJECTIONS + c, found);
 }

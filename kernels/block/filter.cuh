@@ -6,18 +6,14 @@ template <int V>
 struct Filter {
     float weight[TAPS][V];
     Floats<V> bias;
-    __device__ __forceinline__ Filter(const float *weights, const float *biases, i64 d) : bias(load<V>(biases + d)) {
-#pragma unroll
-        for (int c = 0; c < V; c++)
-#pragma unroll
-            for (int tap = 0; tap < TAPS; tap++) weight[tap][c] = weights[(d + c) * TAPS + tap];
+    INLINE Filter(const float *weights, const float *biases, i64 d) : bias(load<V>(biases + d)) {
+        UNROLLED for (int c = 0; c < V; c++)
+            UNROLLED for (int tap = 0; tap < TAPS; tap++) weight[tap][c] = weights[(d + c) * TAPS + tap];
     }
-    __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-        for (int c = 0; c < V; c++) {
+    INLINE void scale(float factor) {
+        UNROLLED for (int c = 0; c < V; c++) {
             bias.at[c] *= factor;
-#pragma unroll
-            for (int tap = 0; tap < TAPS; tap++) weight[tap][c] *= factor;
+            UNROLLED for (int tap = 0; tap < TAPS; tap++) weight[tap][c] *= factor;
         }
     }
 };

@@ -1,37 +1,70 @@
-// Backward of gate and product with out_proj in one kernel, for 16-bit types on Hopper.
-// Compiled by NVRTC with these macros:
-//   INPUT    element type of the tensors: bf16 or fp16
-//   WIDTH    model width C, the columns of dout: 192 or 384
+// Backward of gate and product with out_proj in one kernel, for 16-bit types on Hopper. With scale the stochastic depth
+// of the image
+//
+//   dgated = scale dout out_proj         dy = dgated silu(z) / 2, of either direction
+//   gated = scale mean silu(z)           dz = dgated mean silu'(z)
+//
+// gated is once more what forward had: out_proj's gradient is dout^T gated, a product that is not here.
+//
+// Macros:
+//   INPUT        element type of the tensors: bf16 or fp16
+//   WIDTH        model width C, the columns of dout: 192 or 384
+//   SLOTS        64 tokens of 64 channels or columns on their way at once, of a group: as many as there is room for
+//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
 //
 // L tokens of a sequence    C columns of dout    D channels
+//
+// One CTA a multiprocessor, of 12 warps. It keeps the weights of SLICE channels in shared memory for good. Neighbouring
+// CTAs have the other channels of the same tokens, whose dout the L2 keeps for them.
+//
+//   warps 0 - 3, 4 - 7    consumers of group 0, of group 1: up to 64 tokens each at a time, dgated in registers,
+//                         SLICE / 2 floats a lane. They write the weights to shared memory first.
+//   warps 8, 9            producers of group 0, 1: of its tokens dout, 64 columns a slot; then, for each 64 channels,
+//                         z and mean, a slot each. They go on with the next tokens while results are written.
+//   warps 10, 11          none
+//
+//   mbarrier        arrivals a phase                                             means
+//   slot full       32, each lane of the producer when its own copies have come  the slot may be read
+//   slot empty      4, a lane of each consumer warp                              the slot may be overwritten
+//   weights_there   256, each consumer thread behind its stores, once            products may read the weights
+//
+// (cuda/pipeline.cuh says how these are waited for.) show_to_products stands between what threads or their copies have
+// written to shared memory and the products that read it. A slot of dout is given back one step late, when
+// wait_for_products<1> says that the products before the newest have ended; z and mean when they are in registers.
+//
+// Shared memory. Rows of 128 bytes in the order of wgmma, 16-byte pieces at piece ^ row % 8: of dout a token, of the
+// weights a column of dout with 64 channels, those of the second 64 behind all of the first. z and mean: pieces at
+// piece ^ row % 2 * 4, as lanes read four neighbouring pieces of each row.
+//
+// Registers (cuda/types.cuh; lane l, r = l / 4, p = l % 4). Of each 8 columns of a product a lane has 2p, 2p + 1 of
+// rows r and r + 8. So that its four products w = 0 .. 3 of 32 channels, h of the two halves of 64, are 8 neighbours 8p
+// .. 8p + 7, as it reads z and writes dy, column 8 (4h + w) + 2p + e of the weights is channel 32h + 8p + 2w + e: where
+// 16 bytes of weights, channels 32h + 8p .., are stored, word w goes to piece 4h + w, word p.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
 #include "silu.cuh"
 
-typedef INPUT T;
+typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;
 
-// With dgated = dout out_proj and scale the stochastic depth of the image: dy = scale dgated silu(z) / 2, of either
-// direction; dz = scale dgated mean silu'(z); and once more gated = scale mean silu(z).
-//
-// A block keeps the weights of SLICE channels in shared memory. Each of its two groups of four warps takes up to 64 tokens at
-// a time: it multiplies their dout, 64 columns at a time, and has dgated in registers when z and mean come, 64 channels
-// at a time. A warp for each group copies all of that through the group's slots, and goes on, to the next tokens, while
-// results are written. Neighbouring blocks have the other channels of the same tokens, whose dout the L2 keeps for them.
-constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64;
-constexpr int WEIGHTS = C * SLICE * 2, SLOT = ROWS * 128, BARRIERS = 2 * 8;  // bytes, the last of a slot
-constexpr int SLOTS = (227 * 1024 - WEIGHTS - 8) / (GROUPS * (SLOT + BARRIERS));  // of a group, all that fit
+constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROWS * 128;  // bytes
+// shared memory, bytes: weights, slots of each group, their barriers and that of the weights
+constexpr int OF_SLOTS = C * SLICE * 2, OF_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
+constexpr int OF_WEIGHTS_THERE = OF_BARRIERS + GROUPS * 2 * SLOTS * 8;
+static_assert(OF_WEIGHTS_THERE + 8 == BLOCK_BYTES && BLOCK_BYTES <= 227 * 1024);
+static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // which products want
 
-// A group of a block takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. z, dy and dz are
-// halves of rows of 2 D.
+// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. z, dy and dz are halves
+// of rows of 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
-gated_product_backward(const T *__restrict__ dout, const T *__restrict__ out_proj, const T *__restrict__ means,
-                       const T *__restrict__ z, const float *__restrict__ scales, T *__restrict__ dy, T *__restrict__ dz,
-                       T *__restrict__ gated, i64 tokens, i64 length, i64 tokens_of_group, i64 rounds) {
+gate_outproj_backward(const Element *__restrict__ dout, const Element *__restrict__ out_proj,
+                      const Element *__restrict__ means, const Element *__restrict__ z,
+                      const float *__restrict__ scales, Element *__restrict__ dy, Element *__restrict__ dz,
+                      Element *__restrict__ gated, i64 tokens, i64 length, i64 tokens_of_group, i64 rounds) {
     extern __shared__ __align__(1024) char shared[];
-    unsigned weights = shared_address(shared), slots = weights + WEIGHTS, barriers = slots + GROUPS * SLOTS * SLOT;
-    unsigned weights_there = barriers + GROUPS * SLOTS * BARRIERS;
+    unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_BARRIERS;
+    unsigned weights_there = weights + OF_WEIGHTS_THERE;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, most = tokens_of_group;
     if (threadIdx.x == 0) {
         for (int i = 0; i < GROUPS * 2 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32);
@@ -40,27 +73,27 @@ gated_product_backward(const T *__restrict__ dout, const T *__restrict__ out_pro
     }
     __syncthreads();
 
-    bool copies = warp >= GROUPS * 4;
-    int g = copies ? warp - GROUPS * 4 : warp / 4, slice = blockIdx.x % SLICES * SLICE;
+    bool produces = warp >= GROUPS * 4;
+    int g = produces ? warp - GROUPS * 4 : warp / 4, slice = blockIdx.x % SLICES * SLICE;
     int start = (blockIdx.x / SLICES * GROUPS + g) * most, at_once = gridDim.x / SLICES * GROUPS * most;
     int limit = at_once * int(rounds);  // tokens of all blocks
-    Ring<SLOTS> ring(barriers + g * SLOTS * BARRIERS);
+    Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;
     z += slice, means += slice, dy += slice, dz += slice, gated += slice;
-    if (copies) {
+    if (produces) {
         if (g >= GROUPS) return;
         int row = lane / 8, piece = lane % 8;  // a thread has 16 bytes of every fourth row
         for (int of_group = start; of_group < limit; of_group += at_once) {
             int first = of_group + row, end = min(of_group + most, all);
-            auto copy = [&](const T *from, i64 stride, int place, int flip) {
-                wait_for(ring.empty(), ring.phase() ^ 1);
-                unsigned to = slots + ring.place() * SLOT + row * 128 + place * 16;
+            auto copy = [&](const Element *from, i64 stride, int piece_at, int flip) {
+                wait_for(inputs.empty(), inputs.phase() ^ 1);
+                unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
                 from += first * stride + piece * 8;
 #pragma unroll 4
                 for (int token = first; token < end; token += 4, from += 4 * stride)
                     copy_16_async(to, from), to = to + 4 * 128 ^ flip;
-                arrive_when_copied(ring.full());
-                ring.next();
+                arrive_when_copied(inputs.full());
+                inputs.next();
             };
 #pragma unroll 1
             for (int c = 0; c < C; c += 64) copy(dout + c, C, piece ^ row, 4 * 16);
@@ -74,14 +107,12 @@ gated_product_backward(const T *__restrict__ dout, const T *__restrict__ out_pro
         return;
     }
 
-    // The weights of a column of dout are rows of 64 channels, in an order in which a lane has 8 neighbours of dgated.
 #pragma unroll 8
     for (int i = threadIdx.x; i < C * SLICE / 8; i += GROUPS * 128) {
-        int piece = i % 8, c = i / 8 % C, chunk = i / 8 / C;
-        Pack<T, 8> v = load<8>(out_proj + (i64(c) * D + slice + chunk * 64 + piece * 8));
-#pragma unroll
-        for (int w = 0; w < 4; w++)
-            store_shared(weights + (chunk * C + c) * 128 + (piece / 4 * 4 + w ^ c % 8) * 16 + piece % 4 * 4, v.word[w]);
+        int piece = i % 8, c = i / 8 % C, half = i / 8 / C;
+        Pack<Element, 8> v = load<8>(out_proj + (i64(c) * D + slice + half * 64 + piece * 8));
+        UNROLLED for (int w = 0; w < 4; w++)
+            store_shared(weights + (half * C + c) * 128 + (piece / 4 * 4 + w ^ c % 8) * 16 + piece % 4 * 4, v.word[w]);
     }
     show_to_products();
     arrive(weights_there);
@@ -92,59 +123,55 @@ gated_product_backward(const T *__restrict__ dout, const T *__restrict__ out_pro
     for (int of_group = start; of_group < limit; of_group += at_once) {
         int token = of_group + row, end = min(of_group + most, all);
         float scale[2], sums[SLICE / 2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;
+        UNROLLED for (int i = 0; i < 2; i++) scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;
 #pragma unroll 1
-        for (int c = 0; c < C; c += 64, ring.next()) {
-            wait_for(ring.full(), ring.phase());
+        for (int c = 0; c < C; c += 64, inputs.next()) {
+            wait_for(inputs.full(), inputs.phase());
             show_to_products();
             hold(sums);
             begin_products();
-#pragma unroll
-            for (int k = 0; k < 64; k += 16)
-                multiply_shared(T{}, sums, slots + ring.place() * SLOT + k * 2, weights + (c + k) * 128, C * 128, c + k > 0);
+            UNROLLED for (int k = 0; k < 64; k += 16)
+                multiply_shared(Element{}, sums, slots + inputs.stage() * SLOT + k * 2, weights + (c + k) * 128,
+                                C * 128, c + k > 0);
             commit_products();
             wait_for_products<1>();  // those before
-            if (c > 0 && lane == 0) arrive(ring.empty_before());
+            if (c > 0 && lane == 0) arrive(inputs.empty_before());
         }
         wait_for_products<0>();
         hold(sums);
-        if (lane == 0) arrive(ring.empty_before());
+        if (lane == 0) arrive(inputs.empty_before());
 
-#pragma unroll
-        for (int d = 0; d < SLICE; d += 64, ring.next()) {
-            wait_for(ring.full(), ring.phase());
-            unsigned z_at = slots + ring.place() * SLOT + of_piece;
-            ring.next();
-            wait_for(ring.full(), ring.phase());
-            unsigned mean_at = slots + ring.place() * SLOT + of_piece;
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
+        UNROLLED for (int d = 0; d < SLICE; d += 64, inputs.next()) {
+            wait_for(inputs.full(), inputs.phase());
+            unsigned z_at = slots + inputs.stage() * SLOT + of_piece;
+            inputs.next();
+            wait_for(inputs.full(), inputs.phase());
+            unsigned mean_at = slots + inputs.stage() * SLOT + of_piece;
+            UNROLLED for (int i = 0; i < 2; i++)
+                UNROLLED for (int half = 0; half < 2; half++) {
                     unsigned zs[4], ms[4], dys[4], dzs[4], gateds[4];
-                    load_shared(zs, (z_at ^ half * 64) + i * 8 * 128), load_shared(ms, (mean_at ^ half * 64) + i * 8 * 128);
+                    load_shared(zs, (z_at ^ half * 64) + i * 8 * 128);
+                    load_shared(ms, (mean_at ^ half * 64) + i * 8 * 128);
                     if (i == 1 && half == 1) {
                         __syncwarp();
-                        if (lane == 0) arrive(ring.empty_before()), arrive(ring.empty());
+                        if (lane == 0) arrive(inputs.empty_before()), arrive(inputs.empty());
                     }
-#pragma unroll
-                    for (int w = 0; w < 4; w++) {
-                        Floats<2> x = unpack(T{}, zs[w]), m = unpack(T{}, ms[w]), of_y, of_z, of_gated;
-#pragma unroll
-                        for (int j = 0; j < 2; j++) {
+                    UNROLLED for (int w = 0; w < 4; w++) {
+                        Floats<2> x = unpack(Element{}, zs[w]), m = unpack(Element{}, ms[w]), of_y, of_z, of_gated;
+                        UNROLLED for (int j = 0; j < 2; j++) {
                             float dgated = scale[i] * sums[(d / 8 + half * 4 + w) * 4 + i * 2 + j];
                             float s = sigmoid(x.at[j]), silu = x.at[j] * s;
                             of_y.at[j] = 0.5f * dgated * silu;
                             of_z.at[j] = dgated * m.at[j] * silu_slope(x.at[j], s);
                             of_gated.at[j] = scale[i] * m.at[j] * silu;
                         }
-                        dys[w] = pack(T{}, of_y.at[0], of_y.at[1]), dzs[w] = pack(T{}, of_z.at[0], of_z.at[1]);
-                        gateds[w] = pack(T{}, of_gated.at[0], of_gated.at[1]);
+                        dys[w] = pack(Element{}, of_y.at[0], of_y.at[1]);
+                        dzs[w] = pack(Element{}, of_z.at[0], of_z.at[1]);
+                        gateds[w] = pack(Element{}, of_gated.at[0], of_gated.at[1]);
                     }
-                    auto write = [&](T *to, i64 stride, const unsigned (&v)[4]) {
+                    auto write = [&](Element *to, i64 stride, const unsigned (&v)[4]) {
                         to += (token + i * 8) * stride + d + half * 32 + lane % 4 * 8;
-                        if (token + i * 8 < end) store(to, Pack<T, 8>{v[0], v[1], v[2], v[3]});
+                        if (token + i * 8 < end) store(to, Pack<Element, 8>{v[0], v[1], v[2], v[3]});
                     };
                     write(dy, 2 * D, dys), write(dz, 2 * D, dzs), write(gated, D, gateds);
                 }

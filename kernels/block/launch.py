@@ -1,74 +1,111 @@
 """Launches the kernels of all of a block but the scan.
 
-They are in block.cu, convolve.cu, output.cu, output_hopper.cu, output_hopper_backward.cu, project.cu and step.cu.
+They are in pack.cu, conv.cu, conv_xproj.cu, dt_proj_bwd.cu, gate_outproj.cu, gate_outproj_sm90.cu and
+gate_outproj_bwd_sm90.cu; docs/kernels.md says what each computes. Where a kernel has dynamic shared memory, the host's
+count of its bytes is the macro BLOCK_BYTES, which the kernel compares with its own.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cuda.compiler import HOPPER, launch
+from ..cuda.plan import place
 from ..scan.launch import INPUT, _multiprocessors, _shared_bytes, _vector_of, projects_step
 
-WARPS = 4  # of a block, as in the kernels
-PACKED = [f"packed_{name}" for name in ("conv", "conv_bias", "x", "step", "step_bias", "skip")]
-STAGES, SLOTS = 5, 2  # of output_hopper.cu: weights and tokens on their way at once
+WARPS = 4  # of a CTA, as in pack.cu and conv.cu
+ALIGNMENT = 64  # elements, where weights and gradients that share memory begin
+STAGES, SLOTS = 5, 2  # of gate_outproj_sm90.cu: weights and tokens on their way at once
 
 
-def empty_weights(out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Room for the weights that `prepare` returns."""
-    (C, D), half = out_proj.shape, len(directions) // 2
-    conv, _, x_proj, step, *_ = directions[:half]
-    taps, rank, projections = conv.shape[-1], step.shape[1], x_proj.shape[0]
-    padded = rank + -rank % 8
-    projections += padded - rank
-    shapes = [(2 * D, C), (C, D), (2, D, taps), (2, D), (2, projections, D), (2, D, padded), (2, D), (2, D)]
-    fp32 = torch.float32
-    dtypes = [dtype, dtype, fp32, fp32, dtype, dtype, fp32, fp32]
-    return [torch.empty(shape, device=out_proj.device, dtype=t) for shape, t in zip(shapes, dtypes)]
+class Weights(NamedTuple):
+    """The weights as the kernels and products take them: projections in the products' dtype, others in fp32."""
+
+    in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
+    out_proj: Tensor  # (C, D)
+    x_proj: Tensor  # (2, R + 2N, D), with R padded by zeros to a multiple of 8, which fast matrix products need
+    step_proj: Tensor  # (2, D, R)
+    conv: Tensor  # (2, D, K)
+    conv_bias: Tensor  # (2, D)
+    step_bias: Tensor  # (2, D)
+    skip: Tensor  # (2, D)
+
+    @classmethod
+    def of(cls, packed: Tensor, C: int, D: int, P: int, R: int, taps: int) -> Weights:
+        """Views of what `pack_weights` has written: `packed_size` elements of the products' dtype. P and R padded."""
+        views, start = [], 0
+        for shape, fp32 in _packed_parts(C, D, P, R, taps):
+            length = _length(shape, packed.dtype, fp32)
+            part = packed[start : start + length]
+            start += length
+            if fp32 and packed.dtype.itemsize < 4:
+                part = part.view(torch.float32)
+            views.append(part[: math.prod(shape)].view(shape))
+        return cls(*views)
 
 
-def prepare(
+def _packed_parts(C: int, D: int, P: int, R: int, taps: int) -> list[tuple[tuple[int, ...], bool]]:
+    """The shapes of `Weights`, and which are in fp32 at least."""
+    products = (2 * D, C), (C, D), (2, P, D), (2, D, R)
+    return [*((shape, False) for shape in products), ((2, D, taps), True), *3 * [((2, D), True)]]
+
+
+def _length(shape: tuple[int, ...], dtype: torch.dtype, fp32: bool) -> int:
+    """Elements of `dtype` that a part takes, so that the next begins where vectors do."""
+    elements = math.prod(shape) * (2 if fp32 and dtype.itemsize < 4 else 1)
+    return elements + -elements % ALIGNMENT
+
+
+def packed_size(C: int, D: int, P: int, R: int, taps: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that all weights take."""
+    return sum(_length(shape, dtype, fp32) for shape, fp32 in _packed_parts(C, D, P, R, taps))
+
+
+def packed_sizes(out_proj: Tensor, directions: list[Tensor]) -> tuple[int, int, int, int, int]:
+    """C, D, P, R and taps of these, with R padded."""
+    (C, D), (conv, _, x_proj, step, *_) = out_proj.shape, directions
+    padding = -step.shape[1] % 8
+    return C, D, x_proj.shape[0] + padding, step.shape[1] + padding, conv.shape[-1]
+
+
+def pack_weights(
     norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
     tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """The weights of a block, all of one dtype, as `block.Weights` wants them; and `tiles` as `gated_product` does.
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The weights of a block, all of one dtype, as `Weights.of` sees them; and `tiles` as `gate_outproj` does.
 
     And the norm of x_TC but for its weight, if it is given: x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
     fp32, and x or a copy, which costs little here.
     """
-    packed = empty_weights(out_proj, directions, dtype)
-    _, _, conv, _, x_proj, step, *_ = packed
-    (C, D), taps, projections, padded = out_proj.shape, conv.shape[2], x_proj.shape[1], step.shape[2]
-    T, rank, (xhat_TC, scale_T, copy_TC) = 0, directions[3].shape[1], (None, None, None)
+    C, D, P, padded, taps = sizes = packed_sizes(out_proj, directions)
+    packed = torch.empty(packed_size(*sizes, dtype), device=out_proj.device, dtype=dtype)
+    views = Weights.of(packed, *sizes)
+    T, (xhat_TC, scale_T, copy_TC) = 0, (None, None, None)
     if x_TC is not None:
         T, (xhat_TC, scale_T) = len(x_TC), _empty_norm(x_TC, dtype)
         copy_TC = torch.empty_like(x_TC) if copy else None
-    weights = [t.contiguous() for t in (norm_C, in_proj, out_proj, *_pairs(directions))]
-    aligned = all(t.data_ptr() % 16 == 0 for t in weights) and (x_TC is None or x_TC.data_ptr() % 16 == 0)
-    vector = 4 if C % 4 == D % 4 == 0 and aligned else 1
-    packing = -(-((3 * C * D + 2 * projections * D) // vector + 2 * D * (padded + taps + 1)) // 256)
-    macros = _macros(dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
-    packed_in, packed_out, *others = packed
-    launch("block/pack", "prepare", macros, packing + -(-T // 8), 256, dict(
-        **dict(zip(("norm", "in_proj", "out_proj", *_both("")), weights)), packed_in=packed_in, packed_out=packed_out,
-        tiles=tiles, **dict(zip(PACKED, others)), channels=D, projections_=projections, rank_=rank, padded_rank_=padded,
-        x=x_TC, xhat=xhat_TC, scale=scale_T, copy=copy_TC, tokens=T, eps=eps, packing=packing,
+    vector = 4 if C % 4 == D % 4 == 0 else 1
+    packing = -(-((3 * C * D + 2 * P * D) // vector + 2 * D * (padded + taps + 1)) // 256)
+    launch("block/pack", "pack_weights", _macros(dtype, vector, C, taps, norm_C.dtype), packing + -(-T // 8), 256, dict(
+        norm=norm_C, in_proj=in_proj, out_proj=out_proj, **_by_direction("", directions), packed_in=views.in_proj,
+        packed_out=views.out_proj, tiles=tiles, packed_conv=views.conv, packed_conv_bias=views.conv_bias,
+        packed_x=views.x_proj, packed_step=views.step_proj, packed_step_bias=views.step_bias, packed_skip=views.skip,
+        channels=D, projections_=P, rank_=directions[3].shape[1], padded_rank_=padded, x=x_TC, xhat=xhat_TC,
+        scale=scale_T, copy=copy_TC, tokens=T, eps=eps, packing=packing,
     ))  # fmt: skip
     return packed, [xhat_TC, scale_T, copy_TC if copy else x_TC]
 
 
-def finish_backward(
+def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor,
-) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
-    """Gradients of norm_C, in_proj and the first six weights of each direction, from those of what `prepare` returns.
-
-    And that of x, of which xhat is one use and the residual stream the other; and the same in the dtype of xhat, or
-    nothing if that is fp32 too.
+    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of norm_C, in_proj and each direction's first six weights, from those of what `pack_weights` makes.
 
     Args:
         dfolded: Of the projection that contains the norm's weight.
@@ -76,46 +113,49 @@ def finish_backward(
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
         dstep_proj: (2, other parts, D, padded R).
         dchannels: (2, 2, D): of skip, then of the step's bias.
+        dtype: Of the products.
     """
     (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
-    projections, padded, pairs = dx_proj.shape[2], dstep_proj.shape[3], _pairs(directions)
-    rank = pairs[6].shape[1]
-    gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (norm_C, in_proj, *pairs)]
-    items = 2 * D * (projections + padded + taps + 2)
-    norm_C, in_proj, T = norm_C.contiguous(), in_proj.contiguous(), len(xhat_TC)
-    dx_TC, rounds = torch.empty_like(dresidual_TC), xhat_TC.dtype != dresidual_TC.dtype
-    rounded_TC = torch.empty_like(xhat_TC) if rounds else xhat_TC.new_empty(0)
-    aligned = all(t.data_ptr() % 16 == 0 for t in (norm_C, in_proj, dresidual_TC))
-    vector, unpacking = 4 if C % 4 == 0 and aligned else 1, -(-C // 8) + -(-items // 256)
-    macros = _macros(xhat_TC.dtype, vector, width=C, taps=taps, parameter=norm_C.dtype)
-    launch("block/pack", "finish_backward", macros, unpacking + -(-T // 8), 256, dict(
+    P, padded, half = dx_proj.shape[2], dstep_proj.shape[3], len(directions) // 2
+    weights = [norm_C, in_proj, *directions[:6], *directions[half : half + 6]]
+    lengths = [t.numel() + -t.numel() % ALIGNMENT for t in weights]
+    parts = torch.empty(sum(lengths), device=norm_C.device, dtype=norm_C.dtype).split(lengths)
+    gradients = [part[: t.numel()].view(t.shape) for part, t in zip(parts, weights)]
+    blocks = -(-C // 8) + -(-2 * D * (P + padded + taps + 2) // 256)
+    macros = _macros(dtype, 4 if C % 4 == 0 else 1, C, taps, norm_C.dtype)
+    launch("block/pack", "unpack_gradients", macros, blocks, 256, dict(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
         filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1], dchannels=dchannels,
-        **dict(zip(("dnorm", "din_proj", *_both("d")), gradients)), channels=D, projections_=projections, rank_=rank,
-        padded_rank_=padded, dxhat=dxhat_TC, xhat=xhat_TC, scale=scale_T, dresidual=dresidual_TC, dx=dx_TC,
-        rounded=rounded_TC if rounds else None, tokens=T, unpacking=unpacking,
+        dnorm=gradients[0], din_proj=gradients[1], **_by_direction("d", gradients[2:]), channels=D, projections_=P,
+        rank_=directions[3].shape[1], padded_rank_=padded,
     ))  # fmt: skip
-    return gradients, dx_TC, rounded_TC
+    return gradients
 
 
-def _pairs(directions: list[Tensor]) -> list[Tensor]:
-    """The weights that every direction has, each next to that of the other direction."""
-    half = len(directions) // 2
-    return [t for pair in zip(directions[:6], directions[half : half + 6]) for t in pair]
+def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, of which xhat is one use and the residual stream the other; and the same in xhat's dtype."""
+    (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
+    dx_TC = torch.empty_like(dresidual_TC)
+    rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
+    launch("block/pack", "norm_backward", _macros(xhat_TC.dtype, 4 if C % 4 == 0 else 1, C), -(-T // 8), 256, dict(
+        dxhat=dxhat_TC, xhat=xhat_TC, scale=scale_T, dresidual=dresidual_TC, dx=dx_TC,
+        rounded=rounded_TC if rounds else None, tokens=T,
+    ))  # fmt: skip
+    return dx_TC, rounded_TC
 
 
-def _both(prefix: str) -> list[str]:
-    """What kernels call those of `_pairs`, or with the prefix d their gradients."""
-    return [
-        f"{prefix}{name}_{g}" for name in ("conv", "conv_bias", "x_proj", "step", "step_bias", "skip") for g in (0, 1)
-    ]
+def _by_direction(prefix: str, directions: list[Tensor | None]) -> dict:
+    """The first six weights of both directions as kernels call them, with the prefix d for gradients."""
+    names, half = ("conv", "conv_bias", "x_proj", "step", "step_bias", "skip"), len(directions) // 2
+    both = enumerate((directions[:half], directions[half:]))
+    return {f"{prefix}{name}_{g}": t for g, weights in both for name, t in zip(names, weights)}
 
 
 def _empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
 
 
-def project(
+def conv_xproj(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
     logits: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
@@ -125,28 +165,27 @@ def project(
     logits (2, T, D), the step times step_proj^T, are computed if wanted.
     """
     (B, L, D), P, taps = u_BLD.shape, x_proj_2PD.shape[1], conv_2DK.shape[2]
-    rank, size = step_proj_2DR.shape[2], u_BLD.element_size()
-    v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    R, dtype, device = step_proj_2DR.shape[2], u_BLD.dtype, place(u_BLD)
+    v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=dtype)
     # what the fused kernel's copies need, its shared memory holds, its 32-bit offsets within two sequences reach and
-    # fills the GPU
-    macros, tokens, shared = _projection_variant(B * L, D, P, taps, u_BLD.device)
-    fits = size == 2 and D % 64 == 0 and P <= 96 and taps == 4 and tokens <= 4 * L and _vector(8, u_BLD) == 8
+    # fills the GPU: a CTA takes 48 strips of two tokens
+    strips = B * -(-L // 2)
+    fits = dtype.itemsize == 2 and D % 64 == 0 and P <= 80 and taps == 4 and L >= 24 and _vector(8, u_BLD) == 8
     fits = fits and 2 * L * u_BLD.stride(1) < 2**31
-    if fits and tokens * _multiprocessors(u_BLD.device) <= B * L:
-        macros.update(INPUT=INPUT[u_BLD.dtype], TAPS=taps, PROJECTIONS=P, RANK=rank, LOGITS=int(logits))
-        projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=u_BLD.dtype)
+    if fits and 48 * _multiprocessors(device) <= strips:
+        macros = _conv_xproj_macros(dtype, D, P, R, taps, logits, _shared_bytes(device))
+        projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=dtype)
         logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
-        blocks = -(-B * -(-L // 2) // (tokens // 2))
-        launch("block/conv_xproj", "project", macros, blocks, 192 * macros["SPLIT"], dict(
+        launch("block/conv_xproj", "conv_xproj", macros, -(-strips // 48), 192 * macros["SPLIT"], dict(
             u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,
             step_proj=step_proj_2DR, v=v_2BHD, projected=projected_2TP, logits=logits_2TD, B=B, length=L, read=H,
             channels=D,
-        ), shared)  # fmt: skip
+        ), macros["BLOCK_BYTES"])  # fmt: skip
         return v_2BHD, projected_2TP, logits_2TD
-    macros = _convolution(u_BLD, conv_2DK, P)
+    macros = _conv_macros(dtype, _vector(16 // dtype.itemsize, u_BLD), taps, P)
     threads = B * D // min(4, macros["VECTOR"])
     stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
-    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(u_BLD.device):
+    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(device):
         stretch //= 2
     stretch = -(-L // (4 * -(-L // stretch))) * 4
     arguments = dict(
@@ -154,25 +193,24 @@ def project(
         stretch=stretch,
     )  # fmt: skip
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
-    launch("block/conv", "convolve", macros, blocks, 32 * WARPS, arguments)
+    launch("block/conv", "conv", macros, blocks, 32 * WARPS, arguments)
     projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
-    return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT) if logits else None
+    return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT) if logits else None
 
 
-def _projection_variant(T: int, D: int, P: int, taps: int, device: torch.device) -> tuple[dict, int, int]:
-    """Macros of conv_xproj.cu for T tokens, those that a CTA takes, and its bytes of shared memory."""
+def _conv_xproj_macros(dtype: torch.dtype, D: int, P: int, R: int, taps: int, logits: bool, shared: int) -> dict:
+    """Of conv_xproj.cu, where a CTA may have `shared` bytes."""
 
-    def variant(tiles, split, chunk):
-        tokens = 48 * tiles
-        rows = tokens + 6 * (taps - 1)
-        stage = rows * (chunk + 16) * 2 + 2 * chunk * (taps + 1) * 4 + 2 * P * chunk * 2
-        return dict(TILES=tiles, SPLIT=split, CHUNK=chunk, LINES=0), tokens, 2 * stage + rows * 4
+    def block_bytes(k_tile):
+        rows = 96 + 6 * (taps - 1)
+        return 2 * (rows * (k_tile + 16) * 2 + 2 * k_tile * (taps + 1) * 4 + 2 * P * k_tile * 2) + rows * 4
 
-    if P > 80 or (P > 64 and not _is_hopper(device)):  # of which registers hold the sums of one tile
-        return variant(1, 1, 64)
-    # two warps for the same tokens where there are too few for two CTAs on every multiprocessor
-    few = P > 64 and D % 128 == 0 and 2 * 96 * _multiprocessors(device) > T
-    return variant(2, 2, 128) if few else variant(2, 1, 64)
+    split = 2 if P > 64 else 1  # a warp has no registers for the sums of wide projections and all channels' inputs
+    k_tile = 128 if split == 2 and D % 128 == 0 and block_bytes(128) <= shared else 64
+    return dict(
+        INPUT=INPUT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(logits), SPLIT=split, K_TILE=k_tile,
+        BLOCK_BYTES=block_bytes(k_tile),
+    )  # fmt: skip
 
 
 def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
@@ -181,7 +219,7 @@ def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, 
     return projects_step(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
 
 
-def convolve_backward(
+def conv_backward(
     u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
     du_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -194,26 +232,24 @@ def convolve_backward(
     P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
     if size == 4:
         dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
-    macros = _convolution(u_BLD, conv_2DK, P)
-    span, products = 8 * WARPS * min(2, macros["VECTOR"]), -(-P // 16) if size == 2 else 0
-    blocks, resident = -(-D // span), 3 if products <= 5 else 2
+    macros = _conv_macros(u_BLD.dtype, _vector(16 // size, u_BLD), taps, P)
+    blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
     # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
     # stretches of tokens, four at a time, and these are as long as that allows.
-    most = max(1, resident * _multiprocessors(u_BLD.device) // blocks)
+    most = max(1, resident * _multiprocessors(place(u_BLD)) // blocks)
     rounds = -(-B * -(-L // 256) // (4 * most))
     stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
     parts = min(-(-B * -(-L // stretch) // 4), most)
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
-    shared = 2 * 32 * (3 * (span * size + 16) + 2 * (16 * products + 8) * size)
-    launch("block/conv", "convolve_backward", macros, parts * blocks, 32 * WARPS, dict(
+    launch("block/conv", "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
         biases=conv_bias_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, B=B, L=L, H=dv_2BHD.shape[2],
         D=D, stretch=stretch, parts=parts,
-    ), shared)  # fmt: skip
+    ), macros["BLOCK_BYTES"])  # fmt: skip
     return dfilters
 
 
-def step_backward(
+def dt_proj_backward(
     dlogits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of all columns of the projections (2, T, P): dlogits step_proj, dk and dq; and of step_proj.
@@ -221,34 +257,29 @@ def step_backward(
     The latter, dlogits^T step, in parts of the tokens: (2, parts, D, R) in fp32.
     """
     (_, T, D), R, N = dlogits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
-    warps, tile = 8, 16  # as in step.cu
-    multiprocessors = _multiprocessors(dlogits_2TD.device)
-    # channels are sliced where a warp's registers cannot hold its part of all
-    slices = next((n for n in (1, 2, 4, 8) if n * 768 * 24 >= D * R and D % (n * 16 * warps) == 0), None)
-    if dlogits_2TD.element_size() > 2 or R > 48 or R % 8 or slices is None:
+    # a warp's registers hold its part of step_proj and of its gradient
+    fits = dlogits_2TD.element_size() == 2 and D <= 768 and R <= 24 and D % 128 == R % 8 == 0
+    if not fits:
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR)
-    parts = min(-(-T // tile), multiprocessors // (2 * slices) if slices > 1 else -(-multiprocessors // 2)) or 1
-    new = functools.partial(torch.empty, device=dlogits_2TD.device)
-    dprojected_2TP = new(2, T, R + 2 * N, dtype=dlogits_2TD.dtype)
-    dstep_proj = new(2, parts, D, R, dtype=torch.float32)
-    dsteps = new(2, slices, T, R, dtype=torch.float32) if slices > 1 else None
-    stage = 2 * tile * (D // slices + 8 + R + (8 if R % 16 == 0 else 0))
-    partial = 2 * 4 * warps * tile * R
-    stages = 5 if slices > 1 and 5 * stage + partial <= _shared_bytes(dlogits_2TD.device) else 3
-    macros = dict(INPUT=INPUT[dlogits_2TD.dtype], CHANNELS=D // slices, SLICES=slices, STAGES=stages, RANK=R, STATES=N)
-    launch("block/dt_proj_bwd", "step_backward", macros, 2 * parts * slices, 32 * warps, dict(
+    parts = min(-(-T // 16), -(-_multiprocessors(place(dlogits_2TD)) // 2))
+    dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
+    dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
+    macros = _dt_proj_backward_macros(dlogits_2TD.dtype, D, R, N)
+    launch("block/dt_proj_bwd", "dt_proj_backward", macros, 2 * parts, 256, dict(
         dlogits=dlogits_2TD, step=step_2TR, step_stride=step_2TR.stride(1), step_directions=step_2TR.stride(0),
-        step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, dsteps=dsteps, dstep_proj=dstep_proj,
-        tokens=T, parts=parts,
-    ), stages * stage + partial)  # fmt: skip
-    if slices > 1:
-        fours = 2 * T * (R + 2 * N) // 4  # of columns
-        launch("block/dt_proj_bwd", "join_slices", macros, -(-fours // (32 * warps)), 32 * warps, dict(
-            dsteps=dsteps, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, tokens=T,
-        ))  # fmt: skip
+        step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP, dstep_proj=dstep_proj, tokens=T,
+        parts=parts,
+    ), macros["BLOCK_BYTES"])  # fmt: skip
     return dprojected_2TP, dstep_proj
+
+
+def _dt_proj_backward_macros(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
+    stages, warps, tile = 3, 8, 16
+    stage = tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) * 2
+    block_bytes = stages * stage + 2 * warps * tile * R * 4
+    return dict(INPUT=INPUT[dtype], CHANNELS=D, RANK=R, STATES=N, BLOCK_BYTES=block_bytes)
 
 
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
@@ -260,9 +291,11 @@ def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
     return products.unflatten(0, (2, parts))
 
 
-def _convolution(u_BLD: Tensor, conv_2DK: Tensor, projections: int) -> dict:
-    vector = _vector(16 // u_BLD.element_size(), u_BLD)
-    return dict(INPUT=INPUT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], PROJECTIONS=projections)
+def _conv_macros(dtype: torch.dtype, vector: int, taps: int, P: int) -> dict:
+    """Of conv.cu; the shared memory is that of the gradients."""
+    span, products = 8 * WARPS * min(2, vector), -(-P // 16) if dtype.itemsize == 2 else 0
+    rows = 3 * (span * dtype.itemsize + 16) + 2 * (16 * products + 8) * dtype.itemsize
+    return dict(INPUT=INPUT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, BLOCK_BYTES=2 * 32 * rows)
 
 
 def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
@@ -280,33 +313,33 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether `gated_product` is one kernel: there is one for few tokens and, on Hopper, one for many."""
-    (T, C), multiprocessors = x_TC.shape, _multiprocessors(x_TC.device)
+    """Whether `gate_outproj` is one kernel: there is one for few tokens and, on Hopper, one for many."""
+    (T, C), multiprocessors = x_TC.shape, _multiprocessors(place(x_TC))
     if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
         return False
-    return _few_blocks(T, C) <= multiprocessors or runs_hopper_kernels(T, C, D, dtype, x_TC.device)
+    return _few_blocks(T, C) <= multiprocessors or runs_hopper_kernels(T, C, D, dtype, place(x_TC))
 
 
 def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether output_hopper.cu, which computes the norm of its result too, and its backward take these tokens."""
+    """Whether gate_outproj_sm90.cu, which computes the norm of its result too, and its backward take these tokens."""
     fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
     return fits and _is_hopper(device) and 64 * _multiprocessors(device) <= T
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Room for out_proj as that kernel wants it, if it is to run."""
-    takes = runs_hopper_kernels(T, *out_proj.shape, dtype, out_proj.device)
+    takes = runs_hopper_kernels(T, *out_proj.shape, dtype, place(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 
-def gated_product(
+def gate_outproj(
     x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
 
-    And its norm with the factors, as `prepare` has them, if `eps` is given and there are `tiles`, else an empty list.
-    With `tiles`, written by `prepare`, x is to be at a multiple of 16 bytes and z the last half of uz.
+    And its norm with the factors, as `pack_weights` has them, if `eps` is given and there are `tiles`, else an empty
+    list. With `tiles`, written by `pack_weights`, x is to be at a multiple of 16 bytes and z the last half of uz.
     """
     (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
     if not fuses_product(x_TC, D, y_2BLD.dtype):
@@ -314,26 +347,39 @@ def gated_product(
         return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
     out_TC = torch.empty_like(x_TC)
     mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
-    macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
-    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(x_TC.device)
+    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(place(x_TC))
     if tiles is not None:
         assert _token_stride(z_BLD) == 2 * D
         assert x_TC.data_ptr() % 16 == 0
         norm = [] if eps is None else _empty_norm(x_TC, y_2BLD.dtype)
-        macros.update(KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS)
+        macros = _gate_outproj_macros(y_2BLD.dtype, C, keep)
         rounds, tokens = _shares(T, multiprocessors)
-        shared = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + 2 * (STAGES + 2 * SLOTS) * 8
         xhat_TC, norms_T = norm or (None, None)
-        launch("block/gate_outproj_sm90", "gated_product_by_wgmma", macros, multiprocessors, 384, dict(
+        launch("block/gate_outproj_sm90", "gate_outproj", macros, multiprocessors, 384, dict(
             y=y_2BLD, z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=means, xhat=xhat_TC,
             norms=norms_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
-        ), shared)  # fmt: skip
+        ), macros["BLOCK_BYTES"])  # fmt: skip
         return out_TC, mean_BLD, norm
-    launch("block/gate_outproj", "gated_product_of_few", macros, _few_blocks(T, C), D // 2, dict(
+    macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
+    launch("block/gate_outproj", "gate_outproj_of_few", macros, _few_blocks(T, C), D // 2, dict(
         y=y_2BLD, z=z_BLD, z_stride=_token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC, out=out_TC,
         means=means, tokens=T, length=L,
     ))  # fmt: skip
     return out_TC, mean_BLD, []
+
+
+def _gate_outproj_macros(dtype: torch.dtype, C: int, keep: bool) -> dict:
+    """Of gate_outproj_sm90.cu."""
+    barriers = 2 * STAGES + 2 * 2 * SLOTS
+    block_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + barriers * 8
+    return dict(INPUT=INPUT[dtype], WIDTH=C, KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS, BLOCK_BYTES=block_bytes)
+
+
+def _gate_outproj_backward_macros(dtype: torch.dtype, C: int) -> dict:
+    """Of gate_outproj_bwd_sm90.cu: weights of 128 channels, and as many slots for each of two groups as fit."""
+    weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
+    slots = (227 * 1024 - weights - 8) // (2 * slot)
+    return dict(INPUT=INPUT[dtype], WIDTH=C, SLOTS=slots, BLOCK_BYTES=weights + 2 * slots * slot + 8)
 
 
 @functools.cache
@@ -342,7 +388,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _few_blocks(T: int, C: int) -> int:
-    """Blocks of `gated_product_of_few`: one for 16 tokens and 48 outputs."""
+    """CTAs of `gate_outproj_of_few`: one for 16 tokens and 48 outputs."""
     return -(-T // 16) * (C // 48)
 
 
@@ -353,7 +399,7 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
 
 
-def gated_product_backward(
+def gate_outproj_backward(
     dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
     dz_BLD: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -365,18 +411,18 @@ def gated_product_backward(
     dout_TC = dout_TC.contiguous()
     halves = all(_token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
     aligned = _vector(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
-    if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, dout_TC.device) and halves and aligned):
+    if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, place(dout_TC)) and halves and aligned):
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
-    slices = D // 128  # of channels; a block has one of them and all that a multiprocessor has of shared memory
-    blocks = max(1, _multiprocessors(dout_TC.device) // slices)  # of each
+    slices = D // 128  # of channels; a CTA has one of them and a multiprocessor's shared memory
+    blocks = max(1, _multiprocessors(place(dout_TC)) // slices)  # of each
     rounds, tokens = _shares(T, blocks)
-    macros = dict(INPUT=INPUT[dout_TC.dtype], WIDTH=C)
-    launch("block/gate_outproj_bwd_sm90", "gated_product_backward", macros, blocks * slices, 384, dict(
+    macros = _gate_outproj_backward_macros(dout_TC.dtype, C)
+    launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
         dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD, dz=dz_BLD,
         gated=gated_BLD, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
-    ), 227 * 1024)  # fmt: skip
+    ), macros["BLOCK_BYTES"])  # fmt: skip
     return gated_BLD
 
 

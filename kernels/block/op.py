@@ -4,7 +4,10 @@ It computes what `vil.block.Block` does, by fewer kernels and with fewer tensors
 folded into the projection behind it, both directions share each kernel, the residual addition is part of the last
 product, and backward computes convolutions, projections and gate again.
 
-If only the middle token's output is wanted, as of a model's last block, each direction runs over the half of the tokens
+Blocks one behind the other pass on, beside the residual stream x, its norm without a weight, xhat, as a fused add-norm
+does: (x, xhat) -> (x', xhat'). Both have gradients, and that of xhat' becomes one of x' as backward begins.
+
+If only the class token's output is wanted, as of a model's last block, each direction runs over the half of the tokens
 that it reads up to there, and z, the gate and the last product are of that token alone.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
@@ -13,19 +16,20 @@ M tokens whose output is wanted: L or 1    H tokens that a direction reads for i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check, check_choice, check_given, once_a_kind
+from ..cuda.plan import planned
+from ..scan import launch as scans
 from ..scan import op as scan
 from ..scan.checkpoints import boundaries
 from ..scan.op import aligned
 from . import launch as kernels
+from .launch import Weights
 
-REVERSE = [False, True]
+REVERSE = (False, True)
 TAPS = (2, 3, 4)  # of the convolutions that there are kernels for
 WEIGHTS = 2**32 - 1  # elements of in_proj, counted in 32 bits
 FP32 = torch.float32
@@ -33,13 +37,14 @@ FP32 = torch.float32
 torch.library.define(
     "vil::block",
     "(str recurrence, Tensor x_BLC, Tensor[] normed, Tensor? scale_B, float eps, Tensor norm_C, Tensor in_proj,"
-    " Tensor out_proj, Tensor[] directions, ScalarType dtype, bool middle, bool hand_over, bool keep)"
+    " Tensor out_proj, Tensor[] directions, ScalarType dtype, bool class_token_only, bool norm_next, bool keep)"
     " -> (Tensor x_BMC, Tensor[] next_normed, Tensor[] saved)",
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, Tensor dx_BMC, Tensor? rounded_TC, Tensor? scale_B, Tensor norm_C, Tensor in_proj,"
-    " Tensor out_proj, Tensor[] directions, bool middle, Tensor[] saved) -> Tensor[]",
+    "(str recurrence, Tensor dx_BMC, Tensor? dnext_TC, Tensor[] next_normed, Tensor? scale_B, Tensor norm_C,"
+    " Tensor in_proj, Tensor out_proj, Tensor[] directions, bool class_token_only, bool prenormed, Tensor[] saved)"
+    " -> Tensor[]",
 )
 
 
@@ -57,15 +62,16 @@ def supports_weights(weights: list[Tensor], taps: int, device: torch.device) -> 
 
 
 def block(
-    recurrence: str, x_BLC: Tensor, scale_B: Tensor | None, eps: float, norm_C: Tensor, in_proj: Tensor,
-    out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype, middle: bool = False,
-    handed: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """x + scale * out_proj(mixer(norm(x))) of the residual stream x (fp32), computed in `dtype`.
+    recurrence: str, x_BLC: Tensor, normed: tuple[Tensor, Tensor] | None, scale_B: Tensor | None, eps: float,
+    norm_C: Tensor, in_proj: Tensor, out_proj: Tensor, directions: list[Tensor], dtype: torch.dtype,
+    class_token_only: bool = False, norm_next: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """x' = x + scale * out_proj(mixer(norm(x))) of the residual stream x (fp32), computed in `dtype`, and its norm.
 
     Args:
         recurrence: "longhorn" or "selective".
         x_BLC: Residual stream, fp32.
+        normed: What the block before has returned beside x, if that was called with the same eps and dtype.
         scale_B: Stochastic depth: 0 or 1 / (1 - rate) for each image. None for 1.
         eps: Of the norm.
         norm_C: Weight of the norm.
@@ -74,56 +80,41 @@ def block(
         directions: For each direction in turn: convolution weight (D, 1, taps) and bias, x_proj (R + 2N, D), step_proj
             weight (D, R) and bias, skip, and A_log (D, N) if the recurrence has rates.
         dtype: float32, bfloat16 or float16.
-        middle: Compute the output of the middle token, number (L - 1) // 2, alone: (B, 1, C).
-        handed: For blocks one behind the other, with nothing in between and the same eps. What the block before has
-            left of this one's norm; in its place this one leaves what it has computed of the next one's, if anything.
+        class_token_only: Compute the output of the middle token, number (L - 1) // 2, alone: (B, 1, C).
+        norm_next: Whether a block with the same eps and dtype comes next, to which nothing but x' is given.
+
+    Returns:
+        x', and the norm of x' without a weight (B L, C) with its factors (B L,) if that costs nothing, else None.
     """
+    given = [] if normed is None or normed[0].dtype != dtype else list(normed)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BLC, norm_C, in_proj, out_proj, *directions))
-    normed = handed if handed and handed[0].dtype == dtype else []
-    hand_over = handed is not None and not middle
-    y_BMC, next_normed, _ = torch.ops.vil.block(
-        recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+    arguments = (
+        recurrence, x_BLC, given, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
+        norm_next and not class_token_only,
     )  # fmt: skip
-    if handed is not None:
-        handed[:] = next_normed
-    return y_BMC
+    if not runs_at_once(x_BLC):
+        y_BMC, next_normed, _ = torch.ops.vil.block(*arguments, keep)
+    elif keep:
+        y_BMC, next_normed, _ = _differentiable_block(*arguments, True, at_once=True)
+    else:
+        with torch.no_grad():
+            y_BMC, next_normed, _ = _block(*arguments, False)
+    return y_BMC, tuple(next_normed) or None
 
 
-class Weights(NamedTuple):
-    """The weights as the kernels and products take them: projections in the products' dtype, others in fp32."""
-
-    in_proj: Tensor  # (2D, C), the norm's weight in it: in_proj @ (norm * xhat) = (in_proj * norm) @ xhat
-    out_proj: Tensor  # (C, D)
-    conv: Tensor  # (2, D, K)
-    conv_bias: Tensor  # (2, D)
-    x_proj: Tensor  # (2, R + 2N, D), with R padded by zeros to a multiple of 8, which fast matrix products need
-    step_proj: Tensor  # (2, D, R)
-    step_bias: Tensor  # (2, D)
-    skip: Tensor  # (2, D)
-    rates: Tensor  # (2, D, N), A; empty if the recurrence has none
-
-    def split(self, uz_BLE: Tensor, xhat_TC: Tensor, middle: bool) -> tuple[Tensor, Tensor]:
-        """u and z; if `middle`, uz is u alone."""
-        if not middle:
-            return uz_BLE.chunk(2, dim=-1)
-        B, L, D = uz_BLE.shape
-        xhat_BC = _wanted(xhat_TC.view(B, L, -1), middle).squeeze(1)
-        return uz_BLE, torch.mm(xhat_BC, self.in_proj[D:].t()).unsqueeze(1)
-
-    def project(self, u_BLD: Tensor, middle: bool, logits: bool = True) -> list[Tensor | None]:
-        """What the recurrence reads, all as (2, B, H, ...): v, keys, queries, the step and, if wanted, its logits."""
-        B, L, _ = u_BLD.shape
-        rank, projections = self.step_proj.shape[2], self.x_proj.shape[1]
-        v_2BHD, projected_2TP, logits_2TD = kernels.project(
-            u_BLD, self.conv, self.conv_bias, self.x_proj, self.step_proj, _reads(L, middle), logits
-        )
-        step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
-        logits_2BHD = logits_2TD.unflatten(1, (B, -1)) if logits else None
-        return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (k_2TN, q_2TN, step_2TR)), logits_2BHD]
+def runs_at_once(t: Tensor) -> bool:
+    """Whether nobody is to see the operator: no compiler, no mode, no transformation and no kind of tensor."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(t) is not Tensor
+        or t.device.type != "cuda"
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
-# What lists of tensors hold and the letters of their dimensions: E 2D, P R + 2N, K taps, S states between chunks, r and
-# p the padded R and P, U columns of uz, 0 none. Where there is no dtype, it is that of the weights or products.
+# What lists of tensors hold and the letters of their dimensions: E 2D, P R + 2N, K taps, S states between chunks, U
+# columns of uz, W of packed weights. Where there is no dtype, it is that of the weights or products.
 _DIRECTION = [
     ("conv", "D1K"), ("conv_bias", "D"), ("x_proj", "PD"), ("step_proj", "DR"), ("step_bias", "D"), ("skip", "D"),
     ("A_log", "DN"),
@@ -135,12 +126,10 @@ _DIRECTIONS = {
 _SAVED = {
     recurrence: [
         ("saved[0] (uz)", "BLU", None), ("saved[1] (mean)", "BMD", None), ("saved[2] (states)", "2BSND", FP32),
-        ("saved[3] (in_proj)", "EC", None), ("saved[4] (out_proj)", "CD", None), ("saved[5] (conv)", "2DK", FP32),
-        ("saved[6] (conv_bias)", "2D", FP32), ("saved[7] (x_proj)", "2pD", None), ("saved[8] (step_proj)", "2Dr", None),
-        ("saved[9] (step_bias)", "2D", FP32), ("saved[10] (skip)", "2D", FP32), ("saved[11] (rates)", rates, FP32),
-        ("saved[12] (xhat)", "TC", None), ("saved[13] (scale)", "T", FP32),
+        ("saved[3] (weights)", "W", None), *((f"saved[4] ({name})", layout, FP32) for name, layout in rates),
+        (f"saved[{4 + len(rates)}] (xhat)", "TC", None), (f"saved[{5 + len(rates)}] (scale)", "T", FP32),
     ]
-    for recurrence, rates in (("longhorn", "0"), ("selective", "2DN"))
+    for recurrence, rates in (("longhorn", []), ("selective", [("rates", "2DN")]))
 }  # fmt: skip
 
 
@@ -191,150 +180,212 @@ def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj
 
 @once_a_kind
 def _check_backward(
-    recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only, saved
 ) -> None:  # fmt: skip
     residual = "dx_BMC", dx_BMC, "BMC", FP32
     sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
     rows = _SAVED[recurrence]
     _check_length("saved", saved, len(rows))
-    uz_BLE, padding = saved[0], -sizes["R"] % 8
+    _check_length("next_normed", next_normed, 0, 2)
+    if dnext_TC is not None and (not next_normed or class_token_only):
+        raise ValueError("dnext_TC is the gradient of next_normed[0], which is not given or has none")
+    uz_BLE = saved[0]
     dtype = uz_BLE.dtype
     check_choice("the dtype of saved[0] (uz),", dtype, scan.DTYPES)
-    sizes.update({"0": 0, "2": 2, "r": sizes["R"] + padding, "p": sizes["P"] + padding})
-    sizes["t"] = sizes["B"] * sizes["M"]
-    check(sizes, residual, ("rounded_TC", rounded_TC, "tC", dtype), (rows[0][0], uz_BLE, "BLU", dtype))
-    L, expected = sizes["L"], (1, sizes["D"]) if middle else (sizes["L"], sizes["E"])
+    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
+    sizes["W"] = kernels.packed_size(*kernels.packed_sizes(out_proj, directions), dtype)
+    next_rows = zip(("next_normed[0]", "next_normed[1]"), next_normed, ("tC", "t"), (dtype, FP32))
+    check(sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *next_rows, (rows[0][0], uz_BLE, "BLU", dtype))
+    L, expected = sizes["L"], (1, sizes["D"]) if class_token_only else (sizes["L"], sizes["E"])
     if (sizes["M"], sizes["U"]) != expected:
         found = f"{sizes['M']} and {sizes['U']}"
         need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
-        raise ValueError(f"with middle={middle} dx_BMC must have {need}, not {found}")
-    sizes.update(T=sizes["B"] * L, S=boundaries(_reads(L, middle)))
+        raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, not {found}")
+    sizes.update(T=sizes["B"] * L, S=boundaries(_reads(L, class_token_only)))
     check(sizes, residual, *((name, t, layout, own or dtype) for (name, layout, own), t in zip(rows, saved)))
 
 
-def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
+def _rates(directions: list[Tensor]) -> list[Tensor]:
+    """A (2, D, N), if the recurrence has rates."""
     half = len(directions) // 2
-    A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
-    return -torch.stack(A_log).exp() if A_log else in_proj.new_empty(0, dtype=torch.float32)
+    return [-torch.stack([directions[6].float(), directions[half + 6].float()]).exp()] if half > 6 else []
 
 
-def _wanted(x_BLC: Tensor, middle: bool) -> Tensor:
+def _wanted(x_BLC: Tensor, class_token_only: bool) -> Tensor:
     """The M tokens whose output is wanted."""
-    return x_BLC.narrow(1, (x_BLC.shape[1] - 1) // 2, 1) if middle else x_BLC
+    return x_BLC.narrow(1, (x_BLC.shape[1] - 1) // 2, 1) if class_token_only else x_BLC
 
 
-def _reads(L: int, middle: bool) -> int:
-    """H, how many tokens each direction reads for them: if `middle`, the first of one and the last of the other."""
-    return L // 2 + 1 if middle else L
+def _reads(L: int, class_token_only: bool) -> int:
+    """H, how many tokens each direction reads for them, the first of one and the last of the other."""
+    return L // 2 + 1 if class_token_only else L
+
+
+def _split(uz_BLE: Tensor, xhat_TC: Tensor, in_proj: Tensor, class_token_only: bool) -> tuple[Tensor, Tensor]:
+    """u and z; if `class_token_only`, uz is u alone."""
+    if not class_token_only:
+        return uz_BLE.chunk(2, dim=-1)
+    B, L, D = uz_BLE.shape
+    xhat_BC = _wanted(xhat_TC.view(B, L, -1), class_token_only).squeeze(1)
+    return uz_BLE, torch.mm(xhat_BC, in_proj[D:].t()).unsqueeze(1)
+
+
+def _project(u_BLD: Tensor, weights: Weights, class_token_only: bool, logits: bool = True) -> list[Tensor | None]:
+    """What the recurrence reads, all as (2, B, H, ...): v, keys, queries, the step and, if wanted, its logits."""
+    B, L, _ = u_BLD.shape
+    rank, projections = weights.step_proj.shape[2], weights.x_proj.shape[1]
+    v_2BHD, projected_2TP, logits_2TD = kernels.conv_xproj(
+        u_BLD, weights.conv, weights.conv_bias, weights.x_proj, weights.step_proj, _reads(L, class_token_only), logits
+    )
+    step_2TR, k_2TN, q_2TN = projected_2TP.tensor_split((rank, (rank + projections) // 2), dim=-1)
+    logits_2BHD = logits_2TD.unflatten(1, (B, -1)) if logits else None
+    return [v_2BHD, *(t.unflatten(1, (B, -1)) for t in (k_2TN, q_2TN, step_2TR)), logits_2BHD]
+
+
+def _check_forward_call(
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, *_
+) -> None:  # fmt: skip
+    _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
+
+
+@planned(_check_forward_call)
+def _forward(
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only, norm_next,
+    keep,
+):  # fmt: skip
+    """x'; xhat' with its factors, or None twice; and what backward needs if `keep`: what `_SAVED` lists."""
+    x_BLC, scale_B, norm_C, in_proj, out_proj = map(aligned, (x_BLC, scale_B, norm_C, in_proj, out_proj))
+    normed, directions = [aligned(t) for t in normed], [aligned(t) for t in directions]
+    (B, L, C), D = x_BLC.shape, out_proj.shape[1]
+    x_TC = x_BLC.view(-1, C)
+    tiles = None if class_token_only else kernels.empty_tiles(B * L, out_proj, dtype)
+    copy = not (class_token_only or kernels.fuses_product(x_TC, D, dtype))  # the product is written over it
+    packed, norm = kernels.pack_weights(
+        norm_C, in_proj, out_proj, directions, dtype, tiles, None if normed else x_TC, eps, copy
+    )  # fmt: skip
+    weights, rates = Weights.of(packed, *kernels.packed_sizes(out_proj, directions)), _rates(directions)
+    xhat_TC, scale_T, x_TC = (*normed, x_TC.clone() if copy else x_TC) if normed else norm
+    projection = weights.in_proj[:D] if class_token_only else weights.in_proj
+    uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
+    u_BLD, z_BMD = _split(uz_BLE, xhat_TC, weights.in_proj, class_token_only)
+    H = _reads(L, class_token_only)
+    from_step = kernels.scans_from_step(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
+    v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = _project(u_BLD, weights, class_token_only, logits=not from_step)
+    y_2BMD, states = scans.scan_forward(
+        recurrence, v_2BHD, step_2BHR if from_step else logits_2BHD, k_2BHN, q_2BHN,
+        rates[0] if rates else None, weights.skip, weights.step_bias, REVERSE, keep,
+        step_proj_GDR=weights.step_proj if from_step else None,
+    )  # fmt: skip
+    if class_token_only:
+        y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
+        x_TC = _wanted(x_BLC, class_token_only).clone(memory_format=torch.contiguous_format).view(B, C)
+    out_TC, mean_BMD, next_normed = kernels.gate_outproj(
+        x_TC, y_2BMD, z_BMD, scale_B, weights.out_proj, tiles, keep, eps if norm_next else None
+    )  # fmt: skip
+    saved = [uz_BLE, mean_BMD, states, packed, *rates, *([] if normed else [xhat_TC, scale_T])]
+    return [out_TC.view(B, -1, C), *(next_normed or (None, None)), *(saved if keep else [])]
 
 
 def _block(
-    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only, norm_next,
+    keep,
 ):  # fmt: skip
-    """The block's output, its norm (without a weight) with the factors, and what backward needs if `keep`.
+    """The block's output, its norm if `norm_next` and it comes with the output, and what backward needs if `keep`."""
+    y_BMC, xhat_TC, scale_T, *saved = _forward(
+        recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
+        norm_next, keep,
+    )  # fmt: skip
+    return y_BMC, [] if xhat_TC is None else [xhat_TC, scale_T], saved
 
-    Of the norm nothing unless `hand_over` and it comes with the output. normed is the same for x, or nothing.
+
+@planned()
+def _backward(
+    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, shapes, class_token_only, prenormed, saved
+):  # fmt: skip
+    """Gradients of x, xhat (None unless `prenormed`), norm_C, in_proj, out_proj and of every tensor of `directions`.
+
+    Of out_proj and `directions` the shapes are enough: what they were as forward ran is packed.
     """
-    _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
-    normed, scale_B = [aligned(t) for t in normed], aligned(scale_B)
-    (B, L, C), D = x_BLC.shape, out_proj.shape[1]
-    x_TC = x_BLC.contiguous().view(-1, C)
-    tiles = None if middle else kernels.empty_tiles(B * L, out_proj, dtype)
-    if tiles is not None and x_TC.data_ptr() % 16:
-        x_TC = x_TC.clone()
-    copy = not (middle or kernels.fuses_product(x_TC, D, dtype))  # the product is written over it
-    packed, norm = kernels.prepare(
-        norm_C, in_proj, out_proj, directions, dtype, tiles, None if normed else x_TC, eps, copy
-    )  # fmt: skip
-    weights = Weights(*packed, _rates(in_proj, directions))
-    xhat_TC, scale_T, x_TC = (*normed, x_TC.clone() if copy else x_TC) if normed else norm
-    projection = weights.in_proj[:D] if middle else weights.in_proj
-    uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
-    u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
-    from_step = kernels.scans_from_step(recurrence, u_BLD, _reads(L, middle), weights.x_proj, weights.step_proj)
-    v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = weights.project(u_BLD, middle, logits=not from_step)
-    channels = weights.skip, weights.step_bias
-    if from_step:
-        y_2BMD, states = scan.scan_from_step(
-            recurrence, v_2BHD, step_2BHR, weights.step_proj, k_2BHN, q_2BHN, *channels, REVERSE, keep
-        )
-    else:
-        rates = weights.rates if recurrence == "selective" else None
-        y_2BMD, states = scan.scan(
-            "cuda", recurrence, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, *channels, REVERSE, keep
-        )
-    del v_2BHD, logits_2BHD
-    if middle:
-        y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
-        x_TC = _wanted(x_BLC, middle).clone(memory_format=torch.contiguous_format).view(B, C)
-    out_TC, mean_BMD, next_normed = kernels.gated_product(
-        x_TC, y_2BMD, z_BMD, scale_B, weights.out_proj, tiles, keep, eps if hand_over else None
-    )  # fmt: skip
-    saved = [uz_BLE, mean_BMD, states, *weights, *([] if normed else [xhat_TC, scale_T])]
-    return out_TC.view(B, -1, C), next_normed, saved if keep else []
-
-
-def _block_backward(recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
-    """Gradients of x, norm_C, in_proj, out_proj and of every tensor of `directions`; that of x rounded, if it can be.
-
-    rounded_TC is dx_BMC in the products' dtype, its batch and tokens as one dimension, if somebody has it.
-    """
-    _check_backward(
-        recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
-    )  # fmt: skip
-    uz_BLE, mean_BMD, states, *weights, xhat_TC, scale_T = [aligned(t) for t in saved]
-    weights, scale_B = Weights(*weights), aligned(scale_B)
+    dx_BMC, dnext_TC, scale_B, norm_C, in_proj = map(aligned, (dx_BMC, dnext_TC, scale_B, norm_C, in_proj))
+    next_normed, saved = [aligned(t) for t in next_normed], [aligned(t) for t in saved]
+    uz_BLE, mean_BMD, states, packed, *rates, xhat_TC, scale_T = saved
     (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
-    u_BLD, z_BMD = weights.split(uz_BLE, xhat_TC, middle)
-    duz_BLE = torch.zeros_like(uz_BLE) if middle else torch.empty_like(uz_BLE)
-    du_BLD, dz_BMD = (duz_BLE, torch.empty_like(z_BMD)) if middle else duz_BLE.chunk(2, dim=-1)
+    out_proj, *directions = [norm_C.new_empty(shape) for shape in shapes]
+    weights = Weights.of(packed, *kernels.packed_sizes(out_proj, directions))
+    dout_TC, dx_TC = None, dx_BMC.view(-1, C)
+    if dnext_TC is not None:
+        dx_TC, dout_TC = kernels.norm_backward(dnext_TC, *next_normed, dx_TC)
+    dout_TC = dx_TC.to(dtype) if dout_TC is None else dout_TC
 
-    dout_TC = (dx_BMC.to(dtype) if rounded_TC is None else rounded_TC).reshape(-1, C)
+    u_BLD, z_BMD = _split(uz_BLE, xhat_TC, weights.in_proj, class_token_only)
+    duz_BLE = torch.zeros_like(uz_BLE) if class_token_only else torch.empty_like(uz_BLE)
+    du_BLD, dz_BMD = (duz_BLE, torch.empty_like(z_BMD)) if class_token_only else duz_BLE.chunk(2, dim=-1)
     dy_BLD = du_BLD  # which is free until the convolutions' gradient
-    gated_BMD = kernels.gated_product_backward(
-        dout_TC, weights.out_proj, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, middle), dz_BMD
+    gated_BMD = kernels.gate_outproj_backward(
+        dout_TC, weights.out_proj, mean_BMD, z_BMD, scale_B, _wanted(dy_BLD, class_token_only), dz_BMD
     )
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
-    del gated_BMD, dout_TC
 
-    v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = weights.project(u_BLD, middle)
+    v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = _project(u_BLD, weights, class_token_only)
     _, _, H, D = v_2BHD.shape
     # that of the direction that reads the last H tokens begins with them
     dy_2BHD = dy_BLD.as_strided((2, B, H, D), ((L - H) * dy_BLD.stride(1), *dy_BLD.stride()))
-    rates = weights.rates if recurrence == "selective" else None
-    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = scan.scan_backward_over_logits(
-        recurrence, dy_2BHD, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates, weights.skip, weights.step_bias, states,
-        REVERSE,
+    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = scans.scan_backward(
+        recurrence, dy_2BHD, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates[0] if rates else None, weights.skip,
+        weights.step_bias, states, REVERSE, over_logits=True,
     )  # fmt: skip
-    dprojected_2TP, dstep_proj = kernels.step_backward(
+    dprojected_2TP, dstep_proj = kernels.dt_proj_backward(
         dlogits_2BHD.flatten(1, 2), step_2BHR.flatten(1, 2), weights.step_proj, dk_2BHN.flatten(1, 2),
         dq_2BHN.flatten(1, 2),
     )  # fmt: skip
     dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2BHD.flatten(1, 2))
-    dfilters = kernels.convolve_backward(
+    dfilters = kernels.conv_backward(
         u_BLD, dv_2BHD, dprojected_2TP, weights.x_proj, weights.conv, weights.conv_bias, du_BLD
     )
-    del v_2BHD, logits_2BHD, dv_2BHD, dlogits_2BHD
 
     duz_TE = duz_BLE.flatten(0, 1)
     dfolded = _mm(duz_TE.t(), xhat_TC)
     dxhat_TC = torch.mm(duz_TE, weights.in_proj[:E])
-    dx_BLC = dx_BMC.contiguous()
-    if middle:  # what z adds, and zeros for the residual stream of the other tokens
+    if class_token_only:  # what z adds, and zeros for the residual stream of the other tokens
         dz_BD, xhat_BC, dxhat_BC = [
-            _wanted(t_BLX, middle).squeeze(1) for t_BLX in (dz_BMD, xhat_TC.view(B, L, C), dxhat_TC.view(B, L, C))
+            _wanted(t_BLX, class_token_only).squeeze(1)
+            for t_BLX in (dz_BMD, xhat_TC.view(B, L, C), dxhat_TC.view(B, L, C))
         ]
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, weights.in_proj[E:])
-        dx_BLC = F.pad(dx_BMC, (0, 0, (L - 1) // 2, L // 2))
-    (dnorm, din_proj, *pairs), dx_TC, rounded_TC = kernels.finish_backward(
-        norm_C, in_proj, directions, dfolded, dfilters, dx_proj, dstep_proj, dchannels, dxhat_TC, xhat_TC, scale_T,
-        dx_BLC.view(-1, C),
+        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, (L - 1) // 2, L // 2)).view(-1, C)
+    dnorm, din_proj, *ddirections = kernels.unpack_gradients(
+        norm_C, in_proj, directions, dfolded, dfilters, dx_proj, dstep_proj, dchannels, dtype
     )  # fmt: skip
-    if recurrence == "selective":  # d(-exp(A_log)) / dA_log is -exp(A_log)
-        pairs += (drates * weights.rates).to(directions[6].dtype).unbind()
-    gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *pairs[::2], *pairs[1::2]
-    return [dx_TC.view(B, L, C), *gradients, rounded_TC]
+    if not prenormed:
+        dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, scale_T, dx_TC)
+    if rates:  # d(-exp(A_log)) / dA_log is -exp(A_log)
+        of_A_log = (drates * rates[0]).to(directions[6].dtype).unbind()
+        ddirections = [*ddirections[:6], of_A_log[0], *ddirections[6:], of_A_log[1]]
+    gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *ddirections
+    return [dx_TC.view(B, L, C), dxhat_TC if prenormed else None, *gradients]
+
+
+def _block_backward(
+    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
+    prenormed, saved,
+):  # fmt: skip
+    """`_backward`, with an empty tensor in place of None."""
+    _check_backward(
+        recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
+        saved,
+    )  # fmt: skip
+    dx_BLC, dxhat_TC, *gradients = _backward(
+        recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, _shapes(out_proj, directions),
+        class_token_only, prenormed, saved,
+    )  # fmt: skip
+    if dx_BLC.data_ptr() == dx_BMC.data_ptr():  # an operator returns nothing that it was given
+        dx_BLC = dx_BLC.clone()
+    return [dx_BLC, dx_BLC.new_empty(0, dtype=saved[0].dtype) if dxhat_TC is None else dxhat_TC, *gradients]
+
+
+def _shapes(out_proj: Tensor, directions: list[Tensor]) -> tuple:
+    return tuple([t.shape for t in (out_proj, *directions)])
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -344,36 +395,38 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.register_fake("vil::block")
 def _fake_block(
-    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only, norm_next,
+    keep,
 ):  # fmt: skip
     _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype)
     (B, L, C), D = x_BLC.shape, out_proj.shape[1]
     N = (directions[2].shape[0] - directions[3].shape[1]) // 2
-    M, H, E = (1 if middle else L), _reads(L, middle), (D if middle else 2 * D)
+    M, H, E = (1, _reads(L, True), D) if class_token_only else (L, L, 2 * D)
     y_BMC = x_BLC.new_empty(B, M, C)
     norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    hand_over = hand_over and not middle and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
-    next_normed = norm if hand_over else []
+    norm_next = norm_next and not class_token_only and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
+    next_normed = norm if norm_next else []
     if not keep:
         return y_BMC, next_normed, []
-    kept = (2, B, boundaries(H), N, D)
-    shapes = [(B, L, E), (B, M, D), kept]
-    dtypes = [dtype, dtype, torch.float32]
-    saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes)]
-    weights = [*kernels.empty_weights(out_proj, directions, dtype), _rates(in_proj, directions)]
-    return y_BMC, next_normed, saved + weights + ([] if normed else [t.clone() for t in norm])
+    packed = kernels.packed_size(*kernels.packed_sizes(out_proj, directions), dtype)
+    shapes = [(B, L, E), (B, M, D), (2, B, boundaries(H), N, D), (packed,)]
+    saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, (dtype, dtype, FP32, dtype))]
+    saved += _rates(directions)
+    return y_BMC, next_normed, saved + ([] if normed else [t.clone() for t in norm])
 
 
 @torch.library.register_fake("vil::block_backward")
-def _fake_block_backward(recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved):
+def _fake_block_backward(
+    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
+    prenormed, saved,
+):  # fmt: skip
     _check_backward(
-        recurrence, dx_BMC, rounded_TC, scale_B, norm_C, in_proj, out_proj, directions, middle, saved
+        recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
+        saved,
     )  # fmt: skip
-    uz_BLE, *_, xhat_TC, _ = saved
-    B, L, _ = uz_BLE.shape
+    (B, L, _), xhat_TC = saved[0].shape, saved[-2]
     gradients = [t.new_empty(t.shape) for t in (norm_C, in_proj, out_proj, *directions)]
-    rounded_TC = xhat_TC.new_empty(xhat_TC.shape if xhat_TC.dtype != dx_BMC.dtype else 0)
-    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), *gradients, rounded_TC]
+    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if prenormed else 0), *gradients]
 
 
 class _Block(torch.autograd.Function):
@@ -381,35 +434,52 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, dtype, middle, hand_over, *directions
+        ctx, at_once, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, class_token_only, norm_next,
+        given, *tensors,
     ):  # fmt: skip
-        y_BMC, next_normed, saved = _below_autograd(
-            recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over,
-            True,
+        normed, directions, prenormed = list(tensors[:given]), list(tensors[given:]), given > 0
+        run = _block if at_once else _below_autograd
+        y_BMC, next_normed, saved = run(
+            recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
+            norm_next, True,
         )  # fmt: skip
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
-        ctx.mark_non_differentiable(*next_normed, *saved)
-        ctx.recurrence, ctx.middle, ctx.count = recurrence, middle, len(directions)
-        ctx.save_for_backward(scale_B, norm_C, in_proj, out_proj, *directions, *saved, *normed)
+        ctx.mark_non_differentiable(*next_normed[1:], *saved)
+        ctx.options = at_once, recurrence, class_token_only, prenormed
+        ctx.lengths = len(next_normed), len(saved) + len(normed)
+        ctx.shape = y_BMC.shape
+        if at_once:
+            ctx.shapes = _shapes(out_proj, directions)
+            ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj)
+        else:
+            ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj, out_proj, *directions)
         return len(next_normed), y_BMC, *next_normed, *saved
 
     @staticmethod
-    def backward(ctx, _, dx_BMC, *__):
-        scale_B, norm_C, in_proj, out_proj, *rest = ctx.saved_tensors
-        directions, saved = rest[: ctx.count], rest[ctx.count :]
-        dx_BLC, dnorm, din_proj, dout_proj, *ddirections, rounded_TC = torch.ops.vil.block_backward(
-            ctx.recurrence, dx_BMC, _rounded(dx_BMC, saved[0].dtype), scale_B, norm_C, in_proj, out_proj, directions,
-            ctx.middle, saved,
+    def backward(ctx, _, dx_BMC, *others):
+        at_once, recurrence, class_token_only, prenormed = ctx.options
+        after, kept = ctx.lengths
+        dnext_TC, tensors = others[0] if after else None, ctx.saved_tensors
+        next_normed, saved = list(tensors[:after]), list(tensors[after : after + kept])
+        scale_B, norm_C, in_proj, *others = tensors[after + kept :]
+        if dx_BMC is None:
+            dx_BMC = saved[0].new_zeros(ctx.shape, dtype=FP32)
+        if at_once:
+            run, rest = _backward, (ctx.shapes,)
+        else:
+            run, rest = torch.ops.vil.block_backward, (others[0], others[1:])
+        dx_BLC, dxhat_TC, dnorm, din_proj, dout_proj, *ddirections = run(
+            recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, *rest, class_token_only, prenormed,
+            saved,
         )  # fmt: skip
-        dx_BLC.rounded = rounded_TC, dx_BLC._version
-        return None, dx_BLC, None, None, None, dnorm, din_proj, dout_proj, None, None, None, *ddirections
+        dnormed = (dxhat_TC, None) if prenormed else ()
+        return (
+            None, None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, None, None, None, *dnormed, *ddirections,
+        )  # fmt: skip
 
 
-def _rounded(dx_BMC: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What the block behind has left on its gradient of x: the same in its dtype; None if it is not that any more."""
-    rounded_TC, version = getattr(dx_BMC, "rounded", (dx_BMC, None))
-    valid = rounded_TC.dtype == dtype and version == dx_BMC._version and rounded_TC.numel()
-    return rounded_TC if valid else None
+# `_Block.apply` without its question whether functions are transformed, which `runs_at_once` has answered
+_apply = super(torch.autograd.Function, _Block).apply
 
 
 def _below_autograd(*arguments):
@@ -418,12 +488,18 @@ def _below_autograd(*arguments):
 
 
 def _differentiable_block(
-    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, middle, hand_over, keep
+    recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only, norm_next,
+    keep, at_once=False,
 ):  # fmt: skip
-    arguments = recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj
     if not keep:
-        return _below_autograd(*arguments, directions, dtype, middle, hand_over, False)
-    count, y_BMC, *others = _Block.apply(*arguments, dtype, middle, hand_over, *directions)
+        return _below_autograd(
+            recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
+            norm_next, False,
+        )  # fmt: skip
+    count, y_BMC, *others = (_apply if at_once else _Block.apply)(
+        at_once, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, class_token_only, norm_next,
+        len(normed), *normed, *directions,
+    )  # fmt: skip
     return y_BMC, others[:count], others[count:]
 
 

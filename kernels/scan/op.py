@@ -163,7 +163,7 @@ def _scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep
     if x.numel() == 0:
         return _fake_scan(backend, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep)
     parameters = aligned(rates), aligned(skip), aligned(bias)
-    return _module(backend, x.device).forward(recurrence, x, logits, k, q, *parameters, list(reverse), keep)
+    return tuple(_module(backend, x.device).forward(recurrence, x, logits, k, q, *parameters, tuple(reverse), keep))
 
 
 @torch.library.impl("vil::scan_backward", ("CPU", "CUDA"))
@@ -174,20 +174,8 @@ def _scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, 
         found = _fake_scan_backward(backend, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse)
         return tuple(torch.zeros_like(t) for t in found)
     parameters = aligned(rates), aligned(skip), aligned(bias), aligned(states)
-    return _module(backend, x.device).backward(recurrence, dy, x, logits, k, q, *parameters, list(reverse))
-
-
-def scan_from_step(recurrence, x, step, step_proj, k, q, skip, bias, reverse, keep):
-    """`scan` of the CUDA kernels with the logits step step_proj^T, where it `projects_step`."""
-    return _module("cuda", x.device).forward(
-        recurrence, x, step, k, q, None, skip, bias, reverse, keep, step_proj_GDR=step_proj
-    )
-
-
-def scan_backward_over_logits(recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
-    """`scan_backward` of the CUDA kernels, of logits that nobody needs any more: dlogits is written over them."""
-    tensors = dy, x, logits, k, q, rates, skip, bias, states
-    return _module("cuda", x.device).backward(recurrence, *tensors, reverse, over_logits=True)
+    module, tensors = _module(backend, x.device), (dy, x, logits, k, q)
+    return tuple(module.backward(recurrence, *tensors, *parameters, tuple(reverse)))
 
 
 @torch.library.register_fake("vil::scan")

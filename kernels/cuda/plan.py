@@ -1,0 +1,356 @@
+"""Functions of tensors that cost the host little: recorded once for tensors of one kind, then replayed on addresses.
+
+A function that asks for its tensors' sizes, allocates, views, multiplies and launches kernels does the same again for
+tensors of the same shapes, strides, dtypes, device and alignment. So its first call for such tensors runs on stand-ins
+on PyTorch's meta device, where nothing is computed, and what it does is written down: kernels with their grids and
+numbers, PyTorch's operators, and buffers, of which those that are made and freed at once are one allocation. Views and
+questions leave no trace.
+
+    forward = planned()(forward)
+
+The function uses tensors by PyTorch's operators and `compiler.launch` alone, does not look at values, returns a list of
+tensors and None, and asks `place` for the device of a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import compiler
+from .compiler import Launch, on
+
+PLANS = 1024  # that a function keeps
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+ALIGNMENT = 256  # bytes, of a buffer within an allocation
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+}  # fmt: skip
+# the same by PyTorch's own bindings, which the host calls in less time
+BINDINGS = {
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+    aten.mm.dtype: lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
+    aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a, b, out_dtype=dtype),
+    aten.addmm.dtype_out: lambda x, a, b, dtype, out: torch.addmm(x, a, b, out_dtype=dtype, out=out),
+    aten.addmm.out: torch.addmm,
+}
+
+
+def place(t: Tensor) -> torch.device:
+    """The device that the tensor is on or, while a plan is recorded, will be."""
+    recording = getattr(compiler._thread, "recording", None)
+    return recording.device if recording and t.device.type == "meta" else t.device
+
+
+def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
+    """The same function of tensors, lists of them and hashable values, by plans where they are on NVIDIA's GPUs.
+
+    `check`, of the same arguments, runs before a plan is made; it may look at what plans depend on: `kind_of`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        plans: dict[tuple, Plan] = {}
+
+        @functools.wraps(function)
+        def run(*arguments):
+            tensors, key = [], []
+            for argument in arguments:
+                if isinstance(argument, Tensor):
+                    tensors.append(argument)
+                    key.append(kind_of(argument))
+                elif isinstance(argument, list):
+                    tensors += argument
+                    key.append(tuple(map(kind_of, argument)))
+                else:
+                    key.append(argument)
+            key = tuple(key)
+            plan = plans.get(key)
+            if plan is None:
+                if check:
+                    check(*arguments)
+                device = tensors[0].device
+                if device.type != "cuda":
+                    return function(*arguments)
+                if len(plans) >= PLANS:
+                    plans.clear()
+                plan = plans[key] = Plan(function, arguments, device)
+            return plan(tensors)
+
+        return run
+
+    return decorate
+
+
+def kind_of(t: Tensor) -> tuple:
+    """What a plan depends on."""
+    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor of a plan: a buffer, seen as it is (no size) or by size, stride and offset, in elements."""
+
+    buffer: int
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+class Plan:
+    """What a function does with tensors of one kind.
+
+    Args:
+        function: Of `arguments`; it returns a list of tensors and None.
+        arguments: Tensors, lists and tuples of them, and values.
+        device: That the tensors are on.
+    """
+
+    def __init__(self, function: Callable, arguments: tuple, device: torch.device):
+        recording = Recording(device)
+        standing_in = tree_map(lambda a: recording.input(a) if isinstance(a, Tensor) else a, arguments)
+        outer = getattr(compiler._thread, "recording", None)
+        compiler._thread.recording = recording
+        try:
+            with recording:
+                results = function(*standing_in)
+        finally:
+            compiler._thread.recording = outer
+        self.device, self.inputs, self.offsets = device, recording.inputs, recording.input_offsets
+        self.steps, self.outputs = recording.finish(results)
+        self.buffers = len(recording.bases)
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor | None]:
+        """The function's results for its tensors, one after the other."""
+        if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
+            with on(self.device.index):
+                return self(inputs)
+        tensors: list[Tensor | None] = [None] * self.buffers
+        addresses = [0] * self.buffers
+        for buffer, offset, t in zip(self.inputs, self.offsets, inputs):
+            tensors[buffer], addresses[buffer] = t, t.data_ptr() - offset
+        # neither autograd nor autocast has a part in this, and both take the host time
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            stream = compiler.current_stream(self.device)
+            for step in self.steps:
+                step(tensors, addresses, stream)
+            return [None if output is None else see(tensors, output) for output in self.outputs]
+
+
+def see(tensors: list, view: View) -> Tensor:
+    t = tensors[view.buffer]
+    return t if view.size is None else torch.as_strided(t, view.size, view.stride, view.offset + t.storage_offset())
+
+
+class Buffer(NamedTuple):
+    """Memory of a recording, and the tensor that PyTorch or the caller gives for all of it."""
+
+    tensor: Tensor
+    kind: str  # "input", "result" of an operator, or "empty"
+
+
+class Recording(TorchDispatchMode):
+    """Writes down what is done with stand-ins for tensors on `device`."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.bases: list[Buffer] = []  # which also keeps every storage, and so its number, in use
+        self.numbers: dict[int, int] = {}  # of buffers, by their storage
+        self.inputs: list[int] = []
+        self.input_offsets: list[int] = []  # bytes that they lie behind a multiple of 16
+        self.steps: list[tuple] = []
+
+    def input(self, t: Tensor) -> Tensor:
+        """A stand-in of the same layout, as far behind a multiple of 16 bytes."""
+        behind = t.data_ptr() & 15
+        offset = behind // t.element_size()
+        reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+        memory = torch.empty(offset + reach, dtype=t.dtype, device="meta")
+        standing_in = memory.as_strided(t.shape, t.stride(), offset)
+        self.inputs.append(self._add(standing_in, "input"))
+        self.input_offsets.append(offset * t.element_size())
+        return standing_in
+
+    def _add(self, t: Tensor, kind: str) -> int:
+        number = self.numbers[t.untyped_storage()._cdata] = len(self.bases)
+        self.bases.append(Buffer(t, kind))
+        return number
+
+    def number_of(self, t: Tensor) -> int:
+        return self.numbers[t.untyped_storage()._cdata]
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # of products into a tensor that is given there are not all on the meta device
+        result = kwargs["out"] if "out" in kwargs else operator(*args, **kwargs)
+        new = [t for t in tree_leaves(result) if t.untyped_storage()._cdata not in self.numbers]
+        if operator in ALLOCATIONS:
+            for t in new:
+                self.steps.append(("empty", self._add(t, "empty")))
+        elif new or operator._schema.is_mutable:
+            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            made = [(t, self._add(t, "result")) for t in new]
+            self.steps.append(("call", operator, args, kwargs, read, result, made))
+        return result
+
+    def launch(self, one: Launch) -> None:
+        self.steps.append(("launch", one))
+
+    def finish(self, results: list) -> tuple[list[Callable], list]:
+        """The steps as functions of tensors and addresses by buffer, and where results are then."""
+        kept = {self.number_of(t) for t in results if isinstance(t, Tensor)}
+        uses = [self._used(step) for step in self.steps]
+        last = {buffer: i for i, used in enumerate(uses) for buffer in used}
+        # what is made and freed at once and of one dtype is one allocation
+        together: dict[tuple, list[int]] = {}
+        done = 0
+        for kind, *of_step in self.steps:
+            if kind != "empty":
+                done += 1
+            elif (buffer := of_step[0]) in last and buffer not in kept:
+                together.setdefault((done, last[buffer], self.bases[buffer].tensor.dtype), []).append(buffer)
+        self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
+        sizes: dict[int, int] = {}  # of allocations, by the first buffer
+        for buffers in together.values():
+            end = 0
+            for buffer in buffers:
+                self.starts[buffer] = end
+                t = self.bases[buffer].tensor
+                end += -(-max(1, t.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
+            sizes[buffers[0]] = end
+        members = {buffers[0]: buffers for buffers in together.values()}
+        steps: list[Callable] = []
+        for i, step in enumerate(self.steps):
+            kind, *of_step = step
+            if kind == "launch":
+                steps.append(self._launching(*of_step))
+            elif kind == "call":
+                steps.append(self._calling(*of_step))
+            elif of_step[0] in sizes:
+                steps.append(self._allocating(members[of_step[0]], sizes[of_step[0]]))
+            elif of_step[0] in kept:
+                steps.append(self._making(of_step[0]))
+            ended = [b for b in uses[i] if last[b] == i and b not in kept and self.bases[b].kind != "input"]
+            if ended:
+                steps.append(functools.partial(_free, ended))
+        return steps, [self._view(t) if isinstance(t, Tensor) else t for t in results]
+
+    def _used(self, step: tuple) -> set[int]:
+        kind, *of_step = step
+        if kind == "launch":
+            return {self.number_of(t) for _, t in of_step[0].tensors}
+        if kind == "call":
+            *_, read, _, made = of_step
+            return {self.number_of(t) for t in read} | {buffer for _, buffer in made}
+        return set()
+
+    def _view(self, t: Tensor) -> View:
+        number = self.number_of(t)
+        base, kind = self.bases[number]
+        assert t.dtype == base.dtype, "only kernels see a buffer as of another dtype"
+        if number in self.starts:
+            return View(number, t.shape, t.stride(), self.starts[number] // t.element_size() + t.storage_offset())
+        if (t.shape, t.stride(), t.storage_offset()) == (base.shape, base.stride(), base.storage_offset()):
+            return View(number)
+        assert kind != "input" or base.is_contiguous()
+        return View(number, t.shape, t.stride(), t.storage_offset() - (base.storage_offset() if kind == "input" else 0))
+
+    def _launching(self, one: Launch) -> Callable:
+        pointers = [(at, self.number_of(t), t.data_ptr()) for at, t in one.tensors]
+        values = one.values
+        one.tensors = []  # of which the kernel is to keep nothing
+
+        def launch(_, addresses, stream):
+            own = values.copy()
+            for at, buffer, offset in pointers:
+                own[at] = addresses[buffer] + offset
+            one.run_with(own, stream)
+
+        return launch
+
+    def _calling(self, operator, args, kwargs, read, result, made) -> Callable:
+        call = BINDINGS.get(operator, operator)
+        args = tree_map(self._at_run_time, args)
+        kwargs = tree_map(self._at_run_time, kwargs)
+        seen = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, View)]
+        others = any(isinstance(leaf, View) for leaf in tree_leaves(kwargs))
+        others |= any(isinstance(leaf, View) for arg in args if not isinstance(arg, View) for leaf in tree_leaves(arg))
+        places = [i for i, t in enumerate(tree_leaves(result)) if any(t is m for m, _ in made)]
+        numbers = [buffer for _, buffer in made]
+        args = list(args)
+
+        def prepare(tensors):
+            if others:  # in lists, or by keywords
+                return tree_map(functools.partial(_seen, tensors), (args, kwargs))
+            own = args.copy()
+            for i, view in seen:
+                own[i] = see(tensors, view)
+            return own, kwargs
+
+        if len(numbers) == 1 and isinstance(result, Tensor):
+            (number,) = numbers
+
+            def call_for_one(tensors, addresses, _):
+                own, by_keyword = prepare(tensors)
+                t = tensors[number] = call(*own, **by_keyword)
+                addresses[number] = t.data_ptr()
+
+            return call_for_one
+
+        def call_for_some(tensors, addresses, _):
+            own, by_keyword = prepare(tensors)
+            found = tree_leaves(call(*own, **by_keyword))
+            for i, number in zip(places, numbers):
+                tensors[number], addresses[number] = found[i], found[i].data_ptr()
+
+        return call_for_some
+
+    def _at_run_time(self, leaf):
+        if isinstance(leaf, Tensor):
+            return self._view(leaf)
+        return self.device if isinstance(leaf, torch.device) else leaf
+
+    def _allocating(self, buffers: list[int], size: int) -> Callable:
+        dtype, device = self.bases[buffers[0]].tensor.dtype, self.device
+        count, starts = size // dtype.itemsize, [(buffer, self.starts[buffer]) for buffer in buffers]
+
+        def allocate(tensors, addresses, _):
+            memory = torch.empty(count, dtype=dtype, device=device)
+            address = memory.data_ptr()
+            for buffer, start in starts:
+                tensors[buffer], addresses[buffer] = memory, address + start
+
+        return allocate
+
+    def _making(self, buffer: int) -> Callable:
+        t, device = self.bases[buffer].tensor, self.device
+        shape, stride, dtype = t.shape, t.stride(), t.dtype
+        dense = t.is_contiguous()
+
+        def make(tensors, addresses, _):
+            if dense:
+                t = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                t = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            tensors[buffer], addresses[buffer] = t, t.data_ptr()
+
+        return make
+
+
+def _seen(tensors: list, leaf):
+    return see(tensors, leaf) if isinstance(leaf, View) else leaf
+
+
+def _free(buffers: list[int], tensors: list, *_) -> None:
+    for buffer in buffers:
+        tensors[buffer] = None
