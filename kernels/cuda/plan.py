@@ -55,7 +55,7 @@ def place(t: Tensor) -> torch.device:
 def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
     """The same function of tensors, lists of them and hashable values, by plans where they are on NVIDIA's GPUs.
 
-    `check`, of the same arguments, runs before a plan is made; it may look at what plans depend on: `kind_of`.
+    `check`, of the same arguments, runs before a plan is made, for tensors of that kind alone.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -63,17 +63,20 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def run(*arguments):
-            tensors, key = [], []
+            tensors, values = [], []
             for argument in arguments:
                 if isinstance(argument, Tensor):
                     tensors.append(argument)
-                    key.append(kind_of(argument))
+                    values.append(Tensor)
                 elif isinstance(argument, list):
                     tensors += argument
-                    key.append(tuple(map(kind_of, argument)))
+                    values.append((list, len(argument)))
                 else:
-                    key.append(argument)
-            key = tuple(key)
+                    values.append(argument)
+            # of each tensor what a plan depends on
+            key = tuple(values), tuple([
+                (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors
+            ])  # fmt: skip
             plan = plans.get(key)
             if plan is None:
                 if check:
@@ -91,11 +94,6 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def kind_of(t: Tensor) -> tuple:
-    """What a plan depends on."""
-    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15
-
-
 @dataclass(frozen=True, slots=True)
 class View:
     """A tensor of a plan: a buffer, seen as it is (no size) or by size, stride and offset, in elements."""
@@ -104,6 +102,7 @@ class View:
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
+    of_input: bool = False  # whose storage may begin ahead of it
 
 
 class Plan:
@@ -148,7 +147,10 @@ class Plan:
 
 def see(tensors: list, view: View) -> Tensor:
     t = tensors[view.buffer]
-    return t if view.size is None else torch.as_strided(t, view.size, view.stride, view.offset + t.storage_offset())
+    if view.size is None:
+        return t
+    ahead = t.storage_offset() if view.of_input else 0
+    return torch.as_strided(t, view.size, view.stride, view.offset + ahead)
 
 
 class Buffer(NamedTuple):
@@ -263,7 +265,8 @@ class Recording(TorchDispatchMode):
         if (t.shape, t.stride(), t.storage_offset()) == (base.shape, base.stride(), base.storage_offset()):
             return View(number)
         assert kind != "input" or base.is_contiguous()
-        return View(number, t.shape, t.stride(), t.storage_offset() - (base.storage_offset() if kind == "input" else 0))
+        of_input = kind == "input"
+        return View(number, t.shape, t.stride(), t.storage_offset() - of_input * base.storage_offset(), of_input)
 
     def _launching(self, one: Launch) -> Callable:
         pointers = [(at, self.number_of(t), t.data_ptr()) for at, t in one.tensors]
@@ -288,6 +291,14 @@ class Recording(TorchDispatchMode):
         places = [i for i, t in enumerate(tree_leaves(result)) if any(t is m for m, _ in made)]
         numbers = [buffer for _, buffer in made]
         args = list(args)
+
+        if len(seen) == len(args) == 2 and len(numbers) == 1 and not others and not kwargs:  # a product
+
+            def call_for_product(tensors, addresses, _, a=args[0], b=args[1], number=numbers[0]):
+                t = tensors[number] = call(see(tensors, a), see(tensors, b))
+                addresses[number] = t.data_ptr()
+
+            return call_for_product
 
         def prepare(tensors):
             if others:  # in lists, or by keywords
