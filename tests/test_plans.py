@@ -44,20 +44,37 @@ def test_a_replayed_plan_does_what_the_function_does(poison):
             assert found is None if expected is None else torch.equal(found, expected)
 
 
-def test_what_is_freed_at_once_is_one_allocation_and_freed_when_it_was_used_last(monkeypatch):
+def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(monkeypatch):
     def function(x):
         a, b, c = (torch.empty_like(x) for _ in range(3))
         a.copy_(x)
+        d = torch.empty_like(x)
         b.copy_(a)
-        c.copy_(a + b)
+        d.copy_(b)
+        c.copy_(a + d)
         return [c * 2]
 
     x, made = torch.randn(1000), []
-    recorded = Plan(function, (x,), CPU)
     empty = torch.empty
+    for small, sizes in ((plan.SMALL, [4 * 1024]), (0, [1024, 1024, 1024, 1024])):
+        monkeypatch.setattr(plan, "SMALL", small)
+        recorded = Plan(function, (x,), CPU)
+        made.clear()
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+        assert torch.equal(recorded([x])[0], 4 * x)
+        monkeypatch.setattr(torch, "empty", empty)
+        assert [size for (size,) in made] == sizes
+
+    def pair(x):
+        a, b = torch.empty_like(x), torch.empty_like(x)
+        a.copy_(x), b.copy_(x)
+        return [a + b]
+
+    recorded = Plan(pair, (x,), CPU)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
-    assert torch.equal(recorded([x])[0], 4 * x)
-    assert [size for (size,) in made] == [2 * 1024, 1024]  # a and b are done with when their sum is there, c later
+    made.clear()
+    assert torch.equal(recorded([x])[0], 2 * x)
+    assert made == [(2 * 1024,)]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

@@ -3,8 +3,8 @@
 A function that asks for its tensors' sizes, allocates, views, multiplies and launches kernels does the same again for
 tensors of the same shapes, strides, dtypes, device and alignment. So its first call for such tensors runs on stand-ins
 on PyTorch's meta device, where nothing is computed, and what it does is written down: kernels with their grids and
-numbers, PyTorch's operators, and buffers, of which those that are made and freed at once are one allocation. Views and
-questions leave no trace.
+numbers, PyTorch's operators, and buffers, of which small ones share an allocation, and large ones that are made and
+freed at once. Views and questions leave no trace.
 
     forward = planned()(forward)
 
@@ -30,6 +30,7 @@ from .compiler import Launch, on
 PLANS = 1024  # that a function keeps
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 ALIGNMENT = 256  # bytes, of a buffer within an allocation
+SMALL = 1 << 22  # bytes, of a buffer that is worth no allocation of its own
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -213,23 +214,28 @@ class Recording(TorchDispatchMode):
         kept = {self.number_of(t) for t in results if isinstance(t, Tensor)}
         uses = [self._used(step) for step in self.steps]
         last = {buffer: i for i, used in enumerate(uses) for buffer in used}
-        # what is made and freed at once and of one dtype is one allocation
+        # an allocation: small buffers, or large ones made and freed at once; of one dtype, if operators see them
+        seen = {self.number_of(t) for kind, *of_step in self.steps if kind == "call" for t in of_step[3]}
         together: dict[tuple, list[int]] = {}
         done = 0
         for kind, *of_step in self.steps:
             if kind != "empty":
                 done += 1
             elif (buffer := of_step[0]) in last and buffer not in kept:
-                together.setdefault((done, last[buffer], self.bases[buffer].tensor.dtype), []).append(buffer)
+                t = self.bases[buffer].tensor
+                time = () if t.untyped_storage().nbytes() <= SMALL else (done, last[buffer])
+                together.setdefault((*time, t.dtype if buffer in seen else torch.uint8), []).append(buffer)
         self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
         sizes: dict[int, int] = {}  # of allocations, by the first buffer
-        for buffers in together.values():
+        dtypes: dict[int, torch.dtype] = {}
+        for (*_, dtype), buffers in together.items():
             end = 0
             for buffer in buffers:
                 self.starts[buffer] = end
                 t = self.bases[buffer].tensor
                 end += -(-max(1, t.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
-            sizes[buffers[0]] = end
+                last[buffer] = max(last[b] for b in buffers)
+            sizes[buffers[0]], dtypes[buffers[0]] = end, dtype
         members = {buffers[0]: buffers for buffers in together.values()}
         steps: list[Callable] = []
         for i, step in enumerate(self.steps):
@@ -239,10 +245,11 @@ class Recording(TorchDispatchMode):
             elif kind == "call":
                 steps.append(self._calling(*of_step))
             elif of_step[0] in sizes:
-                steps.append(self._allocating(members[of_step[0]], sizes[of_step[0]]))
+                first = of_step[0]
+                steps.append(self._allocating(members[first], sizes[first], dtypes[first]))
             elif of_step[0] in kept:
                 steps.append(self._making(of_step[0]))
-            ended = [b for b in uses[i] if last[b] == i and b not in kept and self.bases[b].kind != "input"]
+            ended = [b for b, end in last.items() if end == i and b not in kept and self.bases[b].kind != "input"]
             if ended:
                 steps.append(functools.partial(_free, ended))
         return steps, [self._view(t) if isinstance(t, Tensor) else t for t in results]
@@ -331,8 +338,8 @@ class Recording(TorchDispatchMode):
             return self._view(leaf)
         return self.device if isinstance(leaf, torch.device) else leaf
 
-    def _allocating(self, buffers: list[int], size: int) -> Callable:
-        dtype, device = self.bases[buffers[0]].tensor.dtype, self.device
+    def _allocating(self, buffers: list[int], size: int, dtype: torch.dtype) -> Callable:
+        device = self.device
         count, starts = size // dtype.itemsize, [(buffer, self.starts[buffer]) for buffer in buffers]
 
         def allocate(tensors, addresses, _):
