@@ -193,6 +193,12 @@ TABLE = {
          "if (keep && t0 > 0 && t0 < end)", "if (keep && t0 > begin && t0 < end)"),
         ("both directions have the first one's skip connection",
          "exists && skips ? skips[at.g * D + d + 8 * i] : 0", "exists && skips ? skips[d + 8 * i] : 0"),
+        ("a tile's first factors are read one barrier too early: consumers' barrier stands a pair later",
+         "            } else if (t0 + TILE <= end) {\n                if (pair + 2 == PAIRS) {\n"
+         "                    // all of this tile is read: while its last pairs are worked on, the next is read\n"
+         "                    __syncthreads();\n",
+         "            } else if (t0 + TILE <= end) {\n                if (pair + 1 == PAIRS) __syncthreads();\n"
+         "                if (pair + 2 == PAIRS) {\n"),
         ("the decay of two tokens has a wrong sign",
          "pack(fp16{}, a_0[j] * a_1, 0)", "pack(fp16{}, -a_0[j] * a_1, 0)"),
         ("factors of the first two tiles are prepared before these have arrived",

@@ -77,15 +77,15 @@ FORWARD_CHOICES = [
     ("longhorn", (128, 768, 197, 16, 2), LONGHORN[0], 4),
     ("longhorn", (128, 384, 197, 16, 2), LONGHORN[1], 4),
     ("longhorn", (64, 192, 197, 16, 2), LONGHORN[1], 4),
-    ("longhorn", (8, 768, 197, 16, 2), LONGHORN[2], 4),
+    ("longhorn", (8, 768, 197, 16, 2), FORWARD_MMA[1], 4),
     ("longhorn", (1, 768, 197, 16, 2), LONGHORN[2], 4),
     ("longhorn", (1, 768, 197, 16, 4), LONGHORN[2], 4),
     ("longhorn", (8, 768, 6085, 16, 2), FORWARD_MMA[0], 96),
     ("longhorn", (4, 768, 6085, 16, 2), FORWARD_MMA[1], 96),
     ("longhorn", (32, 384, 785, 16, 2), FORWARD_MMA[0], 13),
     ("longhorn", (1, 768, 6085, 16, 2), LONGHORN[1], 5),
-    ("longhorn", (4, 384, 6085, 16, 2), LONGHORN[1], 3),
-    ("longhorn", (2, 768, 9217, 16, 2), LONGHORN[1], 7),
+    ("longhorn", (4, 384, 6085, 16, 2), FORWARD_MMA[1], 96),
+    ("longhorn", (2, 768, 9217, 16, 2), FORWARD_MMA[1], 145),
     ("longhorn", (1, 192, 577, 16, 2), LONGHORN[2], 1),
     ("selective", (128, 768, 197, 16, 2), SELECTIVE[0], 4),
     ("selective", (1, 768, 197, 16, 2), SELECTIVE[1], 4),
@@ -155,7 +155,7 @@ SCHEDULERS = 4 * H200
         # one CTA of a multiprocessor after the other
         (FORWARD_MMA[0], 96 * H200, 16, 2, 0, 19000 + 100 * 87),
         (FORWARD_MMA[0], 96 * H200 + 1, 16, 2, 0, 2 * (19000 + 100 * 87)),
-        (FORWARD_MMA[1], 48 * H200, 16, 2, 9, 19000 + 100 * 52),
+        (FORWARD_MMA[1], 48 * H200, 16, 2, 9, 6500 + 100 * 52),
     ],
 )
 def test_cycles_are_those_of_the_warps_that_fit_in_waves(variant, channels, N, itemsize, short, cycles):
@@ -274,12 +274,12 @@ def test_the_model_is_asked_about_all_sequences_and_the_gpu_at_hand(monkeypatch)
     assert scan._choose("forward", "longhorn", x, 16, vectors=True)[0] == FORWARD_MMA[1]
 
 
-def test_the_step_is_projected_by_the_scan_of_whole_long_sequences(monkeypatch):
+def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypatch):
     monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
     monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
 
     def projects(B, L, D=768, recurrence="longhorn", R=24, N=16, dtype=torch.bfloat16):
-        return scan.projects_step(recurrence, torch.empty(2, B, L, D, device="meta", dtype=dtype), N, R)
+        return scan.forward_plan(recurrence, torch.empty(2, B, L, D, device="meta", dtype=dtype), N, R)[1]
 
     assert projects(8, 6085)
     assert projects(8, 6085, R=48)
@@ -289,8 +289,9 @@ def test_the_step_is_projected_by_the_scan_of_whole_long_sequences(monkeypatch):
     assert not projects(8, 6085, N=32)
     assert not projects(8, 6085, dtype=torch.float32)
     assert not projects(128, 197)
+    assert projects(1, 197)  # where the scan alone would be faster from logits
     # nor where sequences are cut
-    monkeypatch.setattr(scan, "choose", lambda *args: (FORWARD_MMA[0], 4))
+    monkeypatch.setattr(scan, "choose", lambda *args, **step: (FORWARD_MMA[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
 

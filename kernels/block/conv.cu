@@ -117,8 +117,9 @@ DEVICE float scaled_slope(float y) {
 // Tiles of 8 tokens of each stretch are in shared memory, the next one on its way. Rows are in the order in which
 // products take them: of each two tokens (a quarter of the tile) the four stretches after another,
 //
-//   row     0       1        2       3            6       7        8       9         31
-//   token   t, t+1 of p = 0  t, t+1 of p = 1 ...  t, t+1 of p = 3  t+2, t+3 of 0 ... t+7 of 3
+//   rows        0, 1       2, 3      4, 5      6, 7      8, 9         ..   30, 31
+//   tokens      t, t + 1   the same  the same  the same  t + 2, t + 3  ..   t + 6, t + 7
+//   of stretch  0          1         2         3         0             ..   3
 //
 // One __syncthreads a tile, behind wait_for_copies: this tile has arrived, and nobody reads the other one, into which
 // the next copies go. One more before a group of stretches, whose first copies go where the last group's tile was read.

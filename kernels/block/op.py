@@ -58,7 +58,7 @@ def supports_weights(weights: list[Tensor], taps: int, device: torch.device) -> 
     """Whether `block` takes these, all of one dtype, and this many taps for a residual stream on this device."""
     dtype = weights[0].dtype
     kind = dtype in scan.DTYPES and taps in TAPS
-    return kind and all(t.dtype == dtype and t.device == device for t in weights)
+    return kind and {t.dtype for t in weights} == {dtype} and {t.device for t in weights} == {device}
 
 
 def block(
@@ -269,12 +269,12 @@ def _forward(
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = _split(uz_BLE, xhat_TC, weights.in_proj, class_token_only)
     H = _reads(L, class_token_only)
-    from_step = kernels.scans_from_step(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
+    plan, from_step = kernels.plan_scan(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
     v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = _project(u_BLD, weights, class_token_only, logits=not from_step)
     y_2BMD, states = scans.scan_forward(
         recurrence, v_2BHD, step_2BHR if from_step else logits_2BHD, k_2BHN, q_2BHN,
         rates[0] if rates else None, weights.skip, weights.step_bias, REVERSE, keep,
-        step_proj_GDR=weights.step_proj if from_step else None,
+        plan=plan, step_proj_GDR=weights.step_proj if from_step else None,
     )  # fmt: skip
     if class_token_only:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)

@@ -23,6 +23,7 @@ BLOCK_BYTES = 99 * 1024  # shared memory that a CTA may have on every GPU this i
 SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each CTA takes 1 KiB more than it asks for
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
+LOGITS = 8000  # cycles that their product takes, which ForwardMma does itself if it is given the step
 PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
@@ -62,9 +63,9 @@ class ForwardMma(NamedTuple):
     consumers: int
     producers: tuple[int, ...]
     cycles: tuple[int, ...]
+    start: int
     tile: int = 16
     stages: int = 8
-    start = 19000
 
     @property
     def warps(self) -> int:
@@ -146,8 +147,8 @@ FORWARD_SIMT = {
 }
 # the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
 FORWARD_MMA = [
-    ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,)),
-    ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,)),
+    ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,), start=19000),
+    ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,), start=6500),
 ]
 SEGMENT_STATES = {
     "longhorn": SegmentStates(8, 2, tile=16, cycles=(180, 260)),
@@ -202,7 +203,7 @@ def cycles(
 @functools.lru_cache(maxsize=4096)
 def choose(
     kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int,
-    vectors: bool = True, shared_bytes: int = 227 * 1024,
+    vectors: bool = True, shared_bytes: int = 227 * 1024, step: bool = False,
 ) -> tuple[ForwardSimt | ForwardMma | Backward, int]:  # fmt: skip
     """The variant that the model expects to be fastest, and the chunks of a segment.
 
@@ -214,6 +215,7 @@ def choose(
         itemsize: Bytes of an input's element.
         multiprocessors: Of the GPU.
         vectors, shared_bytes: As `forward_variants` takes them.
+        step: Whether the step may stand in place of the logits.
     """
     chunks, channels = -(-L // CHUNK), sequences * D
     if kind == "forward":
@@ -235,5 +237,6 @@ def choose(
         for variant in candidates:
             short = channels * (segments - long)
             scan = cycles(variant, channels * long, N, itemsize, tokens, multiprocessors, short)
-            costs[variant, segment_chunks] = between + scan
+            saved = LOGITS if step and segments == 1 and isinstance(variant, ForwardMma) else 0
+            costs[variant, segment_chunks] = between + scan - saved
     return min(costs, key=costs.get)

@@ -32,8 +32,8 @@ def scan_forward(
 ) -> list[Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
-    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R)
-    may stand in place of the logits, with the weights that project it to them.
+    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `forward_plan` says so, the step
+    (G, B, L, R) may stand in place of the logits, with the weights that project it to them.
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
@@ -61,10 +61,13 @@ def scan_forward(
     return [y, checkpoints]
 
 
-def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
-    """Whether `forward` takes the step in place of the logits: where forward_mma.cu scans sequences such as x whole."""
-    variant, segment_chunks = _choose("forward", recurrence, x_GBLD, N, vectors=x_GBLD.shape[-1] % 8 == 0)
-    return isinstance(variant, ForwardMma) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
+def forward_plan(
+    recurrence: str, x_GBLD: Tensor, N: int, R: int
+) -> tuple[tuple[ForwardSimt | ForwardMma, int], bool]:  # fmt: skip
+    """A plan of `forward` for whole rows such as x where the step (G, B, L, R) is known, and whether it takes that."""
+    plan = _choose("forward", recurrence, x_GBLD, N, x_GBLD.shape[-1] % 8 == 0, step=R % 8 == 0)
+    variant, segment_chunks = plan
+    return plan, isinstance(variant, ForwardMma) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
 
 
 def scan_backward(
@@ -239,10 +242,10 @@ def _mask(reverse: list[bool]) -> int:
     return sum(1 << g for g, r in enumerate(reverse) if r)
 
 
-def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False):
+def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False, step: bool = False):
     (G, B, L, D), device = x_GBLD.shape, place(x_GBLD)
     size, multiprocessors, shared = x_GBLD.element_size(), _multiprocessors(device), _shared_bytes(device)
-    return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared)
+    return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared, step)
 
 
 @functools.cache

@@ -183,7 +183,7 @@ DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, cons
         if (AHEAD) {
             warp.prepared.read(tokens, tile, tile_keys, 0, at);
             UNROLLED for (int j0 = 0; j0 < TILE; j0 += UNROLL) {
-                if (j0 % 8 == 0 && j0 >= exist) break;
+                if (j0 % 16 == 0 && j0 >= exist) break;
                 Token following[UNROLL];
                 warp.prepared.read(following, tile, tile_keys, j0 + UNROLL < TILE ? j0 + UNROLL : j0, at);
                 scan(tokens, t0 + j0, exist - j0);
