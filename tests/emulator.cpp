@@ -184,20 +184,6 @@ static void multiply_fragments(float (*value)(unsigned), float *sums, emulator::
         for (int k = 0; k < 16; k++) sums[i] += a[i / 2][k] * b[i % 2][k];
     __syncwarp();
 }
-// Of tf32, which is fp32 without the last 13 bits: words a_0 .. a_3, b_0, b_1
-static void multiply_tf32(float *sums, emulator::Fragments fragments) {
-    auto element = [&](int lane, int word) {
-        return __uint_as_float(emulator::threads[threadIdx.x / 32 * 32 + lane].fragments.word[word] & ~0x1fffu);
-    };
-    current->fragments = fragments;
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        for (int k = 0; k < 8; k++)
-            sums[i] += element(row * 4 + k % 4, k / 4 * 2 + i / 2) * element(column * 4 + k % 4, 4 + k / 4);
-    }
-    __syncwarp();
-}
 // Matrices of 8 rows of 8 16-bit elements, of which lanes 8 i to 8 i + 7 give the addresses of matrix i
 static void load_rows(unsigned *matrices, int count, const void *row, bool transposed) {
     emulator::check_aligned(row, 16);

@@ -55,10 +55,6 @@ MEANING = {
         "for (int i = 0; i < 4; i++) product[i] = start;"
         " multiply_fragments(from_fp16, product, {a_0, a_1, 0, 0, b, 0});"
     ),
-    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.tf32.*?"r"\(__float_as_uint\(b_1\)\)\);': (
-        "multiply_tf32(sums, {bits_of<unsigned>(a_0), bits_of<unsigned>(a_1), bits_of<unsigned>(a_2),"
-        " bits_of<unsigned>(a_3), bits_of<unsigned>(b_0), bits_of<unsigned>(b_1)});"
-    ),
     r'asm volatile\("bar.sync 1, %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_for_some(\1);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",
     r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).trans.*?"memory"\);': r"load_rows(m, \1, row, true);",
@@ -67,13 +63,14 @@ MEANING = {
     r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
     r'asm volatile\("ld.global.cs.v4.f32 .*?"l"\(p\)\);': "v = load<4>(p);",
     r'asm volatile\("ld.global.nc.v4.u32 .*?"l"\(p\)\);': "v = load<8>(p);",
-    r'asm\("" : [^;]*;': "",
+    r'asm\("" : [^;]*;': ";",
     r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
     r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
     # vectors, which a GPU moves only from and to their multiples
     r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
     r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
     r"#pragma unroll.*": "",
+    r'_Pragma\("unroll"\)': "",
 }
 
 
@@ -150,7 +147,7 @@ def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, block
         run_with(checked, values, blocks=blocks)
 
 
-def run_with(checked, values, index=None, *, blocks=None):
+def run_with(checked, values, stream=None, *, blocks=None):
     """As `Launch.run_with`: on addresses, around which nobody watches."""
     library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (

@@ -49,7 +49,7 @@ def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
                 plan = variant, segment_chunks
                 _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, plan)
-                if isinstance(variant, variants.Pairs):
+                if isinstance(variant, variants.ForwardMma):
                     x, logits, *others = tensors
                     step_proj = torch.randn(2, channels, 8, device="cuda", dtype=dtype)
                     scan.scan_forward(recurrence, x, logits[..., :8], *others, REVERSE, True, plan, step_proj)

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 import torch.utils.checkpoint
 from test_cuda import NVRTC, assert_no_spills
 from test_models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
@@ -157,8 +158,8 @@ class PlainKernels:
         return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
 
     @staticmethod
-    def scans_from_step(recurrence, u, H, x_proj, step_proj):
-        return False
+    def plan_scan(recurrence, u, H, x_proj, step_proj):
+        return None, False
 
     @staticmethod
     def dt_proj_backward(dlogits, step, step_proj, dk, dq):
@@ -203,7 +204,7 @@ class PlainKernels:
         return cls.gate_backward((dout @ out_proj).view_as(mean), mean, z, scale, dy, dz)
 
     @staticmethod
-    def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, step_proj_GDR=None):
+    def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, plan=None, step_proj_GDR=None):
         if recurrence == "longhorn":
             return longhorn_scan(x, logits, k, q, skip, bias, reverse=reverse), x.new_empty(0)
         return selective_scan(x, logits, rates, k, q, skip, bias, reverse=reverse), x.new_empty(0)
@@ -292,6 +293,82 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
     torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
 
 
+class LowRank(torch.nn.Module):
+    """A layer with what was learned beside it, as in LoRA."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.down = torch.nn.Parameter(torch.randn(2, layer.in_features, dtype=layer.weight.dtype))
+        self.up = torch.nn.Parameter(torch.randn(layer.out_features, 2, dtype=layer.weight.dtype))
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.down.t() @ self.up.t()
+
+
+def replace_weight(block):
+    block.mixer.in_proj.weight = torch.nn.Parameter(torch.randn_like(block.mixer.in_proj.weight))
+
+
+def call_through(block):
+    """As libraries do that move weights about: a forward of the instance's own."""
+    forward = block.mixer.out_proj.forward
+    block.mixer.out_proj.forward = lambda y: 2 * forward(y)
+
+
+CHANGES = {
+    "weights in place": lambda block: block.mixer.out_proj.weight.data.mul_(2),
+    "another parameter": replace_weight,
+    "other memory for a parameter": lambda block: setattr(block.norm.weight, "data", block.norm.weight.data * 3),
+    "a state dict": lambda block: block.load_state_dict(make_block(LonghornMixer, 32, seed=7).double().state_dict()),
+    "a hook": lambda block: block.mixer.in_proj.register_forward_hook(lambda module, args, out: 2 * out),
+    "a hook ahead": lambda block: block.mixer.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "a hook on the block": lambda block: block.register_forward_hook(lambda module, args, out: 2 * out),
+    "a forward of an instance": call_through,
+    "a wrapper": lambda block: setattr(block.mixer, "in_proj", LowRank(block.mixer.in_proj)),
+    "a parametrisation": lambda block: torch.nn.utils.parametrizations.weight_norm(block.mixer.in_proj),
+    "pruning": lambda block: torch.nn.utils.prune.random_unstructured(block.mixer.out_proj, "weight", 0.5),
+    "another block": lambda block: block.__setattr__("mixer", make_block(MambaMixer, 32, seed=5).double().mixer),
+    "another eps": lambda block: setattr(block.norm, "eps", 0.1),
+    "stochastic depth": lambda block: setattr(block, "drop_path", Scale(torch.tensor([2.0, 3.0]).double())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
+    """Forward and every gradient, of the first, a middle and the last; nothing found before is used."""
+    for place in (0, 1, 2):
+        model = with_random_parameters(small(depth=3, img_size=32)).train()
+        x = random_images(2, 3, 32, 32, dtype=torch.float64)
+        model(x).sum().backward()
+        assert plain_kernels
+        CHANGES[change](model.blocks[place])
+        found = {}
+        for fused in (True, False):
+            vil_block.set_fused(fused)
+            model.zero_grad()
+            y = model(x)
+            y.square().sum().backward()
+            found[fused] = [y.detach(), *(p.grad for p in model.parameters())]
+        vil_block.set_fused(True)
+        torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_kernels, plain):
+    model, other = (with_random_parameters(small(depth=2, img_size=32)).eval() for _ in range(2))
+    x = random_images(2, 3, 32, 32, dtype=torch.float64)
+    expected = other(x)
+    found = torch.func.functional_call(model, dict(other.named_parameters()), (x,))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+    try:
+        torch.testing.assert_close(other(x), expected, rtol=1e-11, atol=1e-11)
+    finally:
+        handle.remove()
+    assert seen.count(LonghornMixer) == 2
+
+
 @pytest.mark.parametrize(("tokens", "middle"), [(9, False), (9, True), (8, True), (1, True), (2, True)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -375,7 +452,7 @@ def test_a_block_runs_fused_only_with_every_part_as_it_was_built(hook, monkeypat
     assert runs_fused(mixer=MambaMixer)
     assert runs_fused(lambda block: block.bfloat16())
     assert runs_fused(lambda block: attach(block))  # it runs whenever the block does
-    assert runs_fused(lambda block: attach(block.drop_path))
+    assert not runs_fused(lambda block: attach(block.drop_path))
     assert not runs_fused(x=x.double())
     assert not runs_fused(x=x.bfloat16())
     assert not runs_fused(x=x[:0])
@@ -753,13 +830,15 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
     choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
     monkeypatch.setattr(
-        scan, "choose", lambda kind, *a: (variants.PAIRS[1], 1) if long and kind == "forward" else choose(kind, *a)
+        scan,
+        "choose",
+        lambda kind, *a, **k: (variants.FORWARD_MMA[1], 1) if long and kind == "forward" else choose(kind, *a, **k),
     )
     from_step, scan_forward = [], operator.scans.scan_forward
 
-    def scan_and_note(*arguments, step_proj_GDR):
+    def scan_and_note(*arguments, plan, step_proj_GDR):
         from_step.append(step_proj_GDR is not None)
-        return scan_forward(*arguments, step_proj_GDR=step_proj_GDR)
+        return scan_forward(*arguments, plan=plan, step_proj_GDR=step_proj_GDR)
 
     monkeypatch.setattr(operator.scans, "scan_forward", scan_and_note)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())

@@ -31,27 +31,23 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
     """(file, macros, shared memory of a block) of every variant that the cost model may choose for these inputs."""
     limit = SHARED.get(arch, 99 * 1024)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
-    k = torch.empty(2, 1, 8, N, dtype=dtype, device="meta")
     for variant in variants.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, limit):
-        if isinstance(variant, variants.Quads):
-            macros, _, shared = scan._quads(variant, recurrence, x, x, k, k)
-            yield "scan/quads", macros, shared
-        elif isinstance(variant, variants.Pairs):
+        if isinstance(variant, variants.ForwardMma):
             for rank in (0, 16, 24, 48):
-                macros, _, shared = scan._pairs(variant, recurrence, x, N, rank)
+                macros, _, shared = scan._forward_mma(variant, recurrence, x, N, rank)
                 yield "scan/forward_mma", macros, shared
         else:
-            macros, _, shared = scan._lanes(variant, recurrence, x, x, N)
+            macros, _, shared = scan._simt(variant, recurrence, x, x, N)
             yield "scan/forward_simt", macros, shared
     for kind, gradients in (("forward", "false"), ("backward", "true")):
-        summary = variants.summary_variant(kind, recurrence, N, dtype.itemsize)
-        if isinstance(summary, variants.SummaryTriples):
-            macros, _, shared = scan._summary_triples(summary, recurrence, x, x)
+        segment = variants.segment_variant(kind, recurrence, N, dtype.itemsize)
+        if isinstance(segment, variants.SegmentGradientsMma):
+            macros, _, shared = scan._segment_gradients_mma(segment, recurrence, x, x)
             yield "scan/segment_gradients_mma", macros, shared
         else:
-            macros, _, shared = scan._lanes(summary, recurrence, x, x, N)
+            macros, _, shared = scan._simt(segment, recurrence, x, x, N)
             yield "scan/segment_states", dict(macros, GRADIENTS=gradients), shared
-    for variant in (variants.BACKWARD if N < 64 else variants.BACKWARD_64)[recurrence]:
+    for variant in variants.backward_variants(recurrence, N):
         macros, _, shared = scan._backward(variant, recurrence, x, x, x, N)
         yield "scan/backward", macros, shared
 
@@ -161,7 +157,7 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device,
             },
             {
                 v: scan.scan_backward(recurrence, dy, *tensors, states, reverse, (v, segment_chunks))
-                for v in (variants.BACKWARD if k.shape[-1] < 64 else variants.BACKWARD_64)[recurrence]
+                for v in variants.backward_variants(recurrence, k.shape[-1])
             },
         )
 
@@ -171,7 +167,7 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device,
     states, forward, backward = results()
     for variant, (y, kept) in forward.items():
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
-        if isinstance(variant, variants.Pairs):  # whose products round their factors
+        if isinstance(variant, variants.ForwardMma):  # whose products round their factors
             assert kept.numel() == 0 or relative_error(kept.cpu(), states.cpu().double()) < TOLERANCE[dtype] / 2
         else:
             torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
@@ -196,7 +192,7 @@ OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float1
 
 def assert_close_to(truth, found, dtype, variant):
     """For each direction: emulated the rounding of the result and little else, on a GPU `TOLERANCE`."""
-    own = (OWN_OF_TENSOR_CORES if isinstance(variant, variants.Pairs | variants.Quads | str) else OWN)[dtype]
+    own = (OWN_OF_TENSOR_CORES if isinstance(variant, variants.ForwardMma | str) else OWN)[dtype]
     for g, tensors in enumerate(found):
         for i, (value, exactly) in enumerate(zip(tensors, truth[g])):
             if value is None:
@@ -297,10 +293,10 @@ def assert_logits_of_the_step_right(device, dtype, shape, rank):
 
     if device == "cpu":
         with emulator.compiling():
-            for variant in variants.PAIRS:
+            for variant in variants.FORWARD_MMA:
                 results(variant)
     _, states = scan.scan_forward("longhorn", x, logits.to(device, dtype), k, q, None, skip, bias, reverse, True)
-    for variant in variants.PAIRS:
+    for variant in variants.FORWARD_MMA:
         y, kept = results(variant)
         assert_close_to(truth, [[y[g]] for g in range(2)], dtype, variant)
         # those of logits that are rounded
@@ -342,7 +338,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
     assert right(x, logits, k, q) == ["scan/forward_mma"]
     for i, elements in enumerate((1, 4, 4, 1)):
         tensors = [behind(t, elements) if i == j else t for j, t in enumerate((x, logits, k, q))]
-        assert right(*tensors) == ["scan/quads"]
+        assert right(*tensors) == ["scan/forward_simt"]
     # neighbours that are not neighbours in memory, and tokens 2 GiB apart
     assert right(*(t.mT.contiguous().mT for t in (x, logits, k, q))) == ["scan/forward_mma"]
     for apart in (2**30 - 8, 2**30) if emulator.has_sparse() else ():
@@ -382,7 +378,7 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
         x, logits, k, q, dy = (large(t, 8 * (i + 1)) for i, t in enumerate((x, logits, k, q, dy)))
         tensors = x, logits, k, q, *(t if t is None else torch.stack([t.float()] * 2) for t in (A, skip, bias))
         monkeypatch.setattr(scan, "launch", launch)
-        of_lanes = variants.FORWARD[recurrence][0], 1
+        of_lanes = variants.FORWARD_SIMT[recurrence][0], 1
         _, states = scan.scan_forward(recurrence, *tensors, [True, True], True, of_lanes)
         for variant in variants.forward_variants(recurrence, N, 2):
             y, kept = scan.scan_forward(recurrence, *tensors, [True, True], True, (variant, 1))
@@ -408,7 +404,7 @@ def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_
         spoilt = x.clone()
         spoilt[0, 0, token, 9] = value
         y, _ = scan.scan_forward(
-            "longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.PAIRS[1], 1)
+            "longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.FORWARD_MMA[1], 1)
         )
         assert not torch.isfinite(y[0, 0, token:, 9]).any()
         assert torch.isfinite(y[0, 0, : token - 2]).all()
@@ -465,19 +461,19 @@ def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
     k, q = torch.cat([x[0][..., :1], (scale * x[1]).to(dtype), x[2]], dim=-1)[..., 1:].split(16, dim=-1)
     tensors = dy, logits.to(dtype), k, q, None, bias
     found = []
-    for variant in (variants.SUMMARY_TRIPLES, variants.SUMMARY["longhorn"]):
-        monkeypatch.setattr(variants, "SUMMARY_TRIPLES", variant)
-        found.append(scan._summarize("longhorn", tensors, [False, True], segment_chunks, gradients=True))
+    for variant in (variants.SEGMENT_GRADIENTS_MMA, variants.SEGMENT_STATES["longhorn"]):
+        monkeypatch.setattr(variants, "SEGMENT_GRADIENTS_MMA", variant)
+        found.append(scan._between_segments("longhorn", tensors, [False, True], segment_chunks, gradients=True))
     assert relative_error(found[0], found[1].double()) < tolerance
 
 
 def test_every_mutant_of_the_sources_can_be_planted():
-    """Each text is there once; every file has one, but for what is Hopper's own, which emulator.cpp replaces."""
+    """Each text is there once; every file of code has one, but for Hopper's own, which emulator.cpp replaces."""
     for file, shows, before, after in cuda_mutants.MUTANTS:
         assert (compiler.SOURCES / file).read_text().count(before) == 1, (file, shows)
         assert before != after
     files = {path.relative_to(compiler.SOURCES).as_posix() for path in compiler.SOURCES.glob("*/*.cu*")}
-    assert files - {"cuda/sm90.cuh"} == {mutant.file for mutant in cuda_mutants.MUTANTS}
+    assert files - {"cuda/sm90.cuh", "cuda/types.cuh"} == {mutant.file for mutant in cuda_mutants.MUTANTS}
 
 
 # With a GPU

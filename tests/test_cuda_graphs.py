@@ -116,7 +116,8 @@ def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why
     assert line.startswith("no CUDA graph of the test, which goes on in eager mode: ")
     assert reason in line
     random.seed(0)
-    torch.testing.assert_close(outcome(step, replayed), expected, rtol=0, atol=0)
+    # on another stream cuBLAS may add in another order
+    torch.testing.assert_close(outcome(step, replayed), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_too_little_memory_is_not_taken_for_something_else():

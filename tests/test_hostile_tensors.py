@@ -409,7 +409,7 @@ def test_one_tensor_at_an_odd_address_changes_nothing(call, recurrence, on_a_cpu
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(kind, on_a_cpu, monkeypatch):
     """The widest, which a GPU chooses for many channels."""
-    variant = (variants.FORWARD if kind == "forward" else variants.BACKWARD)["longhorn"][0]
+    variant = (variants.FORWARD_SIMT if kind == "forward" else variants.BACKWARD)["longhorn"][0]
     monkeypatch.setattr(scan, "choose", lambda *_: (variant, 2))
     call = "scan" if kind == "forward" else "scan_backward"
     named = CALLS[call]("longhorn")

@@ -44,20 +44,37 @@ def test_a_replayed_plan_does_what_the_function_does(poison):
             assert found is None if expected is None else torch.equal(found, expected)
 
 
-def test_what_is_freed_at_once_is_one_allocation_and_freed_when_it_was_used_last(monkeypatch):
+def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(monkeypatch):
     def function(x):
         a, b, c = (torch.empty_like(x) for _ in range(3))
         a.copy_(x)
+        d = torch.empty_like(x)
         b.copy_(a)
-        c.copy_(a + b)
+        d.copy_(b)
+        c.copy_(a + d)
         return [c * 2]
 
     x, made = torch.randn(1000), []
-    recorded = Plan(function, (x,), CPU)
     empty = torch.empty
+    for small, sizes in ((plan.SMALL, [4 * 1024]), (0, [1024, 1024, 1024, 1024])):
+        monkeypatch.setattr(plan, "SMALL", small)
+        recorded = Plan(function, (x,), CPU)
+        made.clear()
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+        assert torch.equal(recorded([x])[0], 4 * x)
+        monkeypatch.setattr(torch, "empty", empty)
+        assert [size for (size,) in made] == sizes
+
+    def pair(x):
+        a, b = torch.empty_like(x), torch.empty_like(x)
+        a.copy_(x), b.copy_(x)
+        return [a + b]
+
+    recorded = Plan(pair, (x,), CPU)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
-    assert torch.equal(recorded([x])[0], 4 * x)
-    assert [size for (size,) in made] == [2 * 1024, 1024]  # a and b are done with when their sum is there, c later
+    made.clear()
+    assert torch.equal(recorded([x])[0], 2 * x)
+    assert made == [(2 * 1024,)]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -73,13 +90,15 @@ def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of
     recorded = Plan(function, (x,), CPU)
     assert seen == [4 * offset]
     assert torch.equal(recorded([x])[0], x[1:] + 1)
-    assert plan.kind_of(x) != plan.kind_of(torch.randn(10)[offset + 1 :])
 
 
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 
     device = torch.device("cuda", 0)
+
+    def get_device(self):
+        return 0
 
 
 def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypatch):
@@ -98,8 +117,10 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
     def t(*size, **kind):
         return torch.zeros(*size, **kind).as_subclass(OnGpu)
 
+    odd = torch.zeros(4)[1:].as_subclass(OnGpu)
     calls = [
-        (t(3), [t(2, 2)], None, 1), (t(4), [t(2, 2)], None, 1), (t(3), [t(2, 2).t()[:, :1]], None, 1),
+        (t(3), [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (t(4), [t(2, 2)], None, 1),
+        (t(3), [t(2, 2).t()[:, :1]], None, 1),
         (t(3), [t(2, 2), t(2, 2)], None, 1), (t(3), [t(2, 2)], t(1), 1), (t(3), [t(2, 2)], None, 2),
         (t(3).double(), [t(2, 2)], None, 1), (t(3), [], t(2, 2), 1),
     ]  # fmt: skip

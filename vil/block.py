@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from timm.models import checkpoint, register_notrace_function
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from .kernels import longhorn_scan, selective_scan
 from .kernels.block import op as block_operator
@@ -255,13 +256,14 @@ def set_fused(enable: bool) -> None:
 
 def watched(module: nn.Module) -> bool:
     """Whether calling the module does more than its class says: hooks, or a forward of its own."""
+    own = module.__dict__
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or nn.modules.module._has_any_global_hook()
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or any_global_hook()
     )
 
 
@@ -279,7 +281,10 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     parts = [norm, mixer, *mixer._modules.values()]
     for direction in mixer._modules["directions"]._modules.values():
         parts += [direction, *direction._modules.values()]
-    if [type(part) for part in parts] != types or any(watched(part) for part in parts):
+    drop_path = block._modules["drop_path"]
+    if [type(part) for part in parts] != types or type(drop_path) not in (DropPath, nn.Identity):
+        return None
+    if watched(drop_path) or any([watched(part) for part in parts]):  # noqa: C419  faster
         return None
     weights = [weight for part in parts for weight in part._parameters.values() if weight is not None]
     if len(weights) != len(order):  # with a bias more it would be another function
@@ -290,10 +295,9 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
 
 def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
     """Draws what stochastic depth multiplies each image's branch by, 0 or 1 / (1 - rate); None for 1."""
-    drop = block.drop_path
-    if not (block.training and isinstance(drop, DropPath)):
+    if not block.training or not isinstance(drop := block.drop_path, DropPath):
         return None
-    if type(drop) is not DropPath or watched(drop) or not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
+    if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
     keep = 1 - drop.drop_prob
     return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # the same in half of the host's time
@@ -311,9 +315,10 @@ def _fused_block(block, weights, x_BLC, normed, scale_B, class_token_only, norm_
     autocast = torch.is_autocast_enabled("cuda")
     norm_C, in_proj, out_proj, *directions = weights
     dtype = torch.get_autocast_dtype("cuda") if autocast else norm_C.dtype
+    recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
     return block_operator.block(
-        block.mixer.recurrence, x_BLC, normed, scale_B, block.norm.eps, norm_C, in_proj, out_proj, directions, dtype,
-        class_token_only, norm_next,
+        recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
+        norm_next,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cuda.compiler import HOPPER, launch
 from ..cuda.plan import place
-from ..scan.launch import INPUT, _multiprocessors, _vector_of, projects_step
+from ..scan.launch import INPUT, _multiprocessors, _vector_of, forward_plan
 
 WARPS = 4  # of a block, as in the kernels
 ALIGNMENT = 64  # elements, where weights and gradients that share memory begin
@@ -198,10 +198,10 @@ def conv_xproj(
     return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :rank], step_proj_2DR.mT) if logits else None
 
 
-def scans_from_step(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
-    """Whether the scan can compute the logits of H tokens itself."""
+def plan_scan(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> tuple[tuple, bool]:
+    """How the scan of H tokens in both directions runs, and whether it computes their logits itself."""
     (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
-    return projects_step(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
+    return forward_plan(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
 
 
 def conv_backward(

@@ -58,7 +58,7 @@ def supports_weights(weights: list[Tensor], taps: int, device: torch.device) -> 
     """Whether `block` takes these, all of one dtype, and this many taps for a residual stream on this device."""
     dtype = weights[0].dtype
     kind = dtype in scan.DTYPES and taps in TAPS
-    return kind and all(t.dtype == dtype and t.device == device for t in weights)
+    return kind and {t.dtype for t in weights} == {dtype} and {t.device for t in weights} == {device}
 
 
 def block(
@@ -114,7 +114,7 @@ def runs_at_once(t: Tensor) -> bool:
 
 
 # What lists of tensors hold and the letters of their dimensions: E 2D, P R + 2N, K taps, S states between chunks, U
-# columns of uz, W of packed weights, 0 none. Where there is no dtype, it is that of the weights or products.
+# columns of uz, W of packed weights. Where there is no dtype, it is that of the weights or products.
 _DIRECTION = [
     ("conv", "D1K"), ("conv_bias", "D"), ("x_proj", "PD"), ("step_proj", "DR"), ("step_bias", "D"), ("skip", "D"),
     ("A_log", "DN"),
@@ -126,10 +126,10 @@ _DIRECTIONS = {
 _SAVED = {
     recurrence: [
         ("saved[0] (uz)", "BLU", None), ("saved[1] (mean)", "BMD", None), ("saved[2] (states)", "2BSND", FP32),
-        ("saved[3] (weights)", "W", None), ("saved[4] (rates)", rates, FP32), ("saved[5] (xhat)", "TC", None),
-        ("saved[6] (scale)", "T", FP32),
+        ("saved[3] (weights)", "W", None), *((f"saved[4] ({name})", layout, FP32) for name, layout in rates),
+        (f"saved[{4 + len(rates)}] (xhat)", "TC", None), (f"saved[{5 + len(rates)}] (scale)", "T", FP32),
     ]
-    for recurrence, rates in (("longhorn", "0"), ("selective", "2DN"))
+    for recurrence, rates in (("longhorn", []), ("selective", [("rates", "2DN")]))
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _check_backward(
     uz_BLE = saved[0]
     dtype = uz_BLE.dtype
     check_choice("the dtype of saved[0] (uz),", dtype, scan.DTYPES)
-    sizes.update({"0": 0, "2": 2, "t": sizes["B"] * sizes["M"]})
+    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
     sizes["W"] = kernels.packed_size(*kernels.packed_sizes(out_proj, directions), dtype)
     next_rows = zip(("next_normed[0]", "next_normed[1]"), next_normed, ("tC", "t"), (dtype, FP32))
     check(sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *next_rows, (rows[0][0], uz_BLE, "BLU", dtype))
@@ -205,10 +205,10 @@ def _check_backward(
     check(sizes, residual, *((name, t, layout, own or dtype) for (name, layout, own), t in zip(rows, saved)))
 
 
-def _rates(in_proj: Tensor, directions: list[Tensor]) -> Tensor:
+def _rates(directions: list[Tensor]) -> list[Tensor]:
+    """A (2, D, N), if the recurrence has rates."""
     half = len(directions) // 2
-    A_log = [direction[6].float() for direction in (directions[:half], directions[half:]) if half > 6]
-    return -torch.stack(A_log).exp() if A_log else in_proj.new_empty(0, dtype=torch.float32)
+    return [-torch.stack([directions[6].float(), directions[half + 6].float()]).exp()] if half > 6 else []
 
 
 def _wanted(x_BLC: Tensor, class_token_only: bool) -> Tensor:
@@ -263,18 +263,18 @@ def _forward(
     packed, norm = kernels.pack_weights(
         norm_C, in_proj, out_proj, directions, dtype, tiles, None if normed else x_TC, eps, copy
     )  # fmt: skip
-    weights, rates = Weights.of(packed, *kernels.packed_sizes(out_proj, directions)), _rates(in_proj, directions)
+    weights, rates = Weights.of(packed, *kernels.packed_sizes(out_proj, directions)), _rates(directions)
     xhat_TC, scale_T, x_TC = (*normed, x_TC.clone() if copy else x_TC) if normed else norm
     projection = weights.in_proj[:D] if class_token_only else weights.in_proj
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = _split(uz_BLE, xhat_TC, weights.in_proj, class_token_only)
     H = _reads(L, class_token_only)
-    from_step = kernels.scans_from_step(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
+    plan, from_step = kernels.plan_scan(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
     v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = _project(u_BLD, weights, class_token_only, logits=not from_step)
     y_2BMD, states = scans.scan_forward(
         recurrence, v_2BHD, step_2BHR if from_step else logits_2BHD, k_2BHN, q_2BHN,
-        rates if recurrence == "selective" else None, weights.skip, weights.step_bias, REVERSE, keep,
-        step_proj_GDR=weights.step_proj if from_step else None,
+        rates[0] if rates else None, weights.skip, weights.step_bias, REVERSE, keep,
+        plan=plan, step_proj_GDR=weights.step_proj if from_step else None,
     )  # fmt: skip
     if class_token_only:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
@@ -282,7 +282,7 @@ def _forward(
     out_TC, mean_BMD, next_normed = kernels.gate_outproj(
         x_TC, y_2BMD, z_BMD, scale_B, weights.out_proj, tiles, keep, eps if norm_next else None
     )  # fmt: skip
-    saved = [uz_BLE, mean_BMD, states, packed, rates, *([] if normed else [xhat_TC, scale_T])]
+    saved = [uz_BLE, mean_BMD, states, packed, *rates, *([] if normed else [xhat_TC, scale_T])]
     return [out_TC.view(B, -1, C), *(next_normed or (None, None)), *(saved if keep else [])]
 
 
@@ -308,7 +308,7 @@ def _backward(
     """
     dx_BMC, dnext_TC, scale_B, norm_C, in_proj = map(aligned, (dx_BMC, dnext_TC, scale_B, norm_C, in_proj))
     next_normed, saved = [aligned(t) for t in next_normed], [aligned(t) for t in saved]
-    uz_BLE, mean_BMD, states, packed, rates, xhat_TC, scale_T = saved
+    uz_BLE, mean_BMD, states, packed, *rates, xhat_TC, scale_T = saved
     (B, L, E), C, dtype = uz_BLE.shape, xhat_TC.shape[1], uz_BLE.dtype
     out_proj, *directions = [norm_C.new_empty(shape) for shape in shapes]
     weights = Weights.of(packed, *kernels.packed_sizes(out_proj, directions))
@@ -331,8 +331,8 @@ def _backward(
     # that of the direction that reads the last H tokens begins with them
     dy_2BHD = dy_BLD.as_strided((2, B, H, D), ((L - H) * dy_BLD.stride(1), *dy_BLD.stride()))
     dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = scans.scan_backward(
-        recurrence, dy_2BHD, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates if recurrence == "selective" else None,
-        weights.skip, weights.step_bias, states, REVERSE, over_logits=True,
+        recurrence, dy_2BHD, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates[0] if rates else None, weights.skip,
+        weights.step_bias, states, REVERSE, over_logits=True,
     )  # fmt: skip
     dprojected_2TP, dstep_proj = kernels.dt_proj_backward(
         dlogits_2BHD.flatten(1, 2), step_2BHR.flatten(1, 2), weights.step_proj, dk_2BHN.flatten(1, 2),
@@ -359,8 +359,8 @@ def _backward(
     )  # fmt: skip
     if not prenormed:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, scale_T, dx_TC)
-    if recurrence == "selective":  # d(-exp(A_log)) / dA_log is -exp(A_log)
-        of_A_log = (drates * rates).to(directions[6].dtype).unbind()
+    if rates:  # d(-exp(A_log)) / dA_log is -exp(A_log)
+        of_A_log = (drates * rates[0]).to(directions[6].dtype).unbind()
         ddirections = [*ddirections[:6], of_A_log[0], *ddirections[6:], of_A_log[1]]
     gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *ddirections
     return [dx_TC.view(B, L, C), dxhat_TC if prenormed else None, *gradients]
@@ -381,7 +381,7 @@ def _block_backward(
     )  # fmt: skip
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():  # an operator returns nothing that it was given
         dx_BLC = dx_BLC.clone()
-    return [dx_BLC, dx_BLC.new_empty(0, dtype=saved[5].dtype) if dxhat_TC is None else dxhat_TC, *gradients]
+    return [dx_BLC, dx_BLC.new_empty(0, dtype=saved[0].dtype) if dxhat_TC is None else dxhat_TC, *gradients]
 
 
 def _shapes(out_proj: Tensor, directions: list[Tensor]) -> tuple:
@@ -411,7 +411,7 @@ def _fake_block(
     packed = kernels.packed_size(*kernels.packed_sizes(out_proj, directions), dtype)
     shapes = [(B, L, E), (B, M, D), (2, B, boundaries(H), N, D), (packed,)]
     saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, (dtype, dtype, FP32, dtype))]
-    saved.append(_rates(in_proj, directions))
+    saved += _rates(directions)
     return y_BMC, next_normed, saved + ([] if normed else [t.clone() for t in norm])
 
 
@@ -424,7 +424,7 @@ def _fake_block_backward(
         recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
         saved,
     )  # fmt: skip
-    (B, L, _), xhat_TC = saved[0].shape, saved[5]
+    (B, L, _), xhat_TC = saved[0].shape, saved[-2]
     gradients = [t.new_empty(t.shape) for t in (norm_C, in_proj, out_proj, *directions)]
     return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if prenormed else 0), *gradients]
 
@@ -478,6 +478,10 @@ class _Block(torch.autograd.Function):
         )  # fmt: skip
 
 
+# `_Block.apply` without its question whether functions are transformed, which `runs_at_once` has answered
+_apply = super(torch.autograd.Function, _Block).apply
+
+
 def _below_autograd(*arguments):
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.vil.block(*arguments)
@@ -492,7 +496,7 @@ def _differentiable_block(
             recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
             norm_next, False,
         )  # fmt: skip
-    count, y_BMC, *others = _Block.apply(
+    count, y_BMC, *others = (_apply if at_once else _Block.apply)(
         at_once, recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, dtype, class_token_only, norm_next,
         len(normed), *normed, *directions,
     )  # fmt: skip

@@ -216,17 +216,14 @@ class Launch:
         for place, t in self.tensors:
             values[place] = t.data_ptr()
         with on(device.index):
-            self.run_with(values, device.index)
+            self.run_with(values, current_stream(device))
 
-    def run_with(self, values: list[int | float], index: int) -> None:
-        """With these values, addresses among them, on the current GPU, which has this index."""
+    def run_with(self, values: list[int | float], stream) -> None:
+        """With these values, addresses among them, on this stream of the current GPU."""
         if self.kernel is None:
-            self.kernel = _kernel(self.name, self.entry, index, tuple(self.macros.items()), self.shared_bytes)
+            device = torch.cuda.current_device()
+            self.kernel = _kernel(self.name, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
             self.config = _config(self.grid, self.block, self.shared_bytes)
-        if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
-            _bind(index)
-        # what torch.cuda.current_stream gives, in a tenth of its time
-        stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
         _launcher()(stream, self.config, self.kernel, *values)
 
 
@@ -239,6 +236,16 @@ def launch(
         recording.launch(one)
     else:
         one.run()
+
+
+def current_stream(device: torch.device):
+    """PyTorch's, of the current GPU, as `cuda.core` takes it; None where there is none."""
+    if device.type != "cuda":
+        return None
+    if not hasattr(_thread, "bound"):  # as in autograd's threads before PyTorch's first kernel
+        _bind(device.index)
+    # what torch.cuda.current_stream gives, in a tenth of its time
+    return _stream(torch._C._cuda_getCurrentRawStream(device.index), device.index)
 
 
 def on(index: int):

@@ -3,8 +3,8 @@
 A function that asks for its tensors' sizes, allocates, views, multiplies and launches kernels does the same again for
 tensors of the same shapes, strides, dtypes, device and alignment. So its first call for such tensors runs on stand-ins
 on PyTorch's meta device, where nothing is computed, and what it does is written down: kernels with their grids and
-numbers, PyTorch's operators, and buffers, of which those that are freed at once are one allocation. Views and questions
-leave no trace.
+numbers, PyTorch's operators, and buffers, of which small ones share an allocation, and large ones that are made and
+freed at once. Views and questions leave no trace.
 
     forward = planned()(forward)
 
@@ -30,6 +30,7 @@ from .compiler import Launch, on
 PLANS = 1024  # that a function keeps
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 ALIGNMENT = 256  # bytes, of a buffer within an allocation
+SMALL = 1 << 22  # bytes, of a buffer that is worth no allocation of its own
 aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -55,7 +56,7 @@ def place(t: Tensor) -> torch.device:
 def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
     """The same function of tensors, lists of them and hashable values, by plans where they are on NVIDIA's GPUs.
 
-    `check`, of the same arguments, runs before a plan is made; it may look at what plans depend on: `kind_of`.
+    `check`, of the same arguments, runs before a plan is made, for tensors of that kind alone.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -63,17 +64,20 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def run(*arguments):
-            tensors, key = [], []
+            tensors, values = [], []
             for argument in arguments:
                 if isinstance(argument, Tensor):
                     tensors.append(argument)
-                    key.append(kind_of(argument))
+                    values.append(Tensor)
                 elif isinstance(argument, list):
                     tensors += argument
-                    key.append(tuple(map(kind_of, argument)))
+                    values.append((list, len(argument)))
                 else:
-                    key.append(argument)
-            key = tuple(key)
+                    values.append(argument)
+            # of each tensor what a plan depends on
+            key = tuple(values), tuple([
+                (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors
+            ])  # fmt: skip
             plan = plans.get(key)
             if plan is None:
                 if check:
@@ -91,11 +95,6 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def kind_of(t: Tensor) -> tuple:
-    """What a plan depends on."""
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
-
-
 @dataclass(frozen=True, slots=True)
 class View:
     """A tensor of a plan: a buffer, seen as it is (no size) or by size, stride and offset, in elements."""
@@ -104,6 +103,7 @@ class View:
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
+    of_input: bool = False  # whose storage may begin ahead of it
 
 
 class Plan:
@@ -140,14 +140,18 @@ class Plan:
             tensors[buffer], addresses[buffer] = t, t.data_ptr() - offset
         # neither autograd nor autocast has a part in this, and both take the host time
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            stream = compiler.current_stream(self.device)
             for step in self.steps:
-                step(tensors, addresses)
+                step(tensors, addresses, stream)
             return [None if output is None else see(tensors, output) for output in self.outputs]
 
 
 def see(tensors: list, view: View) -> Tensor:
     t = tensors[view.buffer]
-    return t if view.size is None else torch.as_strided(t, view.size, view.stride, view.offset + t.storage_offset())
+    if view.size is None:
+        return t
+    ahead = t.storage_offset() if view.of_input else 0
+    return torch.as_strided(t, view.size, view.stride, view.offset + ahead)
 
 
 class Buffer(NamedTuple):
@@ -210,20 +214,28 @@ class Recording(TorchDispatchMode):
         kept = {self.number_of(t) for t in results if isinstance(t, Tensor)}
         uses = [self._used(step) for step in self.steps]
         last = {buffer: i for i, used in enumerate(uses) for buffer in used}
-        # what is freed at once and of one dtype is one allocation, made when the first is needed
+        # an allocation: small buffers, or large ones made and freed at once; of one dtype, if operators see them
+        seen = {self.number_of(t) for kind, *of_step in self.steps if kind == "call" for t in of_step[3]}
         together: dict[tuple, list[int]] = {}
+        done = 0
         for kind, *of_step in self.steps:
-            if kind == "empty" and (buffer := of_step[0]) in last and buffer not in kept:
-                together.setdefault((last[buffer], self.bases[buffer].tensor.dtype), []).append(buffer)
+            if kind != "empty":
+                done += 1
+            elif (buffer := of_step[0]) in last and buffer not in kept:
+                t = self.bases[buffer].tensor
+                time = () if t.untyped_storage().nbytes() <= SMALL else (done, last[buffer])
+                together.setdefault((*time, t.dtype if buffer in seen else torch.uint8), []).append(buffer)
         self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
         sizes: dict[int, int] = {}  # of allocations, by the first buffer
-        for buffers in together.values():
+        dtypes: dict[int, torch.dtype] = {}
+        for (*_, dtype), buffers in together.items():
             end = 0
             for buffer in buffers:
                 self.starts[buffer] = end
                 t = self.bases[buffer].tensor
                 end += -(-max(1, t.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
-            sizes[buffers[0]] = end
+                last[buffer] = max(last[b] for b in buffers)
+            sizes[buffers[0]], dtypes[buffers[0]] = end, dtype
         members = {buffers[0]: buffers for buffers in together.values()}
         steps: list[Callable] = []
         for i, step in enumerate(self.steps):
@@ -233,10 +245,11 @@ class Recording(TorchDispatchMode):
             elif kind == "call":
                 steps.append(self._calling(*of_step))
             elif of_step[0] in sizes:
-                steps.append(self._allocating(members[of_step[0]], sizes[of_step[0]]))
+                first = of_step[0]
+                steps.append(self._allocating(members[first], sizes[first], dtypes[first]))
             elif of_step[0] in kept:
                 steps.append(self._making(of_step[0]))
-            ended = [b for b in uses[i] if last[b] == i and b not in kept and self.bases[b].kind != "input"]
+            ended = [b for b, end in last.items() if end == i and b not in kept and self.bases[b].kind != "input"]
             if ended:
                 steps.append(functools.partial(_free, ended))
         return steps, [self._view(t) if isinstance(t, Tensor) else t for t in results]
@@ -259,18 +272,19 @@ class Recording(TorchDispatchMode):
         if (t.shape, t.stride(), t.storage_offset()) == (base.shape, base.stride(), base.storage_offset()):
             return View(number)
         assert kind != "input" or base.is_contiguous()
-        return View(number, t.shape, t.stride(), t.storage_offset() - (base.storage_offset() if kind == "input" else 0))
+        of_input = kind == "input"
+        return View(number, t.shape, t.stride(), t.storage_offset() - of_input * base.storage_offset(), of_input)
 
     def _launching(self, one: Launch) -> Callable:
         pointers = [(at, self.number_of(t), t.data_ptr()) for at, t in one.tensors]
-        values, index = one.values, self.device.index
+        values = one.values
         one.tensors = []  # of which the kernel is to keep nothing
 
-        def launch(_, addresses):
+        def launch(_, addresses, stream):
             own = values.copy()
             for at, buffer, offset in pointers:
                 own[at] = addresses[buffer] + offset
-            one.run_with(own, index)
+            one.run_with(own, stream)
 
         return launch
 
@@ -285,6 +299,14 @@ class Recording(TorchDispatchMode):
         numbers = [buffer for _, buffer in made]
         args = list(args)
 
+        if len(seen) == len(args) == 2 and len(numbers) == 1 and not others and not kwargs:  # a product
+
+            def call_for_product(tensors, addresses, _, a=args[0], b=args[1], number=numbers[0]):
+                t = tensors[number] = call(see(tensors, a), see(tensors, b))
+                addresses[number] = t.data_ptr()
+
+            return call_for_product
+
         def prepare(tensors):
             if others:  # in lists, or by keywords
                 return tree_map(functools.partial(_seen, tensors), (args, kwargs))
@@ -296,14 +318,14 @@ class Recording(TorchDispatchMode):
         if len(numbers) == 1 and isinstance(result, Tensor):
             (number,) = numbers
 
-            def call_for_one(tensors, addresses):
+            def call_for_one(tensors, addresses, _):
                 own, by_keyword = prepare(tensors)
                 t = tensors[number] = call(*own, **by_keyword)
                 addresses[number] = t.data_ptr()
 
             return call_for_one
 
-        def call_for_some(tensors, addresses):
+        def call_for_some(tensors, addresses, _):
             own, by_keyword = prepare(tensors)
             found = tree_leaves(call(*own, **by_keyword))
             for i, number in zip(places, numbers):
@@ -316,11 +338,11 @@ class Recording(TorchDispatchMode):
             return self._view(leaf)
         return self.device if isinstance(leaf, torch.device) else leaf
 
-    def _allocating(self, buffers: list[int], size: int) -> Callable:
-        dtype, device = self.bases[buffers[0]].tensor.dtype, self.device
+    def _allocating(self, buffers: list[int], size: int, dtype: torch.dtype) -> Callable:
+        device = self.device
         count, starts = size // dtype.itemsize, [(buffer, self.starts[buffer]) for buffer in buffers]
 
-        def allocate(tensors, addresses):
+        def allocate(tensors, addresses, _):
             memory = torch.empty(count, dtype=dtype, device=device)
             address = memory.data_ptr()
             for buffer, start in starts:
@@ -333,7 +355,7 @@ class Recording(TorchDispatchMode):
         shape, stride, dtype = t.shape, t.stride(), t.dtype
         dense = t.is_contiguous()
 
-        def make(tensors, addresses):
+        def make(tensors, addresses, _):
             if dense:
                 t = torch.empty(shape, dtype=dtype, device=device)
             else:
@@ -347,6 +369,6 @@ def _seen(tensors: list, leaf):
     return see(tensors, leaf) if isinstance(leaf, View) else leaf
 
 
-def _free(buffers: list[int], tensors: list, _) -> None:
+def _free(buffers: list[int], tensors: list, *_) -> None:
     for buffer in buffers:
         tensors[buffer] = None

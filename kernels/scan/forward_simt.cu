@@ -1,99 +1,92 @@
-// y_t = S_t . q_t + skip x_t for the tokens of a segment, from the state before it. Keeps the state between chunks.
+// The forward scan without tensor cores: for a segment's tokens, from the state before it,
+//   S_t = decay_t S_{t-1} + drive_t        y_t = sum over states of q_t S_t, + skip x_t
+// and S before every chunk but the first, which backward starts from. A warp has GROUPS groups of DL channels of one
+// segment (lanes.cuh); warps share nothing but keys, queries and the barrier of each tile (simt_scan.cuh).
+// `initial_states` are those before the second segment and later ones.
 
-#include "lanes.cuh"
+#include "simt_scan.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
-scan_forward(TOKENS(const T, x), TOKENS(const T, logit), TOKENS(const T, k), TOKENS(const T, q),
+scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(const Element, k), TOKENS(const Element, q),
              const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
-             const float *__restrict__ earlier, T *__restrict__ y, float *__restrict__ states, i64 B, i64 L, i64 D,
-             i64 reverse, i64 segment_chunks, i64 keep, i64 key_vectors) {
+             const float *__restrict__ initial_states, Element *__restrict__ y, float *__restrict__ checkpoints, i64 B,
+             i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 keep, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
-    static_assert(sizeof(Block) == BLOCK_BYTES);
-    Block &block = *reinterpret_cast<Block *>(shared);
+    CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 
-    int chunks = (L + CHUNK - 1) / CHUNK, segments = (chunks + segment_chunks - 1) / segment_chunks;
-    Place at(B, D, segments);
+    Cut cut(L, segment_chunks);
+    Place at(B, D, cut.segments);
     bool backwards = reverse >> at.g & 1;
-    Sequence<const T> ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
-    Sequence<T> ys({y + at.d, B * L * D, L * D, D}, at.g, at.b, L, backwards);
+    Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
+    Sequence<Element> ys({y + at.d, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    float *kept = states + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, chunks - 1, D);
+    float *checkpoint = checkpoints + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, cut.chunks - 1, D);
 
     States A, S = {};
     load_rates(A, rates, at, D);
     // of the lanes that share a channel the first adds the skip connection
-    Floats<C> skip = skips && at.valid && at.part == 0 ? load<C>(skips + at.g * D + at.d) : Floats<C>{};
+    Floats<DL> skip = skips && at.valid && at.part == 0 ? load<DL>(skips + at.g * D + at.d) : Floats<DL>{};
     if (at.segment > 0 && at.valid)
-        load_states(S, earlier + state_offset(at.g, at.b, at.segment - 1, at.n, at.d, B, segments - 1, D), D);
+        load_states(
+            S, initial_states + state_offset(at.g, at.b, at.segment - 1, at.n, at.d, B, cut.segments - 1, D), D);
 
     auto at_chunk = [&](int t) {
-        if (keep && at.valid && t > 0) store_states(kept, S, D);
-        kept += N * D;
+        if (keep && at.valid && t > 0) store_states(checkpoint, S, D);
+        checkpoint += N * D;
     };
-    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half of
-    // those of its partner, until it has few tokens but their whole sums
-    auto finish = [&](Floats<C> (&y)[UNROLL], int t, int left) {
+    // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half
+    // of those of its partner, until it has few tokens but their whole sums
+    auto finish = [&](Floats<DL> (&y)[UNROLL], int t, int left) {
         int count = UNROLL, first = 0;
-#pragma unroll
-        for (int bit = 1; bit < LANES; bit *= 2) {
+        UNROLLED for (int bit = 1; bit < PARTS; bit *= 2) {
             bool upper = at.part & bit;
             if (count > 1) {
                 count /= 2;
                 first += upper ? count : 0;
             }
-#pragma unroll
-            for (int j = 0; j < count; j++)
-#pragma unroll
-                for (int c = 0; c < C; c++) {
+            UNROLLED for (int j = 0; j < count; j++)
+                UNROLLED for (int c = 0; c < DL; c++) {
                     float low = y[j].at[c], high = y[UNROLL > bit ? j + count : j].at[c];
                     y[j].at[c] = (upper ? high : low) + __shfl_xor_sync(WARP, upper ? low : high, part_distance(bit));
                 }
         }
-#pragma unroll
-        for (int j = 0; j < count; j++)
-            if (at.valid && at.part < UNROLL && first + j < left) store(ys.at(t + first + j), from_floats<T>(y[j]));
+        UNROLLED for (int j = 0; j < count; j++)
+            if (at.valid && at.part < UNROLL && first + j < left)
+                store(ys.at(t + first + j), from_floats<Element>(y[j]));
     };
-    // the exchanges wait long for each other: where registers allow, the next step's arithmetic fills the time
-    Floats<C> last_y[UNROLL] = {};
+    // the exchanges wait long for each other: where registers allow, the arithmetic of the next tokens fills the time
+    Floats<DL> last_y[UNROLL] = {};
     int last_t = begin, last_left = 0;
-    auto step = [&](const Token (&tokens)[UNROLL], int t, int left) {
-        // a sum of several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
-        constexpr int CHAINS = !AHEAD && C < 4 ? 4 / C : 1;
-        Floats<C> y[UNROLL];
+    auto scan = [&](const Token (&tokens)[UNROLL], int t, int left) {
+        // several chains where a lane has few channels and nothing ahead, as it would else wait for each addition
+        constexpr int CHAINS = !AHEAD && DL < 4 ? 4 / DL : 1;
+        Floats<DL> y[UNROLL];
         if (AHEAD) finish(last_y, last_t, last_left);
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++) {
-            Floats<C> x = tokens[j].value(), gate = tokens[j].gate();
-            float sums[CHAINS][C] = {};
-#pragma unroll
-            for (int c = 0; c < C; c++) sums[0][c] = skip.at[c] * x.at[c];
-#pragma unroll
-            for (int n = 0; n < NL; n += 4) {
+        UNROLLED for (int j = 0; j < UNROLL; j++) {
+            Floats<DL> x = tokens[j].value(), step_size = tokens[j].step_size();
+            float sums[CHAINS][DL] = {};
+            UNROLLED for (int c = 0; c < DL; c++) sums[0][c] = skip.at[c] * x.at[c];
+            UNROLLED for (int n = 0; n < NL; n += 4) {
                 Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int c = 0; c < C; c++) {
-                        R::update(S[n + i][c], x.at[c], gate.at[c], k.at[i], A[n + i][c]);
+                UNROLLED for (int i = 0; i < 4; i++)
+                    UNROLLED for (int c = 0; c < DL; c++) {
+                        Recurrence::update(S[n + i][c], x.at[c], step_size.at[c], k.at[i], A[n + i][c]);
                         sums[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], sums[i % CHAINS][c]);
                     }
             }
-#pragma unroll
-            for (int c = 0; c < C; c++) {
+            UNROLLED for (int c = 0; c < DL; c++) {
                 y[j].at[c] = sums[0][c];
-#pragma unroll
-                for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];
+                UNROLLED for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];
             }
         }
         if (AHEAD) {
-#pragma unroll
-            for (int j = 0; j < UNROLL; j++) last_y[j] = y[j];
+            UNROLLED for (int j = 0; j < UNROLL; j++) last_y[j] = y[j];
             last_t = t, last_left = left;
         } else {
             finish(y, t, left);
         }
     };
-    run(block, TOKENS_OF(x), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards, key_vectors, at, D, at_chunk,
-        step);
+    scan_tiles(cta, TOKENS_OF(x), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards,
+               key_vectors, at, D, at_chunk, scan);
     if (AHEAD) finish(last_y, last_t, last_left);
 }

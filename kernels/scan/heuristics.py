@@ -1,12 +1,14 @@
-"""Which of the compiled variants runs, and into how many segments it cuts a sequence: a small cost model.
+"""Which variant of a kernel runs, and into how many segments it cuts a sequence: a small cost model.
 
-A variant is how the states of a channel are dealt to lanes. Many states and channels in a lane share the cost of
-reading keys and of addressing, but leave fewer warps: too few for a small batch to keep the GPU busy. With `w` warps on
-each of the GPU's schedulers a token takes a variant `max(alone, w * shared)` cycles, one of backward
-`alone + (w - 1) * more`, as measured on an H200. As many warps as fit run at once, the others in waves after them.
+A variant says how channels and their states are dealt to the lanes of a warp. Many in a lane share the cost of reading
+keys and of addressing, but leave fewer warps, too few for a small batch to keep the GPU busy. What a variant takes is
+measured on an H200, in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their
+first token. As many warps of a scheduler as there are numbers run at once, the others in waves after them. A scan takes
 
-Cutting sequences into segments that run in parallel multiplies the warps. It costs a pass of its own that scans each
-segment from zero (`SUMMARY`), more launches (`LAUNCHES`), and what is passed between segments (`PASSED`).
+    waves * (start + tokens * cycles[warps of a scheduler - 1])
+
+Cutting sequences into segments that run in parallel multiplies the warps. It costs a pass of its own over all segments
+but one (`SEGMENT_STATES`), more launches (`LAUNCHES`), and what is passed from one segment to the next (`PASSED`).
 """
 
 from __future__ import annotations
@@ -17,190 +19,192 @@ from typing import NamedTuple
 
 from .checkpoints import CHUNK
 
-BLOCK_BYTES = 99 * 1024  # shared memory that a block may have on every GPU this is for
-SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each block takes 1 KiB more than it asks for
+BLOCK_BYTES = 99 * 1024  # shared memory that a CTA may have on every GPU this is for
+SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each CTA takes 1 KiB more than it asks for
 SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
-WAVE = 3000  # cycles before a wave's first token
-PAIRS_WAVE = 19000  # the same of Pairs
+LOGITS = 8000  # cycles that their product takes, which ForwardMma does itself if it is given the step
 PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
-class Lanes(NamedTuple):
-    """A variant of forward and of the summary: lanes.cuh says what the numbers are."""
+class ForwardSimt(NamedTuple):
+    """forward_simt.cu: a lane has `channels` neighbours, and `states` of the states of each."""
 
     states: int
     channels: int
     tile: int
-    min_blocks: int
-    alone: int
-    shared: int
+    cycles: tuple[int, ...]
     unroll: int = 4
-    stages: int = 3
     warps: int = 1
     ahead: bool = False
+    start = 3000
+
+    @property
+    def ctas(self) -> int:
+        """How many CTAs of 16-bit inputs with 16 states share a multiprocessor."""
+        return SCHEDULERS * len(self.cycles) // self.warps
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        return 32 * self.channels / max(1, N // self.states), len(self.cycles)
 
 
-class Quads(NamedTuple):
-    """A variant of forward with tensor cores, for 16-bit inputs: quads.cu, where four lanes share a channel."""
-
-    alone: int
-    shared: int
-    states: int = 4
-    channels: int = 1
-    stages: int = 4
-    warps: int = 2
-    min_blocks: int = 6
+class SegmentStates(ForwardSimt):
+    """segment_states.cu, whose lanes are those of forward_simt.cu."""
 
 
-class Pairs(NamedTuple):
-    """A variant of Longhorn's forward for 16-bit inputs with 16 states, two tokens at a time on tensor cores: pairs.cu.
+class ForwardMma(NamedTuple):
+    """forward_mma.cu, Longhorn of 16-bit inputs with 16 states: 16 channels for each of the `consumers`.
 
-    `roles` are the other warps' beside those that scan 16 channels each: 0 copies, -1 stages states, more are units.
-    `alone` are cycles of a token of one block; a multiprocessor runs one after the other.
+    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, n > 0 those of n units of 8
+    tokens of a consumer's channels, of which each consumer has `tile` / 8. A multiprocessor runs one CTA.
     """
 
-    alone: int
-    scanners: int
-    roles: tuple[int, ...]
+    consumers: int
+    producers: tuple[int, ...]
+    cycles: tuple[int, ...]
+    start: int
     tile: int = 16
     stages: int = 8
 
     @property
     def warps(self) -> int:
-        return self.scanners + len(self.roles)
+        return self.consumers + len(self.producers)
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        return 16 * self.consumers / SCHEDULERS, 1
 
     def block_bytes(self, rank: int = 0) -> int:
-        """Shared memory of a block that is given logits, or with a rank the step."""
-        channels, pairs, states = 16 * self.scanners, self.tile // 2, 16
+        """Shared memory of a CTA that is given logits, or with a rank the step."""
+        channels, pairs, states = 16 * self.consumers, self.tile // 2, 16
         inputs = self.tile * (channels + (rank or channels)) + (2 * self.tile + 4) * states
         factors = pairs * (6 * 32 + 8)
-        staged = self.scanners * (pairs * 3 * 32 + self.tile * 16)
+        staged = self.consumers * (pairs * 3 * 32 + self.tile * 16)
         return self.stages * 2 * inputs + 3 * 4 * factors + 2 * 4 * staged + 3 * 2 * self.tile * channels
 
 
-class SummaryTriples(NamedTuple):
-    """A variant of the summary of Longhorn's gradients for 16-bit inputs, three tokens at once: summary_triples.cu."""
+class SegmentGradientsMma(NamedTuple):
+    """segment_gradients_mma.cu, Longhorn of 16-bit inputs with 16 states: 8 times `channels` a warp."""
 
-    alone: int
-    shared: int
+    cycles: tuple[int, ...]
     states: int = 4
     channels: int = 4
     warps: int = 2
-    min_blocks: int = 6
+    start, ctas, occupancy = 3000, ForwardSimt.ctas, ForwardSimt.occupancy
 
 
 class Backward(NamedTuple):
-    """A variant of backward, whose lanes hold 4 states each."""
+    """backward.cu: a lane has 4 states of each of its `channels`."""
 
     channels: int
-    tile: int
-    alone: int
-    more: int
-    states: int = 4
-    warps: int = 4
-    min_blocks: int = 2
-    stages: int = 2
+    cycles: tuple[int, ...]
+    start = 3000
 
     def lane_channels(self, N: int) -> int:
         return min(self.channels, max(1, N // 4))
 
+    def tile(self, N: int) -> int:
+        """Tokens, of which each of the N / 4 lanes that share a channel prepares at least one."""
+        return max(8, N // 4)
+
     def block(self, N: int, itemsize: int, channels: int) -> tuple[int, int, int]:
-        """A block's warps and bytes of shared memory, and how many blocks share a multiprocessor."""
-        groups, quads, tile, warps = 128 // N, N // 4, self.tile, self.warps
+        """A CTA's warps and bytes of shared memory, and how many CTAs share a multiprocessor."""
+        groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
         row = groups * channels
         warp_bytes = (
-            self.stages * 3 * align(tile * row * itemsize)
-            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; gate and slope
-            + 2 * tile * (quads * (4 * groups + 8) + 4)  # sums over channels
-            + 4 * tile * (quads * (row + 8) + 8)  # sums over states
+            2 * 3 * align(tile * row * itemsize)
+            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; step sizes and slopes
+            + 2 * tile * (parts * (4 * groups + 8) + 4)  # sums over channels
+            + 4 * tile * (parts * (row + 8) + 8)  # sums over states
             + 4 * 4 * tile * N + align(8 * tile)  # dk and dq of two tiles; norm
         )  # fmt: skip
         keys_bytes = 4 * CHUNK * (2 * N + 1)
         while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
             warps //= 2
         block_bytes = keys_bytes + warps * warp_bytes
-        blocks = (self.min_blocks if itemsize == 2 and N >= 16 else 2) * self.warps // warps
-        return warps, block_bytes, min(blocks, SHARED_BYTES // (block_bytes + 1024))
+        ctas = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # as registers suffice
+        return warps, block_bytes, min(ctas, SHARED_BYTES // (block_bytes + 1024))
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        warps, _, ctas = self.block(N, itemsize, self.lane_channels(N))
+        return 128 * self.lane_channels(N) / N, warps * ctas / SCHEDULERS
 
 
 def align(n: int) -> int:
     return -(-n // 16) * 16
 
 
-FORWARD = {
-    "longhorn": [Lanes(16, 4, 4, 12, 540, 455), Lanes(16, 2, 8, 12, 305, 255),
-                 Lanes(4, 1, 32, 6, 69, 52, warps=2, ahead=True)],
-    "selective": [Lanes(8, 2, 16, 8, 320, 220), Lanes(4, 2, 32, 8, 190, 128, unroll=8)],
-}  # fmt: skip
-# of 16-bit inputs with 16 states, or 32 of Longhorn; for more registers do not suffice
-QUADS = {"longhorn": [Quads(65, 48)], "selective": [Quads(105, 64)]}
-# the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
-PAIRS = [
-    Pairs(87, 6, (2, 2, -1, -1, 2, 2, 0, 2, 2)),
-    Pairs(52, 3, (2, -1, -1, 0, 2, 1, 1)),
-]
-SUMMARY = {"longhorn": Lanes(8, 2, 16, 8, 180, 130), "selective": Lanes(8, 2, 16, 8, 350, 167)}
-# of 16-bit inputs with 16 states
-SUMMARY_TRIPLES = SummaryTriples(130, 58)
-BACKWARD = {
-    "longhorn": [Backward(4, 8, 670, 365, min_blocks=3), Backward(2, 8, 465, 205, min_blocks=3)],
-    "selective": [Backward(2, 8, 620, 298, min_blocks=3)],
+FORWARD_SIMT = {
+    "longhorn": [
+        ForwardSimt(16, 4, tile=4, cycles=(540, 910, 1365)),
+        ForwardSimt(16, 2, tile=8, cycles=(305, 510, 765)),
+        ForwardSimt(4, 1, tile=32, cycles=(69, 104, 156), warps=2, ahead=True),
+    ],
+    "selective": [
+        ForwardSimt(8, 2, tile=16, cycles=(320, 440)),
+        ForwardSimt(4, 2, tile=32, cycles=(190, 256), unroll=8),
+    ],
 }
-# with 64 states a tile of 8 tokens would leave lanes without work
-BACKWARD_64 = {name: [Backward(2, 16, 800, 400)] for name in BACKWARD}
+# the second for what the first leaves multiprocessors idle with, and for GPUs with less shared memory
+FORWARD_MMA = [
+    ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,), start=19000),
+    ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,), start=6500),
+]
+SEGMENT_STATES = {
+    "longhorn": SegmentStates(8, 2, tile=16, cycles=(180, 260)),
+    "selective": SegmentStates(8, 2, tile=16, cycles=(350, 350)),
+}
+SEGMENT_GRADIENTS_MMA = SegmentGradientsMma(cycles=(130, 130, 174))
+BACKWARD = {
+    "longhorn": [Backward(4, cycles=(670, 1035, 1400)), Backward(2, cycles=(465, 670, 875))],
+    "selective": [Backward(2, cycles=(620, 918, 1216))],
+}
 
 
 def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
-) -> list[Lanes | Quads | Pairs]:
-    """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a block may have."""
-    variants = list(FORWARD[recurrence])
-    if itemsize == 2 and N in {"longhorn": (16, 32), "selective": (16,)}[recurrence]:
-        variants += QUADS[recurrence]
-    if itemsize == 2 and N == 16 and recurrence == "longhorn" and vectors:
-        variants += [v for v in PAIRS if v.block_bytes() <= shared_bytes]
-    return variants
+) -> list[ForwardSimt | ForwardMma]:
+    """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a CTA may have."""
+    if not (_has_mma(recurrence, N, itemsize) and vectors):
+        return FORWARD_SIMT[recurrence]
+    return FORWARD_SIMT[recurrence] + [v for v in FORWARD_MMA if v.block_bytes() <= shared_bytes]
 
 
-def summary_variant(kind: str, recurrence: str, N: int, itemsize: int) -> Lanes | SummaryTriples:
-    triples = kind == "backward" and recurrence == "longhorn" and N == 16 and itemsize == 2
-    return SUMMARY_TRIPLES if triples else SUMMARY[recurrence]
+def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
+    """What finds the states between segments for `kind` "forward", or their gradients for "backward"."""
+    mma = kind == "backward" and _has_mma(recurrence, N, itemsize)
+    return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
+
+
+def backward_variants(recurrence: str, N: int) -> list[Backward]:
+    return [v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2]  # tiles of 16 tokens take more registers
+
+
+def _has_mma(recurrence: str, N: int, itemsize: int) -> bool:
+    return recurrence == "longhorn" and N == 16 and itemsize == 2
 
 
 def cycles(
-    variant: Lanes | Quads | Pairs | SummaryTriples | Backward, channels: int, N: int, itemsize: int, tokens: int,
-    multiprocessors: int, short: int = 0,
+    variant: ForwardSimt | ForwardMma | SegmentGradientsMma | Backward, channels: int, N: int, itemsize: int,
+    tokens: int, multiprocessors: int, short: int = 0,
 ) -> float:  # fmt: skip
     """Estimated cycles for `tokens` tokens of `channels` independent channels (directions, batch, D and segments).
 
     `short` more have so few tokens that none waits for them, but share schedulers with warps that start beside them.
     """
-    if isinstance(variant, Pairs):
-        each = math.ceil(channels / (16 * variant.scanners * multiprocessors))  # blocks of a multiprocessor
-        return each * (PAIRS_WAVE + tokens * variant.alone)
-    of_lane, warps, blocks = variant.channels, variant.warps, variant.min_blocks
-    if isinstance(variant, Backward):
-        of_lane = variant.lane_channels(N)
-        warps, _, blocks = variant.block(N, itemsize, of_lane)
-    lanes = max(1, N // variant.states)  # of as many channels as a lane has
-    one_each = 32 * of_lane / lanes * SCHEDULERS * multiprocessors  # channels that give every scheduler a warp
-    at_once = blocks * warps / SCHEDULERS  # warps of a scheduler
+    of_warp, at_once = variant.occupancy(N, itemsize)
+    one_each = of_warp * SCHEDULERS * multiprocessors  # channels that give every scheduler a warp
     waves = math.ceil(channels / (one_each * at_once))
-    # blocks of a last wave that is not full are where blocks end first, side by side on few multiprocessors
-    each = min(math.ceil((channels + short) / one_each), math.ceil(at_once))
-    if isinstance(variant, Backward):
-        token = variant.alone + (each - 1) * variant.more
-    else:
-        token = max(variant.alone, each * variant.shared)
-    return waves * (WAVE + tokens * token)
+    # CTAs of a last wave that is not full are where CTAs end first, side by side on few multiprocessors
+    warps = min(math.ceil((channels + short) / one_each), math.ceil(at_once))
+    return waves * (variant.start + tokens * variant.cycles[warps - 1])
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(
     kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int,
-    vectors: bool = True, shared_bytes: int = 227 * 1024,
-) -> tuple[Lanes | Quads | Pairs | Backward, int]:  # fmt: skip
+    vectors: bool = True, shared_bytes: int = 227 * 1024, step: bool = False,
+) -> tuple[ForwardSimt | ForwardMma | Backward, int]:  # fmt: skip
     """The variant that the model expects to be fastest, and the chunks of a segment.
 
     Args:
@@ -211,27 +215,28 @@ def choose(
         itemsize: Bytes of an input's element.
         multiprocessors: Of the GPU.
         vectors, shared_bytes: As `forward_variants` takes them.
+        step: Whether the step may stand in place of the logits.
     """
-    chunks = -(-L // CHUNK)
+    chunks, channels = -(-L // CHUNK), sequences * D
     if kind == "forward":
         candidates = forward_variants(recurrence, N, itemsize, vectors, shared_bytes)
     else:
-        candidates = (BACKWARD if N < 64 else BACKWARD_64)[recurrence]
-    summary = summary_variant(kind, recurrence, N, itemsize)
-    best = None
+        candidates = backward_variants(recurrence, N)
+    segment = segment_variant(kind, recurrence, N, itemsize)
+    costs = {}
     # a long sequence need not be tried in every way
     for segment_chunks in range(chunks, 0, -max(1, chunks // 128)):
         segments = -(-chunks // segment_chunks)
-        tokens, channels = min(L, segment_chunks * CHUNK), sequences * D
+        tokens = min(L, segment_chunks * CHUNK)
         long = max(1, -(-(L - tokens // 8) // tokens))  # segments: the last may have few tokens
         between = 0.0
         if segments > 1:
             passed = channels * N * (segments - 1) * PASSED / multiprocessors
             between = LAUNCHES + passed
-            between += cycles(summary, channels * (segments - 1), N, itemsize, tokens, multiprocessors)
+            between += cycles(segment, channels * (segments - 1), N, itemsize, tokens, multiprocessors)
         for variant in candidates:
             short = channels * (segments - long)
-            cost = between + cycles(variant, channels * long, N, itemsize, tokens, multiprocessors, short)
-            if best is None or cost < best[0]:
-                best = cost, variant, segment_chunks
-    return best[1:]
+            scan = cycles(variant, channels * long, N, itemsize, tokens, multiprocessors, short)
+            saved = LOGITS if step and segments == 1 and isinstance(variant, ForwardMma) else 0
+            costs[variant, segment_chunks] = between + scan - saved
+    return min(costs, key=costs.get)

@@ -1,256 +1,119 @@
-// The layout of the kernels that run straight through a sequence: a lane owns C channels and some or all of their states,
-// in registers from the first token to the last. The warps of a block share keys and queries. Further macros:
-//   UNROLL    tokens whose instructions are interleaved and whose sums over lanes are finished together
-//   AHEAD     whether a lane has so few states that there are registers to load the next tokens ahead
+// The layout of the kernels without tensor cores: a lane has NL states of each of DL neighbouring channels in registers
+// from the first token to the last. PARTS = N / NL lanes share a group of DL channels; the warp has GROUPS of them. Of
+// a lane's number, bit 0 and the bits from 2 on say which part of the states it has, bit 1 and the highest ones which
+// group, for shared memory serves a vector twice as fast if each lane has the same address as its neighbour or the one
+// after. With 4 parts and 8 groups:
+//
+//     lane    0  1  2  3  4  5  6  7  8  9 10 ...        states NL part .. NL part + NL - 1
+//     part    0  1  0  1  2  3  2  3  0  1  0 ...        channels DL group .. DL group + DL - 1 of the warp's
+//     group   0  0  1  1  0  0  1  1  2  2  3 ...
+//
+// Keys and queries are shared by the warps of a CTA.
 
-#include "recurrences.cuh"
+#include "tiles.cuh"
 
-static_assert(UNROLL % 4 == 0 && TILE % UNROLL == 0 && CHUNK % TILE == 0);
+constexpr int PARTS = N / NL, GROUPS = 32 / PARTS, WARP_CHANNELS = GROUPS * DL;
+constexpr int KEY_VECTORS = N / 4;  // of a key or query
 
-// The warp's channels of a tile as they are in memory: x, or dy where gradients are scanned
-struct Channels {
-    alignas(16) T value[TILE][WARP_CHANNELS];
-    alignas(16) T logit[TILE][WARP_CHANNELS];
-};
+DEVICE int part_of(int lane) { return PARTS == 1 ? 0 : lane % 2 | (lane / 2 & PARTS - 2); }
+DEVICE int group_of(int lane) { return PARTS == 1 ? lane : lane / 2 % 2 | lane / (2 * PARTS) * 2; }
+// how far apart lanes are that differ in this bit of the part, or of the group
+DEVICE constexpr int part_distance(int bit) { return bit == 1 ? 1 : 2 * bit; }
+DEVICE constexpr int group_distance(int bit) { return PARTS == 1 ? bit : bit == 1 ? 2 : bit * PARTS; }
 
-// One warp's place in the grid: a segment of a sequence; and the channels and states of this lane
-struct Place {
-    i64 g, b, segment, warp_d, d;
-    int lane, part, group, n;
-    bool valid;
-    __device__ __forceinline__ Place(i64 B, i64 D, i64 segments) {
+// A lane's place: the first of its warp's channels, the first of its own, also counted in the warp, and of its states
+struct Place : GridPlace {
+    i64 warp_d, d;
+    int lane, part, group, c, n;
+    bool valid;  // whether its channels exist
+    INLINE Place(i64 B, i64 D, i64 segments)
+        : GridPlace(WARPS * WARP_CHANNELS, D, segments, B) {
         lane = threadIdx.x % 32;
-        part = part_of(lane);
-        group = group_of(lane);
-        i64 blocks = (D + WARPS * WARP_CHANNELS - 1) / (WARPS * WARP_CHANNELS);
-        warp_d = (blockIdx.x % blocks * WARPS + threadIdx.x / 32) * WARP_CHANNELS;
-        d = warp_d + group * C;
-        segment = blockIdx.x / blocks % segments;
-        b = blockIdx.x / blocks / segments % B;
-        g = blockIdx.x / blocks / segments / B;
-        n = part * NL;
+        part = part_of(lane), group = group_of(lane);
+        c = group * DL, n = part * NL;
+        warp_d = (channels * WARPS + threadIdx.x / 32) * WARP_CHANNELS;
+        d = warp_d + c;
         valid = d < D;
     }
 };
 
-// The tile as lanes read it. Gates are computed by one lane each, whichever lanes will read them. `Staging` does this,
-// `Token` is what a step of the scan asks for: the lane's channels of value and gate, its states of key and query.
-template <bool AHEAD_>
-struct Staged;
+// States, their gradients or decays, of a lane; in memory rows of channels
+typedef float States[NL][DL];
 
-// Reading is little beside the arithmetic of many states: value, key and query are read when they are needed.
-template <>
-struct Staged<false> {
-    alignas(16) float gates[TILE][WARP_CHANNELS];
-
-    struct Staging {
-        static constexpr int ITEMS = TILE * GROUPS / 32, APART = 32 / GROUPS;
-        static_assert(AHEAD || ITEMS * 32 == TILE * GROUPS);
-        int c, first;
-        Floats<C> bias;
-        __device__ __forceinline__ Staging(const float *biases, const Place &at, i64 D)
-            : c(at.lane % GROUPS * C), first(at.lane / GROUPS) {
-            bias = biases && at.warp_d + c < D ? load<C>(biases + at.g * D + at.warp_d + c) : Floats<C>{};
-        }
-        // the items side by side, since each is a long chain
-        __device__ __forceinline__ void stage(Staged &staged, const Channels &tile, const Keys<TILE> &keys) const {
-            Floats<C> gate[ITEMS];
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                Floats<C> logit = to_floats(load<C>(&tile.logit[first + i * APART][c]));
-                float kk = keys.kk[first + i * APART];
-#pragma unroll
-                for (int j = 0; j < C; j++) gate[i].at[j] = R::gate(logit.at[j] + bias.at[j], kk);
-            }
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) store(&staged.gates[first + i * APART][c], gate[i]);
-        }
-    };
-    struct Token {
-        const T *from_value;
-        const float *from_gate, *from_k, *from_q;
-        __device__ __forceinline__ Floats<C> value() const { return to_floats(load<C>(from_value)); }
-        __device__ __forceinline__ Floats<C> gate() const { return load<C>(from_gate); }
-        __device__ __forceinline__ Floats<4> k(int n) const { return load<4>(from_k + n); }
-        __device__ __forceinline__ Floats<4> q(int n) const { return load<4>(from_q + n); }
-    };
-    __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &tile, const Keys<TILE> &keys, int j0,
-                                         const Place &at) const {
-        int c = at.group * C;
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++)
-            tokens[j] = {&tile.value[j0 + j][c], &gates[j0 + j][c], &keys.k[j0 + j][at.n], &keys.q[j0 + j][at.n]};
-    }
-};
-
-// With few states reading is much of the work: value and gate are staged so that one vector has four tokens of a channel,
-// first the first channel of every group, and all is read a step ahead.
-template <>
-struct Staged<true> {
-    alignas(16) float values[TILE / 4][WARP_CHANNELS][4];
-    alignas(16) float gates[TILE / 4][WARP_CHANNELS][4];
-
-    // a lane takes four tokens of some neighbouring channels
-    struct Staging {
-        static constexpr int MOST = TILE / 4 * WARP_CHANNELS / 32, CHANNELS = MOST > 2 ? 4 : MOST > 1 ? 2 : 1;
-        static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
-        int c, first;
-        Floats<CHANNELS> bias;
-        __device__ __forceinline__ Staging(const float *biases, const Place &at, i64 D)
-            : c(at.lane % ROW * CHANNELS), first(at.lane / ROW) {
-#pragma unroll
-            for (int i = 0; i < CHANNELS; i++)
-                bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
-        }
-        __device__ __forceinline__ void stage(Staged &staged, const Channels &tile, const Keys<TILE> &keys) const {
-#pragma unroll
-            for (int item = 0; item < ITEMS; item++) {
-                int t = first + item * APART;
-                if (TILE / 4 % APART != 0 && t >= TILE / 4) break;
-                Floats<4> kk = load<4>(&keys.kk[4 * t]), values[CHANNELS], gates[CHANNELS];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    Floats<CHANNELS> value = to_floats(load<CHANNELS>(&tile.value[4 * t + j][c]));
-                    Floats<CHANNELS> logit = to_floats(load<CHANNELS>(&tile.logit[4 * t + j][c]));
-#pragma unroll
-                    for (int i = 0; i < CHANNELS; i++) {
-                        values[i].at[j] = value.at[i];
-                        gates[i].at[j] = R::gate(logit.at[i] + bias.at[i], kk.at[j]);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < CHANNELS; i++) {
-                    int slot = (c + i) % C * GROUPS + (c + i) / C;
-                    store(staged.values[t][slot], values[i]);
-                    store(staged.gates[t][slot], gates[i]);
-                }
-            }
-        }
-    };
-    struct Token {
-        Floats<C> read_value, read_gate;
-        Floats<4> read_k[NL / 4], read_q[NL / 4];
-        __device__ __forceinline__ Floats<C> value() const { return read_value; }
-        __device__ __forceinline__ Floats<C> gate() const { return read_gate; }
-        __device__ __forceinline__ Floats<4> k(int n) const { return read_k[n / 4]; }
-        __device__ __forceinline__ Floats<4> q(int n) const { return read_q[n / 4]; }
-    };
-    __device__ __forceinline__ void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0,
-                                         const Place &at) const {
-#pragma unroll
-        for (int j = 0; j < UNROLL; j++)
-#pragma unroll
-            for (int n = 0; n < NL / 4; n++) {
-                tokens[j].read_k[n] = load<4>(&keys.k[j0 + j][at.n + 4 * n]);
-                tokens[j].read_q[n] = load<4>(&keys.q[j0 + j][at.n + 4 * n]);
-            }
-#pragma unroll
-        for (int j = 0; j < UNROLL; j += 4)
-#pragma unroll
-            for (int c = 0; c < C; c++) {
-                Floats<4> value = load<4>(values[(j0 + j) / 4][c * GROUPS + at.group]);
-                Floats<4> gate = load<4>(gates[(j0 + j) / 4][c * GROUPS + at.group]);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    tokens[j + i].read_value.at[c] = value.at[i], tokens[j + i].read_gate.at[c] = gate.at[i];
-            }
-    }
-};
-typedef Staged<AHEAD>::Token Token;
-
-struct Warp {
-    Staged<AHEAD> staged;
-    Channels stage[STAGES];
-};
-
-struct Block {
-    Keys<TILE> keys[2];
-    Warp warps[WARPS];
-};
-
-typedef float States[NL][C];
-
-DEVICE void load_rates(States &A, const float *rates, const Place &at, i64 D) {
-#pragma unroll
-    for (int n = 0; n < NL; n++)
-#pragma unroll
-        for (int c = 0; c < C; c++)
-            A[n][c] = R::HAS_RATES && at.valid ? R::rate(rates[(at.g * D + at.d + c) * N + at.n + n]) : 0;
+DEVICE void fill(States &S, float value) {
+    UNROLLED for (int n = 0; n < NL; n++)
+        UNROLLED for (int c = 0; c < DL; c++) S[n][c] = value;
 }
-
 DEVICE void load_states(States &S, const float *states, i64 D) {
-#pragma unroll
-    for (int n = 0; n < NL; n++) {
-        Floats<C> v = load<C>(states + n * D);
-#pragma unroll
-        for (int c = 0; c < C; c++) S[n][c] = v.at[c];
+    UNROLLED for (int n = 0; n < NL; n++) {
+        Floats<DL> v = load<DL>(states + n * D);
+        UNROLLED for (int c = 0; c < DL; c++) S[n][c] = v.at[c];
     }
 }
-
 DEVICE void store_states(float *states, const States &S, i64 D) {
-#pragma unroll
-    for (int n = 0; n < NL; n++) {
-        Floats<C> v;
-#pragma unroll
-        for (int c = 0; c < C; c++) v.at[c] = S[n][c];
+    UNROLLED for (int n = 0; n < NL; n++) {
+        Floats<DL> v;
+        UNROLLED for (int c = 0; c < DL; c++) v.at[c] = S[n][c];
         store(states + n * D, v);
     }
 }
+DEVICE void load_rates(States &A, const float *rates, const Place &at, i64 D) {
+    UNROLLED for (int n = 0; n < NL; n++)
+        UNROLLED for (int c = 0; c < DL; c++)
+            A[n][c] = Recurrence::HAS_RATES && at.valid
+                          ? Recurrence::rate(rates[(at.g * D + at.d + c) * N + at.n + n])
+                          : 0;
+}
 
-// Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `step(tokens, t, left)` for UNROLL
-// tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
-template <bool SQUARED = false, class AtChunk, class Step>
-DEVICE void run(Block &block, const Tokens<const T> &values, const Tokens<const T> &logits, const Sequence<const T> &ks,
-                const Sequence<const T> &qs, const float *biases, int begin, int end, i64 L, bool backwards,
-                bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Step step) {
-    Warp &warp = block.warps[threadIdx.x / 32];
-    ChannelCopies copies(at.warp_d, D);
-    Sequence<const T> value = copies.source({values, at.g, at.b, L, backwards}, at.warp_d);
-    Sequence<const T> logit = copies.source({logits, at.g, at.b, L, backwards}, at.warp_d);
-    auto copy = [&](Channels &to, int t0) {
-        copies.start(to.value, value, t0, end - t0);
-        copies.start(to.logit, logit, t0, end - t0);
-        commit_copies();
-    };
-    Staged<AHEAD>::Staging staging(biases, at, D);
-    KeysInFlight<TILE, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
-    keys.fetch(begin, end - begin);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) copy(warp.stage[s], begin + s * TILE);
-    int stage = 0, buffer = 0;
-#pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += TILE) {
-        if ((t0 - begin) % CHUNK == 0) at_chunk(t0);
-        Keys<TILE> &tile_keys = block.keys[buffer];
-        keys.template put<SQUARED>(tile_keys);
-        if (end - t0 > TILE) keys.fetch(t0 + TILE, end - t0 - TILE);
-        wait_for_copies<STAGES - 2>();
-        // two buffers of keys, so that one barrier a tile is enough
-        __syncthreads();
-        copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);
-        const Channels &tile = warp.stage[stage];
-        staging.stage(warp.staged, tile, tile_keys);
-        __syncwarp();
-        Token tokens[UNROLL];
-        if (AHEAD) {
-            warp.staged.read(tokens, tile, tile_keys, 0, at);
-#pragma unroll
-            for (int j0 = 0; j0 < TILE; j0 += UNROLL) {
-                Token following[UNROLL];
-                warp.staged.read(following, tile, tile_keys, j0 + UNROLL < TILE ? j0 + UNROLL : j0, at);
-                step(tokens, t0 + j0, end - t0 - j0);
-#pragma unroll
-                for (int j = 0; j < UNROLL; j++) tokens[j] = following[j];
-            }
+// Keys and queries of some tokens in fp32; kk is k.k
+template <int TOKENS>
+struct Keys {
+    alignas(16) float k[TOKENS][N];
+    alignas(16) float q[TOKENS][N];
+    alignas(16) float kk[TOKENS];
+};
+
+// The same on its way from memory, in registers: a thread moves 4 neighbouring states of a key or query at a time,
+// always the same 4. Behind the last of `tokens` it is read again: what follows the last token reaches no result.
+template <int TOKENS, int THREADS>
+struct KeysInFlight {
+    static constexpr int ROW = 2 * KEY_VECTORS, ITEMS = (TOKENS * ROW + THREADS - 1) / THREADS, APART = THREADS / ROW;
+    static_assert(THREADS % ROW == 0);
+    Input source;
+    int first, n;
+    bool is_query, vectors;
+    Pack<Element, 4> item[ITEMS];
+
+    // `vectors`: whether one load may read the 4
+    INLINE KeysInFlight(const Input &k, const Input &q, bool vectors, int thread)
+        : source(thread / KEY_VECTORS % 2 ? q : k), first(thread / (2 * KEY_VECTORS)), n(thread % KEY_VECTORS * 4),
+          is_query(thread / KEY_VECTORS % 2), vectors(vectors) {
+        source.data += n;
+    }
+    INLINE void fetch(int t0, int tokens) {
+        const Element *p[ITEMS];
+        UNROLLED for (int i = 0; i < ITEMS; i++) p[i] = source.at(t0 + min(first + i * APART, tokens - 1));
+        if (vectors) {
+            UNROLLED for (int i = 0; i < ITEMS; i++) item[i] = load<4>(p[i]);
         } else {
-            int exist = min(TILE, end - t0);
-#pragma unroll 1
-            for (int j0 = 0; j0 < exist; j0 += UNROLL) {
-                warp.staged.read(tokens, tile, tile_keys, j0, at);
-                step(tokens, t0 + j0, exist - j0);
+            UNROLLED for (int i = 0; i < ITEMS; i++) item[i] = gather4(p[i]);
+        }
+    }
+    // `keys` may have room for more tokens: these go from `start` on. SQUARED has k^2 in place of k
+    template <bool SQUARED = false, int ROOM>
+    INLINE void put(Keys<ROOM> &keys, int start = 0) const {
+        float *to = is_query ? keys.q[start + first] : keys.k[start + first];
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
+            Floats<4> v = to_floats(item[i]);
+            float kk = v.at[0] * v.at[0] + v.at[1] * v.at[1] + v.at[2] * v.at[2] + v.at[3] * v.at[3];
+            UNROLLED for (int distance = 1; distance < KEY_VECTORS; distance *= 2)
+                kk += __shfl_xor_sync(WARP, kk, distance);
+            if (TOKENS % APART == 0 || first + i * APART < TOKENS) {
+                if (SQUARED && !is_query)
+                    UNROLLED for (int j = 0; j < 4; j++) v.at[j] *= v.at[j];
+                store(to + i * APART * N + n, v);
+                if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;
             }
         }
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
-        buffer ^= 1;
     }
-}
+};

@@ -10,7 +10,16 @@ from torch import Tensor
 from ..cuda.compiler import launch
 from ..cuda.plan import place, planned
 from .checkpoints import CHUNK, boundaries
-from .heuristics import SUMMARY, Backward, Lanes, Pairs, Quads, SummaryTriples, align, choose, summary_variant
+from .heuristics import (
+    SEGMENT_STATES,
+    Backward,
+    ForwardMma,
+    ForwardSimt,
+    SegmentGradientsMma,
+    align,
+    choose,
+    segment_variant,
+)  # fmt: skip
 
 INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
@@ -19,12 +28,12 @@ RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 def scan_forward(
     recurrence: str, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, rates_GDN: Tensor | None,
     skip_GD: Tensor | None, bias_GD: Tensor | None, reverse: list[bool], keep: bool,
-    plan: tuple[Lanes | Quads | Pairs, int] | None = None, step_proj_GDR: Tensor | None = None,
+    plan: tuple[ForwardSimt | ForwardMma, int] | None = None, step_proj_GDR: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """y_GBLD, and the states that backward needs if `keep`: those between chunks of `CHUNK` tokens.
 
-    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `projects_step`, the step (G, B, L, R)
-    may stand in place of the logits, with the weights that project it to them.
+    `plan`, a variant and the chunks of a segment, overrides the cost model's. If `forward_plan` says so, the step
+    (G, B, L, R) may stand in place of the logits, with the weights that project it to them.
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
@@ -32,36 +41,38 @@ def scan_forward(
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
     kept = (G, B, boundaries(L), N, D) if keep else 0
-    states, earlier = torch.empty(kept, device=x.device, dtype=torch.float32), None
+    checkpoints, initial_states = torch.empty(kept, device=x.device, dtype=torch.float32), None
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD
-        earlier = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=False)
+        initial_states = _between_segments(recurrence, tensors, reverse, segment_chunks, gradients=False)
     arguments = dict(
-        **_tokens(x=x, logit=logits, k=k, q=q), rates=rates_GDN, skips=skip_GD, biases=bias_GD, earlier=earlier, y=y,
-        states=states, B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks, keep=keep,
+        **_tokens(x=x, logit=logits, k=k, q=q), rates=rates_GDN, skips=skip_GD, biases=bias_GD,
+        initial_states=initial_states, y=y, checkpoints=checkpoints if keep else None, B=B, L=L, D=D,
+        reverse=_mask(reverse), segment_chunks=segment_chunks, keep=keep,
     )  # fmt: skip
-    if isinstance(variant, Quads):
-        file, (macros, blocks, shared) = "scan/quads", _quads(variant, recurrence, x, logits, k, q)
-    elif isinstance(variant, Pairs):
+    if isinstance(variant, ForwardMma):
         rank = 0 if step_proj_GDR is None else step_proj_GDR.shape[2]
-        file, (macros, blocks, shared) = "scan/forward_mma", _pairs(variant, recurrence, x, N, rank)
+        file, (macros, ctas, shared) = "scan/forward_mma", _forward_mma(variant, recurrence, x, N, rank)
         arguments["step_projs"] = step_proj_GDR
     else:
-        file, (macros, blocks, shared) = "scan/forward_simt", _lanes(variant, recurrence, x, logits, N)
+        file, (macros, ctas, shared) = "scan/forward_simt", _simt(variant, recurrence, x, logits, N)
         arguments["key_vectors"] = _vector(4, k, q) == 4
-    launch(file, "scan_forward", macros, G * B * segments * blocks, 32 * variant.warps, arguments, shared)
-    return [y, states]
+    launch(file, "scan_forward", macros, G * B * segments * ctas, 32 * variant.warps, arguments, shared)
+    return [y, checkpoints]
 
 
-def projects_step(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> bool:
-    """Whether `forward` takes the step in place of the logits: where pairs.cu scans sequences such as x as a whole."""
-    variant, segment_chunks = _choose("forward", recurrence, x_GBLD, N, vectors=x_GBLD.shape[-1] % 8 == 0)
-    return isinstance(variant, Pairs) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
+def forward_plan(
+    recurrence: str, x_GBLD: Tensor, N: int, R: int
+) -> tuple[tuple[ForwardSimt | ForwardMma, int], bool]:  # fmt: skip
+    """A plan of `forward` for whole rows such as x where the step (G, B, L, R) is known, and whether it takes that."""
+    plan = _choose("forward", recurrence, x_GBLD, N, x_GBLD.shape[-1] % 8 == 0, step=R % 8 == 0)
+    variant, segment_chunks = plan
+    return plan, isinstance(variant, ForwardMma) and segment_chunks * CHUNK >= x_GBLD.shape[2] and R % 8 == 0
 
 
 def scan_backward(
     recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
-    rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, states_GBSND: Tensor,
+    rates_GDN: Tensor | None, skip_GD: Tensor | None, bias_GD: Tensor | None, checkpoints_GBSND: Tensor,
     reverse: list[bool], plan: tuple[Backward, int] | None = None, over_logits: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """dx, dlogits, dk and dq like their inputs; drates_GDN (empty without rates) and dskip and dbias as (G, 2, D).
@@ -72,28 +83,28 @@ def scan_backward(
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
     variant, segment_chunks = plan or _choose("backward", recurrence, x, N)
     segments = -(-chunks // segment_chunks)
-    later = None
+    final_gradients = None
     if segments > 1:
         tensors = dy, logits, k, q, rates_GDN, bias_GD
-        later = _summarize(recurrence, tensors, reverse, segment_chunks, gradients=True)
-    macros, blocks, shared = _backward(variant, recurrence, dy, x, logits, N)
+        final_gradients = _between_segments(recurrence, tensors, reverse, segment_chunks, gradients=True)
+    macros, ctas, shared = _backward(variant, recurrence, dy, x, logits, N)
     new = functools.partial(torch.empty, device=x.device)
     dx = new(x.shape, dtype=x.dtype)
     dlogits = logits if over_logits else new(x.shape, dtype=x.dtype)
     dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
-    dkeys = new(blocks, G, B, L, 2, N, dtype=torch.float32)
+    dkeys = new(ctas, G, B, L, 2, N, dtype=torch.float32)
     dchannels = new(G, 2, D, dtype=torch.float32)
     drates = new((G, D, N) if rates_GDN is not None else 0, dtype=torch.float32)
-    parts, columns, tokens = B * segments, dchannels.numel() + drates.numel(), G * B * L
-    rows = new(parts, columns, dtype=torch.float32)
-    launch("scan/backward", "scan_backward", macros, G * B * segments * blocks, 32 * macros["WARPS"], dict(
+    rows, columns, tokens = B * segments, dchannels.numel() + drates.numel(), G * B * L
+    sums = new(rows, columns, dtype=torch.float32)
+    launch("scan/backward", "scan_backward", macros, G * B * segments * ctas, 32 * macros["WARPS"], dict(
         **_tokens(dy=dy, x=x, logit=logits, k=k, q=q, dlogit=dlogits), rates=rates_GDN, skips=skip_GD, biases=bias_GD,
-        states=states_GBSND, later=later, dx=dx, dkeys=dkeys, rows=rows, directions=G, B=B, L=L, D=D,
-        reverse=_mask(reverse), segment_chunks=segment_chunks, key_vectors=_vector(4, k, q) == 4,
+        checkpoints=checkpoints_GBSND, final_gradients=final_gradients, dx=dx, dkeys=dkeys, sums=sums, directions=G,
+        B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks, key_vectors=_vector(4, k, q) == 4,
     ), shared)  # fmt: skip
-    launch("scan/backward", "sum_parts", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, dict(
-        dkeys=dkeys, dk=dk, dq=dq, key_parts=blocks, tokens=tokens, rows=rows, dchannels=dchannels, drates=drates,
-        parts=parts, channels=dchannels.numel(), columns=columns,
+    launch("scan/backward", "reduce_partials", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, dict(
+        dkeys=dkeys, dk=dk, dq=dq, key_parts=ctas, tokens=tokens, sums=sums, dchannels=dchannels, drates=drates,
+        rows=rows, channels=dchannels.numel(), columns=columns,
     ))  # fmt: skip
     return [dx, dlogits, dk, dq, drates, dchannels]
 
@@ -101,98 +112,83 @@ def scan_backward(
 forward, backward = planned()(scan_forward), planned()(scan_backward)
 
 
-def _summarize(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
+def _between_segments(recurrence, tensors, reverse, segment_chunks, *, gradients: bool) -> Tensor:
     """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead.
 
-    While it runs it takes twice as much again, and of SummaryTriples 176 bytes for a token of each direction.
+    While it runs it takes twice as much again, and of SegmentGradientsMma 176 bytes for a token of each direction.
     """
     value, logits, k, q, rates, bias = tensors
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     kind = "backward" if gradients else "forward"
-    variant = summary_variant(kind, recurrence, N, value.element_size())
+    variant = segment_variant(kind, recurrence, N, value.element_size())
     ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
     between = torch.empty_like(ends)
-    shared_arguments = dict(
+    arguments = dict(
         biases=bias, ends=ends, decays=decays, B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks
     )
-    macros, blocks, shared = _lanes(SUMMARY[recurrence], recurrence, value, logits, N)
+    macros, ctas, shared = _simt(SEGMENT_STATES[recurrence], recurrence, value, logits, N)
     macros["GRADIENTS"] = str(gradients).lower()
-    if isinstance(variant, SummaryTriples):
-        triples, blocks, shared = _summary_triples(variant, recurrence, value, logits)
-        tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // triples["TILE"])
-        states = torch.empty(tiles, triples["STATES_BYTES"] // 4, device=value.device, dtype=torch.float32)
-        launch("scan/segment_gradients_mma", "stage_states", triples, -(-tiles // 2), 128, dict(
-            **_tokens(k=k, q=q), states=states, count=tiles, B=B, L=L, reverse=_mask(reverse), boundaries=segments - 1,
-            segment_tokens=segment_chunks * CHUNK,
+    if isinstance(variant, SegmentGradientsMma):
+        mma, ctas, shared = _segment_gradients_mma(variant, recurrence, value, logits)
+        tiles = G * B * (segments - 1) * -(-segment_chunks * CHUNK // mma["TILE"])
+        factors = torch.empty(tiles, mma["FACTOR_BYTES"] // 4, device=value.device, dtype=torch.float32)
+        launch("scan/segment_gradients_mma", "stage_factors", mma, -(-tiles // 2), 128, dict(
+            **_tokens(k=k, q=q), factors=factors, count=tiles, B=B, L=L, reverse=_mask(reverse),
+            boundaries=segments - 1, segment_tokens=segment_chunks * CHUNK,
         ))  # fmt: skip
-        file = "scan/segment_gradients_mma", "scan_summary", triples
-        arguments = dict(**_tokens(dy=value, logit=logits, q=q), all_states=states)
+        kernel = "scan/segment_gradients_mma", "segment_gradients", mma
+        arguments |= dict(**_tokens(dy=value, logit=logits, q=q), factors=factors)
     else:
-        file = "scan/segment_states", "scan_summary", macros
-        key_vectors = _vector(4, k, q) == 4
-        arguments = dict(**_tokens(value=value, logit=logits, k=k, q=q), rates=rates, key_vectors=key_vectors)
-    arguments |= shared_arguments
-    launch(*file, G * B * (segments - 1) * blocks, 32 * variant.warps, arguments, shared)
+        kernel, key_vectors = ("scan/segment_states", "segment_states", macros), _vector(4, k, q) == 4
+        arguments |= dict(**_tokens(value=value, logit=logits, k=k, q=q), rates=rates, key_vectors=key_vectors)
+    launch(*kernel, G * B * (segments - 1) * ctas, 32 * variant.warps, arguments, shared)
     arguments = dict(ends=ends, decays=decays, between=between, sequences=G * B, segments=segments, ND=N * D)
-    launch("scan/segment_states", "scan_combine", macros, -(-G * B * N * D // 128), 128, arguments)
+    launch("scan/segment_states", "pass_states", macros, -(-G * B * N * D // 128), 128, arguments)
     return between
 
 
-def _lanes(variant: Lanes, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
-    """Macros of the kernels in lanes.cuh, the blocks that cover the channels and the bytes of shared memory of each."""
+def _simt(variant: ForwardSimt, recurrence: str, x: Tensor, logits: Tensor, N: int) -> tuple[dict, int, int]:
+    """Macros of the kernels of simt_scan.cuh, the CTAs that cover the channels, and the shared memory of each."""
     states = min(variant.states, N)
     groups = 32 * states // N
     # a warp's row of channels is copied by at most 32 lanes
     vector = _vector(16 // x.element_size(), x, logits)
     channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
     vector = min(vector, groups * channels)
-    unroll, warps = variant.unroll if N <= 16 else 4, variant.warps
+    unroll, warps, stages = variant.unroll if N <= 16 else 4, variant.warps, 3
     tile = max(min(variant.tile, 1024 // N), unroll, 32 // groups)
-    # wider inputs and longer keys take more registers, which fewer blocks leave
-    min_blocks = variant.min_blocks if x.element_size() * N <= 32 else variant.min_blocks * 2 // 3
+    # wider inputs and longer keys take more registers, which fewer CTAs leave
+    min_blocks = variant.ctas if x.element_size() * N <= 32 else variant.ctas * 2 // 3
     row = tile * groups * channels
-    warp_bytes = (2 if variant.ahead else 1) * 4 * row + variant.stages * 2 * align(row * x.element_size())
+    warp_bytes = (2 if variant.ahead else 1) * 4 * row + stages * 2 * align(row * x.element_size())
     block_bytes = 2 * 4 * tile * (2 * N + 1) + warps * warp_bytes
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=variant.stages, VECTOR=vector,
+        MIN_BLOCKS=min_blocks, UNROLL=unroll, AHEAD=int(variant.ahead), STAGES=stages, VECTOR=vector,
         BLOCK_BYTES=block_bytes,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * groups * channels)), block_bytes
 
 
-def _quads(variant: Quads, recurrence: str, x: Tensor, logits: Tensor, k: Tensor, q: Tensor):
-    """The same for quads.cu."""
-    N, tile, warps = k.shape[-1], 32, variant.warps
-    block_channels = 8 * warps
-    block_bytes = 2 * 2 * 4 * tile * block_channels + variant.stages * 2 * 2 * tile * (N + block_channels)
-    macros = dict(
-        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=max(1, variant.min_blocks * 16 // N), STAGES=variant.stages, VECTOR=_vector(8, x, logits),
-        KEY_VECTOR=_vector(8, k, q), BLOCK_BYTES=block_bytes,
-    )  # fmt: skip
-    return macros, -(-x.shape[-1] // block_channels), block_bytes
-
-
-def _pairs(variant: Pairs, recurrence: str, x: Tensor, N: int, rank: int):
-    """The same for pairs.cu."""
+def _forward_mma(variant: ForwardMma, recurrence: str, x: Tensor, N: int, rank: int):
+    """The same for forward_mma.cu."""
     shared = variant.block_bytes(rank)
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, SCANNERS=variant.scanners,
-        STAGERS=len(variant.roles), ROLES="{" + ", ".join(map(str, variant.roles)) + "}", STAGES=variant.stages,
-        VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
+        _common(recurrence, x, N), LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=variant.tile, CONSUMERS=variant.consumers,
+        PRODUCERS=len(variant.producers), ROLES="{" + ", ".join(map(str, variant.producers)) + "}",
+        STAGES=variant.stages, VECTOR=8, RANK=rank, BLOCK_BYTES=shared,
     )  # fmt: skip
-    return macros, -(-x.shape[-1] // (16 * variant.scanners)), shared
+    return macros, -(-x.shape[-1] // (16 * variant.consumers)), shared
 
 
-def _summary_triples(variant: SummaryTriples, recurrence: str, dy: Tensor, logits: Tensor):
-    """The same for summary_triples.cu."""
+def _segment_gradients_mma(variant: SegmentGradientsMma, recurrence: str, dy: Tensor, logits: Tensor):
+    """The same for segment_gradients_mma.cu."""
     N, tile, warps, warp_channels = 16, 24, variant.warps, 8 * variant.channels
     block_bytes = warps * warp_channels * (2 * 2 * tile + 4 * 33)
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=variant.min_blocks, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
-        STATES_BYTES=tile // 3 * (32 * N + 16),
+        MIN_BLOCKS=variant.ctas, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        FACTOR_BYTES=tile // 3 * (32 * N + 16),
     )  # fmt: skip
     return macros, -(-dy.shape[-1] // (warps * warp_channels)), block_bytes
 
@@ -204,8 +200,8 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
     vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
     warps, block_bytes, min_blocks = variant.block(N, x.element_size(), channels)
     macros = dict(
-        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile, WARPS=warps,
-        STAGES=variant.stages, MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
+        _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile(N), WARPS=warps, STAGES=2,
+        MIN_BLOCKS=min_blocks, BLOCK_BYTES=block_bytes, VECTOR=vector,
     )  # fmt: skip
     return macros, -(-x.shape[-1] // (warps * row)), block_bytes
 
@@ -246,10 +242,10 @@ def _mask(reverse: list[bool]) -> int:
     return sum(1 << g for g, r in enumerate(reverse) if r)
 
 
-def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False):
+def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False, step: bool = False):
     (G, B, L, D), device = x_GBLD.shape, place(x_GBLD)
     size, multiprocessors, shared = x_GBLD.element_size(), _multiprocessors(device), _shared_bytes(device)
-    return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared)
+    return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared, step)
 
 
 @functools.cache
@@ -259,5 +255,5 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block may have."""
+    """Shared memory that a CTA may have."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,56 +1,64 @@
-// summary.cu's scan_summary of Longhorn's gradients for 16-bit inputs, three tokens at a time. Tokens are counted in the order
-// they are read, from the last on; g and dy belong to a channel, a = k^2 and q to a state. F_t = dL/dS_t = dy_t q_t + what
-// comes from the tokens before t, so
-//   F_3 = A F_0 + dy_1 q_1 (1 - g_1 a_1) (1 - g_2 a_2) + dy_2 q_2 (1 - g_2 a_2) + dy_3 q_3
-//   A = (1 - g_0 a_0) (1 - g_1 a_1) (1 - g_2 a_2)
-// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the one,
-// what is added: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
-// instructions for a state and three tokens.
+// What segment_states.cu does with GRADIENTS, of Longhorn for 16-bit inputs with 16 states, three tokens at a time on
+// tensor cores. Tokens are counted in the order they are read here, from the last on; step sizes e and dy belong to a
+// channel, a = k^2 and q to a state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
+//   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
+//   F_3 = A F_0 + dy_1 q_1 (1 - e_1 a_1) (1 - e_2 a_2) + dy_2 q_2 (1 - e_2 a_2) + dy_3 q_3
+//   A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
+// Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the
+// one, what is added: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
+// instructions for a state and three tokens: F = A F + added and decay = decay A. With channels' e, v = dy_1 to dy_3
+// and states' -a, q, four words of two columns (`Factors`):
 //
-// For A they read fp16: g_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most 1. For
-// the rest they read the type of the inputs, which has dy and q exactly.
+//     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
+//     of added    v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
 //
-// The factors of states are the same for all channels: `stage_states` leaves them in memory, 176 bytes a token, in the order
-// in which lanes of `scan_summary` read them. A warp of that has C / 2 times 16 channels and nothing to do with other warps.
-// Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and 2 p + 1. Of 4 triples it computes the
-// channels' factors of number p, which it exchanges in shared memory.
+// For A they read fp16: e_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most
+// 1. For the rest they read the type of the inputs, which has dy and q exactly.
+//
+// The factors of states are the same for all channels: `stage_factors` leaves them in memory, 176 bytes a token, in the
+// order in which lanes of `segment_gradients` read them. A warp of that has DL / 2 times 16 channels and nothing to do
+// with other warps, so that __syncwarp is its only barrier: behind wait_for_copies (the tile is there for all lanes),
+// behind the loads of the tile (it may be overwritten), and between the writing and reading of channels' factors, both
+// ways. Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and 2 p + 1, as products leave
+// them (cuda/mma.cuh). Of 4 triples it computes the channels' factors of number p, which it exchanges in shared memory:
+// ldmatrix gives lane 4 c + p token j of triple p of channel c, as its rows are every third token.
 
-#include "recurrences.cuh"
+#include "tiles.cuh"
 
-constexpr int THREADS = 32 * WARPS, SIXTEENS = C / 2, OCTETS = N / 8, TRIPLES = TILE / 3;
-constexpr int BLOCK_CHANNELS = WARPS * WARP_CHANNELS;
+constexpr int THREADS = 32 * WARPS, SIXTEENS = DL / 2, OCTETS = N / 8, TRIPLES = TILE / 3, WARP_CHANNELS = 8 * DL;
 // triples whose factors of states are read ahead: compilers for newer GPUs spill those of 4
 #if __CUDA_ARCH__ < 1000
 constexpr int AHEAD = 4;
 #else
 constexpr int AHEAD = 2;
 #endif
-static_assert(TILE == 24 && sizeof(T) == 2 && N == 16 && NL == OCTETS * 2 && C % 2 == 0);
+static_assert(TILE == 24 && sizeof(Element) == 2 && N == 16 && NL == OCTETS * 2 && DL % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where neither
-// copies of two tokens nor loads of tokens 3 apart meet in a bank.
+// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where
+// neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
 struct Tile {
-    alignas(16) T at[2][WARP_CHANNELS / 8][TILE][8];
+    alignas(16) Element at[2][WARP_CHANNELS / 8][TILE][8];
 };
 DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
-// Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for two
-// octets each; and 1 / (1 + k.k)
-struct States {
+// Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for
+// two octets each; and 1 / (1 + k.k)
+struct StateFactors {
     alignas(16) unsigned factor[TRIPLES][32][2 * OCTETS];
     alignas(16) float norm[TRIPLES][4];
 };
 
-// The factors of a warp's channels, of 4 triples: of A, channels c and c + 8, then of what is added. Rows of 33, so that lanes
-// that write one factor of four triples meet in no bank
-struct Channels {
+// The factors of a warp's channels, of 4 triples: of A, channels c and c + 8, then of what is added. Rows of 33, so
+// that lanes that write one factor of four triples meet in no bank
+struct ChannelFactors {
     alignas(16) unsigned factor[SIXTEENS][4][33][4];
 };
 
-struct Warp {
+struct WarpMemory {
     Tile tile;
-    Channels channels;
+    ChannelFactors channels;
 };
+static_assert(WARPS * sizeof(WarpMemory) == BLOCK_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
 
 // of both halves of a word; PTX has a product of bf16 for newer GPUs only, which rounds the same
 DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
@@ -64,36 +72,35 @@ DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
     return product;
 }
 
-// The eight columns of a triple, or rows, as lanes have them: of A from three gates g, of what is added from gates and three
-// values v, of which `v_01` and `v_2` are words, the latter with v_2 in its lower half and anything in the upper one. Or with
-// -a for g and q for v.
+// The four words of a triple, for a channel from its three step sizes e and values v, for a state from -a and q. `v_01`
+// and `v_2` are words, the latter with v_2 in its lower half and anything in the upper one.
 struct Factors {
     unsigned decay[4], added[4];
-    __device__ __forceinline__ Factors(const float (&g)[3], unsigned v_01, unsigned v_2) {
-        unsigned g_1 = pack(T{}, g[1], 0), g_2 = pack(fp16{}, g[2], g[2]);
-        decay[0] = pack(fp16{}, g[0], g[1]);         // g_0, g_1
-        decay[1] = pack(fp16{}, g[2], g[0] * g[1]);  // g_2, g_0 g_1
-        decay[2] = multiply_both(fp16{}, decay[0], g_2);  // g_0 g_2, g_1 g_2
-        decay[3] = multiply_both(fp16{}, decay[1], g_2 & 0xffff0000u);  // 0, g_0 g_1 g_2
+    INLINE Factors(const float (&e)[3], unsigned v_01, unsigned v_2) {
+        unsigned e_1 = pack(Element{}, e[1], 0), e_2 = pack(fp16{}, e[2], e[2]);
+        decay[0] = pack(fp16{}, e[0], e[1]);         // e_0, e_1
+        decay[1] = pack(fp16{}, e[2], e[0] * e[1]);  // e_2, e_0 e_1
+        decay[2] = multiply_both(fp16{}, decay[0], e_2);  // e_0 e_2, e_1 e_2
+        decay[3] = multiply_both(fp16{}, decay[1], e_2 & 0xffff0000u);  // 0, e_0 e_1 e_2
         added[0] = v_01;  // v_0, v_1
-        added[1] = __byte_perm(v_2, multiply_both(T{}, v_01, g_1), 0x5410);  // v_2, g_1 v_0
-        added[2] = multiply_both(T{}, v_01, pack(T{}, g[2], g[2]));  // g_2 v_0, g_2 v_1
-        added[3] = multiply_both(T{}, added[2], g_1);  // g_1 g_2 v_0, 0
+        added[1] = __byte_perm(v_2, multiply_both(Element{}, v_01, e_1), 0x5410);  // v_2, e_1 v_0
+        added[2] = multiply_both(Element{}, v_01, pack(Element{}, e[2], e[2]));  // e_2 v_0, e_2 v_1
+        added[3] = multiply_both(Element{}, added[2], e_1);  // e_1 e_2 v_0, 0
     }
 };
 
 // The tokens of a segment whose gradients are passed on at a boundary, counted from the other end
 struct Stretch {
     int begin, end;
-    __device__ __forceinline__ Stretch(int boundary, int L, int tokens)
+    INLINE Stretch(int boundary, int L, int tokens)
         : begin(max(0, L - (boundary + 2) * tokens)), end(L - (boundary + 1) * tokens) {}
 };
 DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 
 // A thread has two states, n and n + 8, of one triple
 extern "C" __global__ void __launch_bounds__(128)
-stage_states(TOKENS(const T, k), TOKENS(const T, q), States *__restrict__ states, i64 count, i64 B, i64 L, i64 reverse,
-             i64 boundaries, i64 segment_tokens) {
+stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *__restrict__ factors, i64 count, i64 B,
+              i64 L, i64 reverse, i64 boundaries, i64 segment_tokens) {
     static_assert(N == 16);
     unsigned index = blockIdx.x * 128u + threadIdx.x, tile = index / (8 * TRIPLES), each = tiles_of(segment_tokens);
     if (tile >= count) return;
@@ -102,164 +109,124 @@ stage_states(TOKENS(const T, k), TOKENS(const T, q), States *__restrict__ states
     Stretch stretch(tile / each % unsigned(boundaries), L, segment_tokens);
     int t0 = stretch.begin + tile % each * TILE + triple * 3, tokens = stretch.end - t0;
     bool backwards = !(reverse >> g & 1);
-    Sequence<const T> ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
-    T keys[2][3], queries[2][3];  // queries of the next token
-#pragma unroll
-    for (int j = 0; j < 3; j++)
-#pragma unroll
-        for (int o = 0; o < 2; o++) {
-            keys[o][j] = j < tokens ? ks.at(t0 + j)[n + 8 * o] : T{};
-            queries[o][j] = j + 1 < tokens ? qs.at(t0 + j + 1)[n + 8 * o] : T{};
+    Input ks(TOKENS_OF(k), g, b, L, backwards), qs(TOKENS_OF(q), g, b, L, backwards);
+    Element keys[2][3], queries[2][3];  // queries of the next token
+    UNROLLED for (int j = 0; j < 3; j++)
+        UNROLLED for (int o = 0; o < 2; o++) {
+            keys[o][j] = j < tokens ? ks.at(t0 + j)[n + 8 * o] : Element{};
+            queries[o][j] = j + 1 < tokens ? qs.at(t0 + j + 1)[n + 8 * o] : Element{};
         }
     float minus_a[2][3], norm[3];
-#pragma unroll
-    for (int j = 0; j < 3; j++) {
+    UNROLLED for (int j = 0; j < 3; j++) {
         float kk = 0;
-#pragma unroll
-        for (int o = 0; o < 2; o++) {
-            float key = to_floats(Pack<T, 1>{keys[o][j]}).at[0];
+        UNROLLED for (int o = 0; o < 2; o++) {
+            float key = to_floats(Pack<Element, 1>{keys[o][j]}).at[0];
             minus_a[o][j] = -key * key;
             kk -= minus_a[o][j];
         }
-#pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
+        UNROLLED for (int distance = 1; distance < 8; distance *= 2) kk += __shfl_xor_sync(WARP, kk, distance);
         norm[j] = reciprocal(1 + kk);
-#pragma unroll
-        for (int o = 0; o < 2; o++) minus_a[o][j] *= norm[j];
+        UNROLLED for (int o = 0; o < 2; o++) minus_a[o][j] *= norm[j];
     }
     Factors first(minus_a[0], queries[0][0].bits | unsigned(queries[0][1].bits) << 16, queries[0][2].bits);
     Factors second(minus_a[1], queries[1][0].bits | unsigned(queries[1][1].bits) << 16, queries[1][2].bits);
-    States &to = states[tile];
-#pragma unroll
-    for (int p = 0; p < 4; p++)
+    StateFactors &to = factors[tile];
+    UNROLLED for (int p = 0; p < 4; p++)
         store(to.factor[triple][4 * n + p],
               Pack<unsigned, 4>{first.decay[p], second.decay[p], first.added[p], second.added[p]});
     if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
 }
 
-// Copies to a warp's tile, VECTOR channels at once
-struct Copies {
-    static constexpr int ROW = WARP_CHANNELS / VECTOR, TOKENS = 32 / ROW;
-    static_assert(32 % ROW == 0 && TILE % TOKENS == 0);
-    Sequence<const T> logits, dys;
-    int token, octet, c, exists;
-    __device__ __forceinline__ Copies(const Sequence<const T> &logits, const Sequence<const T> &dys, int lane, i64 warp_d,
-                                      i64 D)
-        : logits(logits), dys(dys), token(lane / ROW), octet(lane % ROW * VECTOR / 8), c(lane % ROW * VECTOR % 8),
-          exists(warp_d + lane % ROW * VECTOR < D) {
-        this->logits.data += warp_d + lane % ROW * VECTOR;
-        this->dys.data += warp_d + lane % ROW * VECTOR;
-        asm("" : "+l"(this->logits.data));  // or the compiler would add them up again for every tile
-        asm("" : "+l"(this->dys.data));
-    }
-    // from token t0 on; zeros from `end` on
-    __device__ __forceinline__ void start(Tile &tile, int t0, int end) const {
-        int left = exists ? end - t0 - token : 0;
-#pragma unroll
-        for (int t = 0; t < TILE; t += TOKENS) {
-            int row = tile_row(octet, token + t);
-            copy_async<VECTOR>(tile.at[0][octet][row] + c, logits.at(t0 + token + t), t < left);
-            copy_async<VECTOR>(tile.at[1][octet][row] + c, dys.at(t0 + token + t + 1), t + 1 < left);
-        }
-        commit_copies();
-    }
-};
-
-// A block's place in the grid, a boundary between segments of a sequence, and this lane's first channel
-struct Place {
-    i64 g, b, boundary, d;
+// A warp's place in the grid, at a boundary between segments of a sequence, and this lane's first channel
+struct Place : GridPlace {
+    i64 warp_d, d;
     int warp, lane, c, p;
-    __device__ __forceinline__ Place(unsigned block, unsigned B, i64 D, unsigned boundaries) {
+    INLINE Place(i64 B, i64 D, i64 boundaries) : GridPlace(WARPS * WARP_CHANNELS, D, boundaries, B) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
-        unsigned blocks = (unsigned(D) + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
-        d = i64(block % blocks * BLOCK_CHANNELS) + warp * WARP_CHANNELS + c;
-        boundary = block / blocks % boundaries;
-        b = block / blocks / boundaries % B;
-        g = block / blocks / boundaries / B;
+        warp_d = (channels * WARPS + warp) * WARP_CHANNELS;
+        d = warp_d + c;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), const States *__restrict__ all_states,
-             const float *__restrict__ biases, float *__restrict__ ends,
-             float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks) {
+segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKENS(const Element, q),
+                  const StateFactors *__restrict__ factors, const float *__restrict__ biases, float *__restrict__ ends,
+                  float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks) {
     extern __shared__ __align__(16) char shared[];
-    static_assert(WARPS * sizeof(Warp) == BLOCK_BYTES && sizeof(States) == STATES_BYTES);
 
     int tokens = segment_chunks * CHUNK, boundaries = (L + tokens - 1) / tokens - 1;
-    Place at(blockIdx.x, B, D, boundaries);
+    Place at(B, D, boundaries);
     int lane = at.lane, c = at.c, p = at.p;
-    Stretch stretch(at.boundary, L, tokens);
+    Stretch stretch(at.segment, L, tokens);
     int begin = stretch.begin, end = stretch.end;
     bool backwards = !(reverse >> at.g & 1);
-    Sequence<const T> qs(TOKENS_OF(q), at.g, at.b, L, backwards), dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
-    Sequence<const T> logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
-    Copies copies(logits, dys, lane, at.d - c, D);
-    Warp &warp = reinterpret_cast<Warp *>(shared)[at.warp];
-    const States *states = all_states + ((at.g * B + at.b) * boundaries + at.boundary) * tiles_of(tokens);
-    copies.start(warp.tile, begin, end);
+    Input qs(TOKENS_OF(q), at.g, at.b, L, backwards), dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
+    Input logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
+    TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
+    Input copied_logits = logits.from(at.warp_d + copies.column);
+    Input copied_dys = dys.from(at.warp_d + copies.column);
+    WarpMemory &warp = reinterpret_cast<WarpMemory *>(shared)[at.warp];
+    int octet = copies.column / 8, column = copies.column % 8;
+    auto copy = [&](int t0) {
+        int left = copies.skipped ? 0 : end - t0 - copies.token;
+        UNROLLED for (int i = 0; i < copies.ITEMS; i++) {
+            int t = i * copies.APART, token = t0 + copies.token + t, row = tile_row(octet, copies.token + t);
+            copy_async<VECTOR>(warp.tile.at[0][octet][row] + column, copied_logits.at(token), t < left);
+            copy_async<VECTOR>(warp.tile.at[1][octet][row] + column, copied_dys.at(token + 1), t + 1 < left);
+        }
+        commit_copies();
+    };
+    const StateFactors *states = factors + ((at.g * B + at.b) * boundaries + at.segment) * tiles_of(tokens);
+    copy(begin);
 
     // `F[s][o][2 i + j]` is state 8 o + 2 p + j of channel 16 s + c + 8 i
     float F[SIXTEENS][OCTETS][4], decay[SIXTEENS][OCTETS][4], bias[SIXTEENS][2] = {};
-#pragma unroll
-    for (int s = 0; s < SIXTEENS; s++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+    UNROLLED for (int s = 0; s < SIXTEENS; s++)
+        UNROLLED for (int i = 0; i < 2; i++) {
             i64 channel = at.d + 16 * s + 8 * i;
             bool exists = channel < D;
             if (biases && exists) bias[s][i] = -LOG2E * biases[at.g * D + channel];
             float dy = exists ? to_floats(load<1>(dys.at(begin) + channel)).at[0] : 0;
-#pragma unroll
-            for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
+            UNROLLED for (int o = 0; o < OCTETS; o++)
+                UNROLLED for (int j = 0; j < 2; j++) {
                     decay[s][o][2 * i + j] = 1;
                     F[s][o][2 * i + j] = dy * to_floats(load<1>(qs.at(begin) + 8 * o + 2 * p + j)).at[0];
                 }
         }
 
     // the rows that this lane names: those of lanes 2 i are of triple i, those of lanes 2 i + 1 of triple i + 4
-    int row[2][3], octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
-#pragma unroll
-    for (int s = 0; s < 2; s++)
-#pragma unroll
-        for (int j = 0; j < 3; j++) row[s][j] = (octet + 2 * s) * TILE + tile_row(octet + 2 * s, token + j);
+    int row[2][3], row_octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
+    UNROLLED for (int s = 0; s < 2; s++)
+        UNROLLED for (int j = 0; j < 3; j++)
+            row[s][j] = (row_octet + 2 * s) * TILE + tile_row(row_octet + 2 * s, token + j);
     Floats<4> norm = load<4>(states->norm[p]);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE, states++) {
         wait_for_copies<0>();
         __syncwarp();
         // token j of triples p and p + 4: logits of channels c and c + 8, then dy
-        const T(*rows)[8] = warp.tile.at[lane / 16][0];
+        const Element(*rows)[8] = warp.tile.at[lane / 16][0];
         unsigned words[SIXTEENS][3][4];
-#pragma unroll
-        for (int s = 0; s < SIXTEENS; s++)
-#pragma unroll
-            for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
+        UNROLLED for (int s = 0; s < SIXTEENS; s++)
+            UNROLLED for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
         __syncwarp();
-        copies.start(warp.tile, t0 + TILE, end);
-#pragma unroll
-        for (int four = 0; four < 2; four++) {
+        copy(t0 + TILE);
+        UNROLLED for (int four = 0; four < 2; four++) {
             Pack<unsigned, 4> of_states[AHEAD];  // on their way while factors of channels are computed
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
-#pragma unroll
-            for (int s = 0; s < SIXTEENS; s++) {
-                float gate[2][3];
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int j = 0; j < 3; j++) {
-                        float logit = unpack(T{}, words[s][j][i]).at[four];
-                        gate[i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit, -LOG2E, bias[s][i])), norm.at[j], 1));
+            UNROLLED for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
+            UNROLLED for (int s = 0; s < SIXTEENS; s++) {
+                float step_size[2][3];
+                UNROLLED for (int i = 0; i < 2; i++)
+                    UNROLLED for (int j = 0; j < 3; j++) {
+                        float logit = unpack(Element{}, words[s][j][i]).at[four];
+                        step_size[i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit, -LOG2E, bias[s][i])), norm.at[j], 1));
                     }
                 auto values = [&](int i, int first, int second) {
                     return __byte_perm(words[s][first][2 + i], words[s][second][2 + i], four ? 0x7632 : 0x5410);
                 };
-                Factors of_c(gate[0], values(0, 0, 1), values(0, 2, 2));
-                Factors of_c_8(gate[1], values(1, 0, 1), values(1, 2, 2));
-#pragma unroll
-                for (int w = 0; w < 4; w++)
+                Factors of_c(step_size[0], values(0, 0, 1), values(0, 2, 2));
+                Factors of_c_8(step_size[1], values(1, 0, 1), values(1, 2, 2));
+                UNROLLED for (int w = 0; w < 4; w++)
                     store(warp.channels.factor[s][p][4 * c + w],
                           Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
             }
@@ -268,17 +235,14 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
 #pragma unroll AHEAD
             for (int j = 0; j < 4; j++) {
                 Pack<unsigned, 4> channel[SIXTEENS];
-#pragma unroll
-                for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
-#pragma unroll
-                for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-                    for (int s = 0; s < SIXTEENS; s++) {
+                UNROLLED for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
+                UNROLLED for (int o = 0; o < OCTETS; o++)
+                    UNROLLED for (int s = 0; s < SIXTEENS; s++) {
                         float A[4], added[4], (&f)[4] = F[s][o];
                         multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states[j % AHEAD].at[o], 1);
-                        multiply(T{}, added, channel[s].at[2], channel[s].at[3], of_states[j % AHEAD].at[OCTETS + o], 0);
-#pragma unroll
-                        for (int x = 0; x < 4; x++) {
+                        multiply(Element{}, added, channel[s].at[2], channel[s].at[3],
+                                 of_states[j % AHEAD].at[OCTETS + o], 0);
+                        UNROLLED for (int x = 0; x < 4; x++) {
                             f[x] = fmaf(A[x], f[x], added[x]);
                             decay[s][o][x] *= A[x];
                         }
@@ -289,19 +253,14 @@ scan_summary(TOKENS(const T, dy), TOKENS(const T, logit), TOKENS(const T, q), co
         }
     }
     wait_for_copies<0>();  // of a tile that does not exist
-    unsigned index = blockIdx.x;
-    asm("" : "+r"(index), "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
-    Place to(index, B, D, boundaries);
-    i64 offset = state_offset(to.g, to.b, to.boundary, 2 * p, to.d, B, boundaries, D);
-#pragma unroll
-    for (int s = 0; s < SIXTEENS; s++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+    asm("" : "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
+    Place to(B, D, boundaries);
+    i64 offset = state_offset(to.g, to.b, to.segment, 2 * p, to.d, B, boundaries, D);
+    UNROLLED for (int s = 0; s < SIXTEENS; s++)
+        UNROLLED for (int i = 0; i < 2; i++)
             if (to.d + 16 * s + 8 * i < D)
-#pragma unroll
-                for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
+                UNROLLED for (int o = 0; o < OCTETS; o++)
+                    UNROLLED for (int j = 0; j < 2; j++) {
                         i64 place = offset + (8 * o + j) * D + 16 * s + 8 * i;
                         ends[place] = F[s][o][2 * i + j];
                         decays[place] = decay[s][o][2 * i + j];

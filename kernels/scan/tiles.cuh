@@ -1,0 +1,96 @@
+// What every kernel of the scan does with its tensors: sequences in the order they are read, a CTA's place in the grid,
+// and asynchronous copies of a tile of tokens to shared memory.
+
+#include "recurrences.cuh"
+
+// A tensor of tokens, strides in elements, innermost dimension contiguous
+template <class T>
+struct Tokens {
+    T *data;
+    i64 stride_G, stride_B, stride_L;
+};
+#define TOKENS(T, name) T *name##_data, i64 name##_stride_G, i64 name##_stride_B, i64 name##_stride_L
+#define TOKENS_OF(name) {name##_data, name##_stride_G, name##_stride_B, name##_stride_L}
+
+// The same for one sequence in the order it is read. Tokens are counted in 32 bits and strides in 32 bits of bytes,
+// which the host checks, so that the address of a token is one instruction: a 64-bit base and the 64-bit product of
+// both.
+template <class T>
+struct Sequence {
+    T *data;
+    int stride;
+    Sequence() = default;
+    INLINE Sequence(Tokens<T> x, i64 g, i64 b, i64 L, bool reverse)
+        : data(x.data + g * x.stride_G + b * x.stride_B + (reverse ? (L - 1) * x.stride_L : 0)),
+          stride(int(reverse ? -x.stride_L : x.stride_L) * int(sizeof(T))) {
+        asm("" : "+r"(stride));  // or the compiler would compute it again for every token
+    }
+    INLINE T *at(int t) const {
+        i64 offset;
+        asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
+        return (T *)((char *)data + offset);
+    }
+    // from this channel on, in registers
+    INLINE Sequence from(i64 d) const {
+        Sequence channels = *this;
+        channels.data += d;
+        asm("" : "+l"(channels.data));  // or the compiler would add them up for every tile
+        return channels;
+    }
+};
+
+typedef Sequence<const Element> Input;
+
+// How sequences are cut: into chunks of CHUNK tokens, between which states are checkpointed, and segments of whole
+// chunks, which run in parallel
+struct Cut {
+    int chunks, segments;
+    INLINE Cut(i64 L, i64 segment_chunks)
+        : chunks(unsigned(L + CHUNK - 1) / CHUNK),
+          segments(unsigned(chunks + segment_chunks - 1) / unsigned(segment_chunks)) {}
+};
+
+// A CTA's place in the grid, in which neighbours have neighbouring channels, then segments (or boundaries between them)
+// of a sequence, sequences of the batch, and directions
+struct GridPlace {
+    i64 channels, segment, b, g;  // channels: which CTA of a sequence's it is
+    INLINE GridPlace(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
+        unsigned ctas = (D + cta_channels - 1) / cta_channels;  // of a sequence
+        channels = blockIdx.x % ctas;
+        segment = blockIdx.x / ctas % segments;
+        b = blockIdx.x / ctas / segments % B;
+        g = blockIdx.x / ctas / segments / B;
+    }
+};
+
+// States between chunks or segments are (G, B, boundaries, N, D): neighbouring channels are neighbours in memory. Chunk
+// i starts at boundary i - 1, as there is none before the first.
+DEVICE i64 state_offset(i64 g, i64 b, i64 boundary, i64 n, i64 d, i64 B, i64 boundaries, i64 D) {
+    return (((g * B + b) * boundaries + boundary) * N + n) * D + d;
+}
+
+// Copies of a warp's COLUMNS channels of a tile, VECTOR at once: a lane has the same channels of every APART-th token.
+// They are on their way while earlier tiles are worked on.
+template <int COLUMNS>
+struct TileCopies {
+    static constexpr int ROW = COLUMNS / VECTOR, ITEMS = (TILE * ROW + 31) / 32, APART = 32 / ROW;
+    static_assert(32 % ROW == 0);
+    int token, column, skipped;
+
+    INLINE TileCopies(i64 warp_d, i64 D)
+        : token(threadIdx.x % 32 / ROW), column(threadIdx.x % 32 % ROW * VECTOR),
+          skipped(warp_d + column < D ? 0 : TILE) {
+        // or the compiler would compute them again for every tile; single elements take registers of their own
+        if (VECTOR > 1) asm("" : "+r"(token), "+r"(column), "+r"(skipped));
+    }
+    // Token t0 + t of `source`, which begins at the lane's channels, to where(t), for `tokens` of them; zeros for the
+    // others
+    template <class Where>
+    INLINE void start(const Input &source, int t0, int tokens, Where where) const {
+        UNROLLED for (int i = 0; i < ITEMS; i++) {
+            int t = token + i * APART;
+            if (TILE % APART == 0 || t < TILE)
+                copy_async<VECTOR>(where(t), source.at(t0 + t), t + skipped < min(tokens, TILE));
+        }
+    }
+};
