@@ -77,9 +77,12 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
         torch.randn(2 * D, C), torch.randn(3, 2, taps + 1, D), torch.randn(2, 5, P, D), torch.randn(2, 7, D, R),
         torch.randn(2, 2, D),
     )  # fmt: skip
+    like = [*weights[:2], *directions]
     found = kernels.unpack_gradients(*weights[:2], directions, *dweights, dtype)
+    (flat,) = kernels.unpack_gradients(*weights[:2], directions, *dweights, dtype, flat=True)
+    assert all(torch.equal(a, b) for a, b in zip(kernels.unflatten(flat, like), found, strict=True))
     truths = PlainKernels.unpack_gradients(*doubles[:2], doubles[3], *exactly(*dweights), torch.float64)
-    for value, truth, parameter in zip(found, truths, [*weights[:2], *directions], strict=True):
+    for value, truth, parameter in zip(found, truths, like, strict=True):
         assert (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
         assert value.is_contiguous()
         close(value, truth, value.dtype, "gradient")

@@ -182,7 +182,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
         after = [] if xhat is None else [xhat, factors]
         yield (
             recurrence, dy[:, :M].contiguous(), dnext.flatten(0, 1).to(dtype) if after else None, after, torch.rand(B),
-            *weights[:2], operator._shapes(weights[2], directions), class_token_only, given, [*saved, *normed],
+            *weights[:2], operator._shapes(weights[2], directions), class_token_only, given, True, [*saved, *normed],
         )  # fmt: skip
 
     for given in (False, True):

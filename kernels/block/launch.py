@@ -103,7 +103,7 @@ def pack_weights(
 
 def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype,
+    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, flat: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of norm_C, in_proj and each direction's first six weights, from those of what `pack_weights` makes.
 
@@ -114,13 +114,16 @@ def unpack_gradients(
         dstep_proj: (2, other parts, D, padded R).
         dchannels: (2, 2, D): of skip, then of the step's bias.
         dtype: Of the products.
+        flat: All in one tensor, for `unflatten`.
     """
     (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
     P, padded, half = dx_proj.shape[2], dstep_proj.shape[3], len(directions) // 2
     weights = [norm_C, in_proj, *directions[:6], *directions[half : half + 6]]
-    lengths = [t.numel() + -t.numel() % ALIGNMENT for t in weights]
-    parts = torch.empty(sum(lengths), device=norm_C.device, dtype=norm_C.dtype).split(lengths)
-    gradients = [part[: t.numel()].view(t.shape) for part, t in zip(parts, weights)]
+    if flat:
+        memory = torch.empty(sum(t.numel() for t in weights), device=norm_C.device, dtype=norm_C.dtype)
+        gradients = unflatten(memory, weights)
+    else:
+        gradients = [torch.empty(t.shape, device=norm_C.device, dtype=norm_C.dtype) for t in weights]
     blocks = -(-C // 8) + -(-2 * D * (P + padded + taps + 2) // 256)
     macros = _macros(dtype, 4 if C % 4 == 0 else 1, C, taps, norm_C.dtype)
     launch("block/pack", "unpack_gradients", macros, blocks, 256, dict(
@@ -129,7 +132,12 @@ def unpack_gradients(
         dnorm=gradients[0], din_proj=gradients[1], **_by_direction("d", gradients[2:]), channels=D, projections_=P,
         rank_=directions[3].shape[1], padded_rank_=padded,
     ))  # fmt: skip
-    return gradients
+    return [memory] if flat else gradients
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of it one behind the other, with these shapes, at a fraction of what one view by one takes the host."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
 def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, scale_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ M tokens whose output is wanted: L or 1    H tokens that a direction reads for i
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -300,9 +302,10 @@ def _block(
 
 @planned()
 def _backward(
-    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, shapes, class_token_only, prenormed, saved
+    recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, shapes, class_token_only, prenormed, flat,
+    saved,
 ):  # fmt: skip
-    """Gradients of x, xhat (None unless `prenormed`), norm_C, in_proj, out_proj and of every tensor of `directions`.
+    """Gradients of x, xhat (None unless `prenormed`), out_proj, of both A_log or None, and what `unpack_gradients` has.
 
     Of out_proj and `directions` the shapes are enough: what they were as forward ran is packed.
     """
@@ -354,16 +357,28 @@ def _backward(
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, weights.in_proj[E:])
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, (L - 1) // 2, L // 2)).view(-1, C)
-    dnorm, din_proj, *ddirections = kernels.unpack_gradients(
-        norm_C, in_proj, directions, dfolded, dfilters, dx_proj, dstep_proj, dchannels, dtype
+    dweights = kernels.unpack_gradients(
+        norm_C, in_proj, directions, dfolded, dfilters, dx_proj, dstep_proj, dchannels, dtype, flat
     )  # fmt: skip
     if not prenormed:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, scale_T, dx_TC)
-    if rates:  # d(-exp(A_log)) / dA_log is -exp(A_log)
-        of_A_log = (drates * rates[0]).to(directions[6].dtype).unbind()
-        ddirections = [*ddirections[:6], of_A_log[0], *ddirections[6:], of_A_log[1]]
-    gradients = dnorm, din_proj, dout_proj.to(out_proj.dtype), *ddirections
-    return [dx_TC.view(B, L, C), dxhat_TC if prenormed else None, *gradients]
+    dA_log = (drates * rates[0]).to(directions[6].dtype) if rates else None  # d(-exp(A_log)) / dA_log is -exp(A_log)
+    return [dx_TC.view(B, L, C), dxhat_TC if prenormed else None, dout_proj.to(out_proj.dtype), dA_log, *dweights]
+
+
+def _in_order(dout_proj: Tensor, dA_log: tuple[Tensor, ...], dnorm, din_proj, *ddirections) -> list[Tensor]:
+    """Gradients of norm_C, in_proj, out_proj and of every tensor of directions."""
+    if dA_log:
+        ddirections = *ddirections[:6], dA_log[0], *ddirections[6:], dA_log[1]
+    return [dnorm, din_proj, dout_proj, *ddirections]
+
+
+@functools.lru_cache(maxsize=256)
+def _stand_ins(norm_C: tuple, in_proj: tuple, *directions: tuple) -> list[Tensor]:
+    """Tensors of the sizes of what `unpack_gradients` has, in no memory."""
+    half = len(directions) // 2
+    shapes = norm_C, in_proj, *directions[:6], *directions[half : half + 6]
+    return [torch.empty(shape, device="meta") for shape in shapes]
 
 
 def _block_backward(
@@ -375,10 +390,14 @@ def _block_backward(
         recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, class_token_only,
         saved,
     )  # fmt: skip
-    dx_BLC, dxhat_TC, *gradients = _backward(
-        recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, _shapes(out_proj, directions),
-        class_token_only, prenormed, saved,
+    shapes = _shapes(out_proj, directions)
+    dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = _backward(
+        recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, shapes, class_token_only, prenormed, False,
+        saved,
     )  # fmt: skip
+    # an operator's results share no memory
+    dA_log = () if dA_log is None else tuple(t.clone() for t in dA_log)
+    gradients = _in_order(dout_proj, dA_log, *dweights)
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():  # an operator returns nothing that it was given
         dx_BLC = dx_BLC.clone()
     return [dx_BLC, dx_BLC.new_empty(0, dtype=saved[0].dtype) if dxhat_TC is None else dxhat_TC, *gradients]
@@ -444,7 +463,7 @@ class _Block(torch.autograd.Function):
             norm_next, True,
         )  # fmt: skip
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
-        ctx.mark_non_differentiable(*next_normed[1:], *saved)
+        ctx.mark_non_differentiable(*next_normed[1:], *(() if at_once else saved))
         ctx.options = at_once, recurrence, class_token_only, prenormed
         ctx.lengths = len(next_normed), len(saved) + len(normed)
         ctx.shape = y_BMC.shape
@@ -453,7 +472,7 @@ class _Block(torch.autograd.Function):
             ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj)
         else:
             ctx.save_for_backward(*next_normed, *saved, *normed, scale_B, norm_C, in_proj, out_proj, *directions)
-        return len(next_normed), y_BMC, *next_normed, *saved
+        return len(next_normed), y_BMC, *next_normed, *(() if at_once else saved)
 
     @staticmethod
     def backward(ctx, _, dx_BMC, *others):
@@ -464,14 +483,18 @@ class _Block(torch.autograd.Function):
         scale_B, norm_C, in_proj, *others = tensors[after + kept :]
         if dx_BMC is None:
             dx_BMC = saved[0].new_zeros(ctx.shape, dtype=FP32)
+        arguments = recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj
         if at_once:
-            run, rest = _backward, (ctx.shapes,)
+            dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = _backward(
+                *arguments, ctx.shapes, class_token_only, prenormed, True, saved
+            )  # fmt: skip
+            dweights = kernels.unflatten(dweights, _stand_ins(norm_C.shape, in_proj.shape, *ctx.shapes[1:]))
+            gradients = _in_order(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights)
         else:
-            run, rest = torch.ops.vil.block_backward, (others[0], others[1:])
-        dx_BLC, dxhat_TC, dnorm, din_proj, dout_proj, *ddirections = run(
-            recurrence, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, *rest, class_token_only, prenormed,
-            saved,
-        )  # fmt: skip
+            dx_BLC, dxhat_TC, *gradients = torch.ops.vil.block_backward(
+                *arguments, others[0], others[1:], class_token_only, prenormed, saved
+            )  # fmt: skip
+        dnorm, din_proj, dout_proj, *ddirections = gradients
         dnormed = (dxhat_TC, None) if prenormed else ()
         return (
             None, None, dx_BLC, None, None, dnorm, din_proj, dout_proj, None, None, None, None, *dnormed, *ddirections,
