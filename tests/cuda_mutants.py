@@ -308,6 +308,8 @@ TABLE = {
          "if (m != part) exchanges[m].sums", "if (m == part) exchanges[m].sums"),
         ("one warp of a group begins with the step while the other writes it",
          "step[k][i][lane] = step[m][k][i];\n        __syncthreads();", "step[k][i][lane] = step[m][k][i];"),
+        ("step_proj comes where the other warp still reads the step",
+         "            __syncthreads();\n            fetch_step(0);", "            fetch_step(0);"),
     ],
     "block/dt_proj_bwd.cu": [
         ("the step's gradient lacks the last channels",
@@ -328,7 +330,7 @@ TABLE = {
          "store(&parts[warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);\n    __syncthreads();",
          "store(&parts[warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);"),
         ("what is behind the last token is overwritten",
-         "if (row < 16 && tile + row < all) {", "if (row < 16) {"),
+         "if (means && output == 0 && token < all)", "if (means && output == 0)"),
         ("the product lacks the last channels",
          "sum = sum + load<4>(&parts[w][row][c]);", "sum = w < WARPS - 1 ? sum + load<4>(&parts[w][row][c]) : sum;"),
     ],
