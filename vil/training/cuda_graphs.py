@@ -69,14 +69,16 @@ class Replayed:
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for synchronizing in (nullcontext(), _refused()):
-                host = _random_state_of_host()
-                with synchronizing:
-                    self.function(*self.inputs)
-                if _random_state_of_host() != host:
-                    raise UncapturableError("it draws random numbers on the host")
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for synchronizing in (nullcontext(), _refused()):
+                    host = _random_state_of_host()
+                    with synchronizing:
+                        self.function(*self.inputs)
+                    if _random_state_of_host() != host:
+                        raise UncapturableError("it draws random numbers on the host")
+        finally:  # also ahead of what undoes what has been changed
+            torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager
