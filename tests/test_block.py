@@ -4,6 +4,7 @@ import contextlib
 import copy
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import emulator
 import naive_model
@@ -973,6 +974,27 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
         captured.fill_(float("nan"))
         graph.replay()
     assert torch.equal(captured, expected["y"])
+
+
+@gpu_test
+def test_models_in_several_threads_and_streams_do_what_they_do_alone():
+    """With plans of one kind in all, and of others."""
+    model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()
+    images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
+
+    def outcome(x):
+        with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16):
+            y = model(x)
+            return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
+
+    torch.cuda.synchronize()
+    expected = [outcome(x) for x in images]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(outcome, images))
+    torch.cuda.synchronize()
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
 @gpu_test

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -355,3 +356,18 @@ def test_gpus_from_sm_80_on_are_taken(capability, reason, monkeypatch):
     assert found is None if reason is None else reason in found
     monkeypatch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
     assert reason is not None or cuda.unavailable(torch.device("cuda", 1)) == "NVRTC is missing"
+
+
+def test_every_kernel_has_a_list_of_arguments_that_can_be_read_and_a_place_in_the_document(request):
+    document = (request.config.rootpath / "docs" / "kernels.md").read_text()
+    files = sorted(compiler.SOURCES.glob("*/*.cu"))
+    assert len(files) > 8
+    for file in files:
+        name = f"{file.parent.name}/{file.stem}"
+        entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', file.read_text())
+        assert entries, name
+        assert file.name in document, name
+        for entry in entries:
+            listed = compiler.parameters(name, entry)
+            assert all(p.pointee or p.type in ("i64", "double") for p in listed), (name, entry, listed)
+            assert re.search(rf"\b{entry}\b", document) or len(entries) == 1 or entry in file.stem, entry

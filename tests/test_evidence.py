@@ -293,6 +293,9 @@ def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
     demo = f"{share}% ({right} of {of}) in {minutes} min {seconds} s, training and validation together, on two cores "
     assert demo + f"(Intel Xeon virtual machine, torch {torch_version}, timm {timm_version}, commit f018d4d)" in results
 
+    ours, deits = quoted(r"`vil_tiny` trained at (\d+) images/s where DeiT-tiny had (\d+)")
+    assert re.search(rf"`vil_tiny` at batch 128 {ours} \([\d to]+\), DeiT-tiny {deits} ", benchmarks)
+
     ends = {
         (name, gpus): cells
         for head, *body in read_tables(benchmarks)
