@@ -26,7 +26,7 @@ MEANING = {
     r'asm\("cvt.rn.f16x2.f32 .*?;"[^;]*;': "word = to_fp16(low) | to_fp16(high) << 16;",
     r"unsigned to = __cvta_generic_to_shared\(shared\);": "",
     r'asm volatile\("cp.async.c[ag].shared.global [^;]*;"[^;]*;': "start_copy(shared, global, BYTES, valid);",
-    r'asm volatile\("cp.async.commit_group;"\);': "commit_started();",
+    r'asm volatile\("cp.async.commit_group;"[^;]*;': "commit_started();",
     r'asm volatile\("cp.async.wait_group [^;]*;"[^;]*;': "wait_until(PENDING);",
     r'asm\("ex2.approx.ftz.f32 [^;]*;"[^;]*;': "y = exp2f(x);",
     r'asm\("rcp.approx.ftz.f32 [^;]*;"[^;]*;': "y = 1 / x;",
