@@ -2,7 +2,8 @@
 
 `scan`     the recurrences: `reference` defines them, `operators` has the public functions, `op` the operators for
            GPUs, which `launch` (CUDA C++) and `triton_scan` (Triton) run
-`block`    the operator around the scan, the mixer of a block with norm and residual addition: `op`, which `launch` runs
+`block`    the operator around the scan, the mixer of a block with norm and residual addition: `reference` defines it,
+           `op` computes it by what `launch` runs
 `augment`  augmentation of images, before all that
 `cuda`     what their CUDA sources share, and what compiles and launches them
 """

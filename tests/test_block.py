@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import op as operator
+from vil.kernels.block import reference
 from vil.kernels.cuda import compiler
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import launch as scan
@@ -403,6 +404,25 @@ def test_block_operator_has_the_gradients_of_the_plain_block(
         middle,
     )  # fmt: skip
     y.backward(dy[:, : y.shape[1]])
+    found = {name: parameter.grad for name, parameter in block.named_parameters()}
+    torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_definition_of_the_operator_is_the_block(mixer, scaled):
+    block = make_block(mixer, 24, dtype=torch.float64)
+    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
+    scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
+    if scaled:
+        block.drop_path = Scale(scale)
+    expected = outcome(block, x, dy)
+    block.zero_grad()
+    x.requires_grad_()
+    norm, m = block.norm, block.mixer
+    weights = norm.weight, m.in_proj.weight, m.out_proj.weight, directions_of(block)
+    y = reference.block(m.recurrence, x, scale, norm.eps, *weights)
+    y.backward(dy)
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
 
