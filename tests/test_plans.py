@@ -85,11 +85,11 @@ def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of
         seen.append(x.data_ptr() % 16)
         return [x[1:] + 1]
 
-    x = torch.randn(9)[offset:]
-    assert x.data_ptr() % 16 == 4 * offset
-    recorded = Plan(function, (x,), CPU)
-    assert seen == [4 * offset]
-    assert torch.equal(recorded([x])[0], x[1:] + 1)
+    for x in (torch.randn(9)[offset:], torch.randn(9, 5).t()[:, offset:]):
+        behind = x.data_ptr() % 16
+        recorded = Plan(function, (x,), CPU)
+        assert seen.pop() == behind
+        assert torch.equal(recorded([x])[0], x[1:] + 1)
 
 
 class OnGpu(torch.Tensor):
