@@ -36,6 +36,7 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     if process.world_size > 1:
         global _watch
         _watch = _Watch(process.rank, process.world_size)
+        sum_over_processes(torch.zeros(()))  # or one that has an error to tell would end while another still joins
         _watch.start()
     return device, process.rank, process.world_size
 
