@@ -299,6 +299,19 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
     torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
+    """As in a penalty of gradients, whose own gradient would lack a part."""
+    monkeypatch.setattr(operator, "runs_at_once", lambda t: at_once)
+    model = with_random_parameters(small(depth=2, img_size=32)).eval()
+    x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(again, dx)
+    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+        again.square().sum().backward()
+
+
 class LowRank(torch.nn.Module):
     """A layer with what was learned beside it, as in LoRA."""
 

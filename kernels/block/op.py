@@ -21,6 +21,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..checks import check, check_choice, check_given, once_a_kind
 from ..cuda.plan import planned
@@ -170,7 +171,6 @@ def _check_length(name: str, tensors: list[Tensor], *lengths: int) -> None:
         raise ValueError(f"{name} must hold {' or '.join(map(str, lengths))} tensors; it holds {len(tensors)}")
 
 
-@once_a_kind
 def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype) -> None:
     residual = "x_BLC", x_BLC, "BLC", FP32
     sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
@@ -475,6 +475,7 @@ class _Block(torch.autograd.Function):
         return len(next_normed), y_BMC, *next_normed, *(() if at_once else saved)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _, dx_BMC, *others):
         at_once, recurrence, class_token_only, prenormed = ctx.options
         after, kept = ctx.lengths
