@@ -20,7 +20,7 @@ from .. import cuda
 from ..checks import check, check_choice, check_given, once_a_kind
 from .checkpoints import boundaries
 
-BACKENDS = ("auto", "cuda", "triton")
+BACKENDS = ("auto", "cuda", "triton", "cpu")
 RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,7 +56,7 @@ class Backend:
         return scan(self.name, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
 
 
-AUTO, CUDA, TRITON = Backend("auto"), Backend("cuda"), Backend("triton")
+AUTO, CUDA, TRITON, CPU = Backend("auto"), Backend("cuda"), Backend("triton"), Backend("cpu")
 
 
 def _pad(t: Tensor, state_size: int) -> Tensor:
@@ -66,6 +66,8 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
 
 def _unreachable(backend: str, device: torch.device) -> str | None:
     """Why the backend's kernels cannot read what is on this device, or None."""
+    if backend == "cpu":
+        return None if device.type == "cpu" else f"the cpu backend needs tensors on a CPU; x is on {device}"
     interpreted = backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda" or interpreted:
         return None
@@ -90,6 +92,11 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     """What runs the backend on this device; a ValueError or RuntimeError if nothing does."""
     if reason := _unreachable(backend, device):
         raise ValueError(reason)
+    if backend == "cpu":
+        module = importlib.import_module(".cpu_scan", __package__)
+        if reason := module.unavailable():
+            raise RuntimeError(f"the cpu backend cannot run: {reason}")
+        return module
     if backend == "triton" or torch.version.hip:
         return importlib.import_module(".triton_scan", __package__)
     reason = cuda.unavailable(device)
@@ -105,6 +112,22 @@ def _module(backend: str, device: torch.device) -> ModuleType:
 def runs_cuda(device: torch.device) -> bool:
     """Whether "auto" runs the CUDA kernels on this device."""
     return device.type == "cuda" and _module("auto", device) is importlib.import_module(".launch", __package__)
+
+
+@torch.compiler.assume_constant_result
+def runs_on_cpus() -> bool:
+    """Whether the cpu backend can run here; a warning says once why not."""
+    return _runs_on_cpus()
+
+
+@functools.cache
+def _runs_on_cpus() -> bool:
+    try:
+        _module("cpu", torch.device("cpu"))
+    except RuntimeError as e:
+        warnings.warn(f"{e}. The reference takes over.", stacklevel=2)
+        return False
+    return True
 
 
 # Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.

@@ -13,7 +13,7 @@ from ..checks import check, check_choice
 from . import op, reference
 
 # A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
-BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "reference": reference}
+BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "cpu": op.CPU, "reference": reference}
 
 
 def longhorn_scan(
@@ -46,8 +46,8 @@ def longhorn_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         beta_bias_D: Added to the logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
-            "auto" for the first of these that takes the inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain
+            PyTorch, any device), or "auto" for the first of these that takes the inputs.
 
     Returns:
         y_BLD in x's dtype. State and sums are in float32 (float64 if x is). Differentiable once in every tensor
@@ -96,8 +96,8 @@ def selective_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         dt_bias_D: Added to the time step's logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
-            "auto" for the first of these that takes the inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain
+            PyTorch, any device), or "auto" for the first of these that takes the inputs.
 
     Returns:
         y_BLD in x's dtype. State and sums are in float32 (float64 if x is). Differentiable once in every tensor
@@ -117,6 +117,8 @@ def selective_scan(
 
 def _backend(name: str, x: Tensor, state_size: int, directions: int):
     if name == "auto":
+        if x.device.type == "cpu":
+            return reference if op.CPU.unsupported(x, state_size, directions) or not op.runs_on_cpus() else op.CPU
         return reference if op.AUTO.unsupported(x, state_size, directions) else op.AUTO
     check_choice("backend", name, ["auto", *BACKENDS])
     backend = BACKENDS[name]
