@@ -23,6 +23,7 @@ from ..cuda import cache
 
 COUNTERS = 2  # the first numbers of a kernel's arguments: next task, next thread
 LANES = 64  # channels of a task: four of the widest vectors, and states of all of them in the first cache
+FAST = {"contract", "reassoc"}  # sums in any order; NaN and infinity stay what they are
 _lock = threading.RLock()
 
 
@@ -101,7 +102,7 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     from numba import cfunc, types
 
     function = getattr(importlib.import_module(module), factory)(*constants)
-    compiled = cfunc(types.void(types.CPointer(types.int64)), error_model="numpy", fastmath={"contract"})(function)
+    compiled = cfunc(types.void(types.CPointer(types.int64)), error_model="numpy", fastmath=FAST)(function)
     symbol = _symbol(factory, constants)
     text = compiled.inspect_llvm().replace(compiled.native_name, symbol)
     code = llvm.parse_assembly(text)
