@@ -1,4 +1,4 @@
-"""What Numba lacks for kernels: memory by its address, a task that no other thread has, and functions that vectorise.
+"""What kernels are written with: memory by its address, a task that no other thread has, functions that vectorise.
 
 Importing it imports Numba, which takes a third of a second: only what compiles does.
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .compiler import LANES
 
 FLOAT, LONG = ir.FloatType(), ir.IntType(64)
 
@@ -71,7 +73,9 @@ def second(context, numbers):
 
 
 @intrinsic
-def _as_float(context, bits):
+def as_float(context, bits):
+    """The float with these bits."""
+
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], FLOAT)
 
@@ -86,7 +90,8 @@ def _as_bits(context, value):
     return types.int32(types.float32), generate
 
 
-ONE, TWO, HALF = np.float32(1), np.float32(2), np.float32(0.5)
+ZERO, ONE, TWO, HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
+BYTES = 4  # of a float
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 _SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
 _INFINITY = np.float32(np.inf)
@@ -107,7 +112,7 @@ def exp2_clamped(x):
     rounded = x + _ROUND
     f = x - (rounded - _ROUND)
     power = ONE + f * (_P1 + f * (_P2 + f * (_P3 + f * (_P4 + f * (_P5 + f * _P6)))))
-    return _as_float(np.int32(_as_bits(power) + np.int32(_as_bits(rounded) << np.int32(23))))
+    return as_float(np.int32(_as_bits(power) + np.int32(_as_bits(rounded) << np.int32(23))))
 
 
 @_exactly
@@ -128,4 +133,59 @@ def softplus(x):
     s = u / (TWO + u)
     z = s * s
     series = ONE + z * (_A3 + z * (_A5 + z * (_A7 + z * (_A9 + z * (_A11 + z * _A13)))))
-    return (np.float32(0) if x < 0 else x) + TWO * s * series
+    return (ZERO if x < ZERO else x) + TWO * s * series
+
+
+# Rows of `LANES` channels, as kernels work on them. A last block of fewer channels is padded with zeros.
+
+inlined = njit(error_model="numpy")  # by LLVM: Numba's own way takes it several times as long
+
+
+@inlined
+def lanes(address):
+    return carray(floats(address), (LANES,))
+
+
+@inlined
+def take(address, stride, width, rows, values):
+    """Rows of channels from there, zeros behind them."""
+    for n in range(rows):
+        source = lanes(address + n * stride)
+        for d in range(width):
+            values[n, d] = source[d]
+        for d in range(width, LANES):
+            values[n, d] = ZERO
+
+
+@inlined
+def put(address, width, values):
+    target = lanes(address)
+    if width < LANES:
+        for d in range(width):
+            target[d] = values[d]
+    else:
+        for d in range(LANES):
+            target[d] = values[d]
+
+
+@inlined
+def give(address, stride, width, rows, values):
+    """Rows of channels to there."""
+    for n in range(rows):
+        put(address + n * stride, width, values[n])
+
+
+@inlined
+def full(address, width, padded):
+    """Where `LANES` channels can be read: as they are, or copied to what is padded."""
+    if width < LANES:
+        take(address, 0, width, 1, carray(padded, (1, LANES)))
+        address = address_of(padded)
+    return address
+
+
+@inlined
+def clear(values, rows):
+    for n in range(rows):
+        for d in range(LANES):
+            values[n, d] = ZERO

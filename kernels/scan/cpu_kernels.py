@@ -10,81 +10,16 @@ tokens; channels, states and outputs are contiguous.
 
 from __future__ import annotations
 
-import numpy as np
-from numba import carray, njit
+from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ..cpu.compiler import LANES
 from ..cpu.language import (
-    LN_2,
-    LOG2_E,
-    ONE,
-    TWO,
-    address_of,
-    count_up,
-    exp2,
-    exp2_clamped,
-    floats,
-    local_floats,
-    second,
-    sigmoid,
-    softplus,
-)
+    BYTES, LN_2, LOG2_E, ONE, TWO, ZERO, clear, count_up, exp2, exp2_clamped, floats, full, give, inlined, lanes,
+    local_floats, put, second, sigmoid, softplus, take,
+)  # fmt: skip
 
-FLOAT = 4  # bytes
-ZERO = np.float32(0)
 FORWARD, BACKWARD = 30, 41  # arguments
-inlined = njit(inline="always")
-
-
-@inlined
-def lanes(address):
-    return carray(floats(address), (LANES,))
-
-
-@inlined
-def full(address, width, padded):
-    """Where `LANES` channels can be read: as they are, or copied to what is padded."""
-    if width < LANES:
-        take(address, 0, width, 1, carray(padded, (1, LANES)))
-        address = address_of(padded)
-    return address
-
-
-@inlined
-def put(address, width, values):
-    target = lanes(address)
-    if width < LANES:
-        for d in range(width):
-            target[d] = values[d]
-    else:
-        for d in range(LANES):
-            target[d] = values[d]
-
-
-@inlined
-def clear(values, rows):
-    for n in range(rows):
-        for d in range(LANES):
-            values[n, d] = ZERO
-
-
-@inlined
-def take(address, stride, width, rows, values):
-    """Rows of channels from there, zeros behind them."""
-    for n in range(rows):
-        source = lanes(address + n * stride)
-        for d in range(width):
-            values[n, d] = source[d]
-        for d in range(width, LANES):
-            values[n, d] = ZERO
-
-
-@inlined
-def give(address, stride, width, rows, values):
-    """Rows of channels to there."""
-    for n in range(rows):
-        put(address + n * stride, width, values[n])
 
 
 @inlined
@@ -111,17 +46,17 @@ def longhorn_forward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = place(task, blocks, B, D)
-            x1, l1 = x0 + g * xg + b * xb + FLOAT * first, l0 + g * lg + b * lb + FLOAT * first
+            x1, l1 = x0 + g * xg + b * xb + BYTES * first, l0 + g * lg + b * lb + BYTES * first
             k1, q1 = k0 + g * kg + b * kb, q0 + g * qg + b * qb
-            states1 = states0 + FLOAT * (sequence * kept * N * D + first)
-            take(skip0 + FLOAT * (g * D + first), 0, width, 1, skip)
-            take(bias0 + FLOAT * (g * D + first), 0, width, 1, bias)
-            y1 = y0 + FLOAT * (sequence * L * D + first)
+            states1 = states0 + BYTES * (sequence * kept * N * D + first)
+            take(skip0 + BYTES * (g * D + first), 0, width, 1, skip)
+            take(bias0 + BYTES * (g * D + first), 0, width, 1, bias)
+            y1 = y0 + BYTES * (sequence * L * D + first)
             clear(S, N)
             for i in range(L):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if kept and i and i % chunk == 0:
-                    give(states1 + FLOAT * (i // chunk - 1) * N * D, FLOAT * D, width, N, S)
+                    give(states1 + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
                 x, logits = lanes(full(x1 + t * xl, width, x_padded)), lanes(full(l1 + t * ll, width, l_padded))
                 k, q = carray(floats(k1 + t * kl), (N,)), carray(floats(q1 + t * ql), (N,))
                 norm = ONE
@@ -137,7 +72,7 @@ def longhorn_forward(N: int, chunk: int):
                         s += (eps[d] * kn) * (x[d] - kn * s)
                         S[n, d] = s
                         y[d] += qn * s
-                put(y1 + FLOAT * t * D, width, y)
+                put(y1 + BYTES * t * D, width, y)
 
     return kernel
 
@@ -160,18 +95,18 @@ def selective_forward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = place(task, blocks, B, D)
-            x1, l1 = x0 + g * xg + b * xb + FLOAT * first, l0 + g * lg + b * lb + FLOAT * first
+            x1, l1 = x0 + g * xg + b * xb + BYTES * first, l0 + g * lg + b * lb + BYTES * first
             k1, q1 = k0 + g * kg + b * kb, q0 + g * qg + b * qb
-            states1 = states0 + FLOAT * (sequence * kept * N * D + first)
-            take(skip0 + FLOAT * (g * D + first), 0, width, 1, skip)
-            take(bias0 + FLOAT * (g * D + first), 0, width, 1, bias)
-            take(rates0 + FLOAT * (g * N * D + first), FLOAT * D, width, N, rates)
-            y1 = y0 + FLOAT * (sequence * L * D + first)
+            states1 = states0 + BYTES * (sequence * kept * N * D + first)
+            take(skip0 + BYTES * (g * D + first), 0, width, 1, skip)
+            take(bias0 + BYTES * (g * D + first), 0, width, 1, bias)
+            take(rates0 + BYTES * (g * N * D + first), BYTES * D, width, N, rates)
+            y1 = y0 + BYTES * (sequence * L * D + first)
             clear(S, N)
             for i in range(L):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if kept and i and i % chunk == 0:
-                    give(states1 + FLOAT * (i // chunk - 1) * N * D, FLOAT * D, width, N, S)
+                    give(states1 + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
                 x, logits = lanes(full(x1 + t * xl, width, x_padded)), lanes(full(l1 + t * ll, width, l_padded))
                 k, q = carray(floats(k1 + t * kl), (N,)), carray(floats(q1 + t * ql), (N,))
                 for d in range(LANES):
@@ -184,7 +119,7 @@ def selective_forward(N: int, chunk: int):
                         s = exp2(rates[n, d] * dt[d]) * S[n, d] + kn * drive[d]
                         S[n, d] = s
                         y[d] += qn * s
-                put(y1 + FLOAT * t * D, width, y)
+                put(y1 + BYTES * t * D, width, y)
 
     return kernel
 
@@ -198,10 +133,10 @@ def longhorn_backward(N: int, chunk: int):
             _, _, tasks, blocks, B, L, D, reverse, x0, xg, xb, xl, l0, lg, lb, ll, k0, kg, kb, kl, q0, qg, qb, ql,
             _, skip0, bias0, dy0, dyg, dyb, dyl, states0, kept, dx0, dl0, dk0, dq0, _, dchannels0, scratch0, _,
         ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
-        scratch = scratch0 + FLOAT * count_up(second(arguments)) * (of_chunk + 2 * chunk * LANES)
+        scratch = scratch0 + BYTES * count_up(second(arguments)) * (of_chunk + 2 * chunk * LANES)
         residuals = carray(floats(scratch), (chunk, N, LANES))
-        steps = carray(floats(scratch + FLOAT * of_chunk), (chunk, LANES))
-        slopes = carray(floats(scratch + FLOAT * (of_chunk + chunk * LANES)), (chunk, LANES))
+        steps = carray(floats(scratch + BYTES * of_chunk), (chunk, LANES))
+        slopes = carray(floats(scratch + BYTES * (of_chunk + chunk * LANES)), (chunk, LANES))
         S, G = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
         x_padded, l_padded, dy_padded = local_floats(LANES), local_floats(LANES), local_floats(LANES)
         skip, bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
@@ -212,25 +147,28 @@ def longhorn_backward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = place(task, blocks, B, D)
-            x1, l1 = x0 + g * xg + b * xb + FLOAT * first, l0 + g * lg + b * lb + FLOAT * first
+            x1, l1 = x0 + g * xg + b * xb + BYTES * first, l0 + g * lg + b * lb + BYTES * first
             k1, q1 = k0 + g * kg + b * kb, q0 + g * qg + b * qb
-            states1 = states0 + FLOAT * (sequence * kept * N * D + first)
-            take(skip0 + FLOAT * (g * D + first), 0, width, 1, skip)
-            take(bias0 + FLOAT * (g * D + first), 0, width, 1, bias)
-            dy1, dx1 = dy0 + g * dyg + b * dyb + FLOAT * first, dx0 + FLOAT * (sequence * L * D + first)
-            dl1, sums = dl0 + FLOAT * (sequence * L * D + first), FLOAT * L * N * (task % blocks * (tasks // blocks) + sequence)
+            states1 = states0 + BYTES * (sequence * kept * N * D + first)
+            take(skip0 + BYTES * (g * D + first), 0, width, 1, skip)
+            take(bias0 + BYTES * (g * D + first), 0, width, 1, bias)
+            dy1, dx1 = dy0 + g * dyg + b * dyb + BYTES * first, dx0 + BYTES * (sequence * L * D + first)
+            dl1, sums = (
+                dl0 + BYTES * (sequence * L * D + first),
+                BYTES * L * N * (task % blocks * (tasks // blocks) + sequence),
+            )
             clear(G, N)
             clear(dchannels, 2)
             for c in range(kept, -1, -1):
                 clear(S, N)
                 if c:
-                    take(states1 + FLOAT * (c - 1) * N * D, FLOAT * D, width, N, S)
+                    take(states1 + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
                     x, logits = lanes(full(x1 + t * xl, width, x_padded)), lanes(full(l1 + t * ll, width, l_padded))
                     dy = lanes(full(dy1 + t * dyl, width, dy_padded))
-                    k, dq = carray(floats(k1 + t * kl), (N,)), carray(floats(dq0 + sums + FLOAT * t * N), (N,))
+                    k, dq = carray(floats(k1 + t * kl), (N,)), carray(floats(dq0 + sums + BYTES * t * N), (N,))
                     norm = ONE
                     for n in range(N):
                         norm += k[n] * k[n]
@@ -251,7 +189,7 @@ def longhorn_backward(N: int, chunk: int):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
                     x, dy = lanes(full(x1 + t * xl, width, x_padded)), lanes(full(dy1 + t * dyl, width, dy_padded))
                     k, q = carray(floats(k1 + t * kl), (N,)), carray(floats(q1 + t * ql), (N,))
-                    dk = carray(floats(dk0 + sums + FLOAT * t * N), (N,))
+                    dk = carray(floats(dk0 + sums + BYTES * t * N), (N,))
                     for d in range(LANES):
                         dx[d] = ZERO
                         dl[d] = ZERO
@@ -274,9 +212,11 @@ def longhorn_backward(N: int, chunk: int):
                         dchannels[1, d] += dl[d]
                     for n in range(N):
                         dk[n] -= TWO * k[n] * norm
-                    put(dx1 + FLOAT * t * D, width, dx)
-                    put(dl1 + FLOAT * t * D, width, dl)
-            give(dchannels0 + FLOAT * ((b * (tasks // blocks // B) + g) * 2 * D + first), FLOAT * D, width, 2, dchannels)
+                    put(dx1 + BYTES * t * D, width, dx)
+                    put(dl1 + BYTES * t * D, width, dl)
+            give(
+                dchannels0 + BYTES * ((b * (tasks // blocks // B) + g) * 2 * D + first), BYTES * D, width, 2, dchannels
+            )
 
     return kernel
 
@@ -289,11 +229,11 @@ def selective_backward(N: int, chunk: int):
             _, _, tasks, blocks, B, L, D, reverse, x0, xg, xb, xl, l0, lg, lb, ll, k0, kg, kb, kl, q0, qg, qb, ql,
             rates0, skip0, bias0, dy0, dyg, dyb, dyl, states0, kept, dx0, dl0, dk0, dq0, drates0, dchannels0, scratch0, _,
         ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
-        scratch = scratch0 + FLOAT * count_up(second(arguments)) * (2 * of_chunk + 2 * chunk * LANES)
+        scratch = scratch0 + BYTES * count_up(second(arguments)) * (2 * of_chunk + 2 * chunk * LANES)
         before = carray(floats(scratch), (chunk, N, LANES))
-        decays = carray(floats(scratch + FLOAT * of_chunk), (chunk, N, LANES))
-        steps = carray(floats(scratch + FLOAT * 2 * of_chunk), (chunk, LANES))
-        slopes = carray(floats(scratch + FLOAT * (2 * of_chunk + chunk * LANES)), (chunk, LANES))
+        decays = carray(floats(scratch + BYTES * of_chunk), (chunk, N, LANES))
+        steps = carray(floats(scratch + BYTES * 2 * of_chunk), (chunk, LANES))
+        slopes = carray(floats(scratch + BYTES * (2 * of_chunk + chunk * LANES)), (chunk, LANES))
         S, G = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
         rates, drates = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
         drive = carray(local_floats(LANES), (LANES,))
@@ -306,27 +246,30 @@ def selective_backward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = place(task, blocks, B, D)
-            x1, l1 = x0 + g * xg + b * xb + FLOAT * first, l0 + g * lg + b * lb + FLOAT * first
+            x1, l1 = x0 + g * xg + b * xb + BYTES * first, l0 + g * lg + b * lb + BYTES * first
             k1, q1 = k0 + g * kg + b * kb, q0 + g * qg + b * qb
-            states1 = states0 + FLOAT * (sequence * kept * N * D + first)
-            take(skip0 + FLOAT * (g * D + first), 0, width, 1, skip)
-            take(bias0 + FLOAT * (g * D + first), 0, width, 1, bias)
-            dy1, dx1 = dy0 + g * dyg + b * dyb + FLOAT * first, dx0 + FLOAT * (sequence * L * D + first)
-            dl1, sums = dl0 + FLOAT * (sequence * L * D + first), FLOAT * L * N * (task % blocks * (tasks // blocks) + sequence)
-            take(rates0 + FLOAT * (g * N * D + first), FLOAT * D, width, N, rates)
+            states1 = states0 + BYTES * (sequence * kept * N * D + first)
+            take(skip0 + BYTES * (g * D + first), 0, width, 1, skip)
+            take(bias0 + BYTES * (g * D + first), 0, width, 1, bias)
+            dy1, dx1 = dy0 + g * dyg + b * dyb + BYTES * first, dx0 + BYTES * (sequence * L * D + first)
+            dl1, sums = (
+                dl0 + BYTES * (sequence * L * D + first),
+                BYTES * L * N * (task % blocks * (tasks // blocks) + sequence),
+            )
+            take(rates0 + BYTES * (g * N * D + first), BYTES * D, width, N, rates)
             clear(drates, N)
             clear(G, N)
             clear(dchannels, 2)
             for c in range(kept, -1, -1):
                 clear(S, N)
                 if c:
-                    take(states1 + FLOAT * (c - 1) * N * D, FLOAT * D, width, N, S)
+                    take(states1 + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
                     x, logits = lanes(full(x1 + t * xl, width, x_padded)), lanes(full(l1 + t * ll, width, l_padded))
                     dy = lanes(full(dy1 + t * dyl, width, dy_padded))
-                    k, dq = carray(floats(k1 + t * kl), (N,)), carray(floats(dq0 + sums + FLOAT * t * N), (N,))
+                    k, dq = carray(floats(k1 + t * kl), (N,)), carray(floats(dq0 + sums + BYTES * t * N), (N,))
                     for d in range(LANES):
                         logit = logits[d] + bias[0, d]
                         steps[i, d] = softplus(logit)
@@ -346,7 +289,7 @@ def selective_backward(N: int, chunk: int):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
                     x, dy = lanes(full(x1 + t * xl, width, x_padded)), lanes(full(dy1 + t * dyl, width, dy_padded))
                     k, q = carray(floats(k1 + t * kl), (N,)), carray(floats(q1 + t * ql), (N,))
-                    dk = carray(floats(dk0 + sums + FLOAT * t * N), (N,))
+                    dk = carray(floats(dk0 + sums + BYTES * t * N), (N,))
                     for d in range(LANES):
                         dx[d] = ZERO
                         dl[d] = ZERO
@@ -369,9 +312,11 @@ def selective_backward(N: int, chunk: int):
                         dx[d] = steps[i, d] * dx[d] + skip[0, d] * dy[d]
                         dchannels[0, d] += x[d] * dy[d]
                         dchannels[1, d] += dl[d]
-                    put(dx1 + FLOAT * t * D, width, dx)
-                    put(dl1 + FLOAT * t * D, width, dl)
-            give(dchannels0 + FLOAT * ((b * (tasks // blocks // B) + g) * 2 * D + first), FLOAT * D, width, 2, dchannels)
-            give(drates0 + FLOAT * ((b * (tasks // blocks // B) + g) * N * D + first), FLOAT * D, width, N, drates)
+                    put(dx1 + BYTES * t * D, width, dx)
+                    put(dl1 + BYTES * t * D, width, dl)
+            give(
+                dchannels0 + BYTES * ((b * (tasks // blocks // B) + g) * 2 * D + first), BYTES * D, width, 2, dchannels
+            )
+            give(drates0 + BYTES * ((b * (tasks // blocks // B) + g) * N * D + first), BYTES * D, width, N, drates)
 
     return kernel
