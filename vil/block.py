@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from .kernels import longhorn_scan, selective_scan
+from .kernels.block import cpu as cpu_block
 from .kernels.block import op as block_operator
 
 
@@ -270,12 +271,14 @@ def watched(module: nn.Module) -> bool:
 def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     """The weights in the order in which `vil::block` takes them, or None if it does not stand for this block here.
 
-    It does on an NVIDIA GPU, with every part as it was built, whatever the weights in them have become since.
+    It does on an NVIDIA GPU or, in fp32, on a CPU, with every part as it was built, whatever the weights in them have
+    become since.
     """
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
     norm, mixer = block._modules["norm"], block._modules["mixer"]
-    if type(mixer) not in FUSED or not block_operator.supports(x_BLC, mixer.state_size):
+    on_cpu = x_BLC.device.type == "cpu"
+    if type(mixer) not in FUSED or not (cpu_block if on_cpu else block_operator).supports(x_BLC, mixer.state_size):
         return None
     types, order = FUSED[type(mixer)]
     parts = [norm, mixer, *mixer._modules.values()]
@@ -290,6 +293,8 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     if len(weights) != len(order):  # with a bias more it would be another function
         return None
     weights = [weights[i] for i in order]
+    if on_cpu:
+        return weights if cpu_block.supports_weights(weights, weights[3].shape[-1]) else None
     return weights if block_operator.supports_weights(weights, weights[3].shape[-1], x_BLC.device) else None
 
 
@@ -312,6 +317,11 @@ def fused_block(
 
 
 def _fused_block(block, weights, x_BLC, normed, scale_B, class_token_only, norm_next):
+    if x_BLC.device.type == "cpu":
+        norm_C, in_proj, out_proj, *directions = weights
+        recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
+        x_BLC = cpu_block.block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions)
+        return middle_token(x_BLC) if class_token_only else x_BLC, None
     autocast = torch.is_autocast_enabled("cuda")
     norm_C, in_proj, out_proj, *directions = weights
     dtype = torch.get_autocast_dtype("cuda") if autocast else norm_C.dtype

@@ -90,6 +90,16 @@ def _as_bits(context, value):
     return types.int32(types.float32), generate
 
 
+@intrinsic
+def square_root(context, value):
+    """By an instruction, not by a function of a library that a process may lack."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [FLOAT]), arguments)
+
+    return types.float32(types.float32), generate
+
+
 ZERO, ONE, TWO, HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
 BYTES = 4  # of a float
 LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
