@@ -277,8 +277,10 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
     norm, mixer = block._modules["norm"], block._modules["mixer"]
-    on_cpu = x_BLC.device.type == "cpu"
-    if type(mixer) not in FUSED or not (cpu_block if on_cpu else block_operator).supports(x_BLC, mixer.state_size):
+    if type(mixer) not in FUSED:
+        return None
+    on_gpu = block_operator.supports(x_BLC, mixer.state_size)
+    if not on_gpu and not cpu_block.supports(x_BLC, mixer.state_size):
         return None
     types, order = FUSED[type(mixer)]
     parts = [norm, mixer, *mixer._modules.values()]
@@ -293,7 +295,7 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     if len(weights) != len(order):  # with a bias more it would be another function
         return None
     weights = [weights[i] for i in order]
-    if on_cpu:
+    if not on_gpu:
         return weights if cpu_block.supports_weights(weights, weights[3].shape[-1]) else None
     return weights if block_operator.supports_weights(weights, weights[3].shape[-1], x_BLC.device) else None
 
@@ -317,15 +319,14 @@ def fused_block(
 
 
 def _fused_block(block, weights, x_BLC, normed, scale_B, class_token_only, norm_next):
-    if x_BLC.device.type == "cpu":
-        norm_C, in_proj, out_proj, *directions = weights
-        recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
+    norm_C, in_proj, out_proj, *directions = weights
+    mixer, eps = block._modules["mixer"], block._modules["norm"].eps
+    recurrence = mixer.recurrence
+    if x_BLC.device.type == "cpu" and not block_operator.supports(x_BLC, mixer.state_size):
         x_BLC = cpu_block.block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions)
         return middle_token(x_BLC) if class_token_only else x_BLC, None
     autocast = torch.is_autocast_enabled("cuda")
-    norm_C, in_proj, out_proj, *directions = weights
     dtype = torch.get_autocast_dtype("cuda") if autocast else norm_C.dtype
-    recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
     return block_operator.block(
         recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
         norm_next,

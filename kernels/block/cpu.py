@@ -78,7 +78,7 @@ def _forward(recurrence, eps, x_BLC, scale_B, norm_C, in_proj, out_proj, *direct
 def _project(uz_TE: Tensor, B: int, L: int, *halves: list[Tensor]):
     """v, what x_proj makes of it, the logits, and all that the scan reads."""
     T, D = uz_TE.shape[0], uz_TE.shape[1] // 2
-    conv, conv_bias, x_proj, step_proj = halves[0][:4]
+    conv, _, x_proj, step_proj = halves[0][:4]
     taps, R, P = conv.shape[-1], step_proj.shape[1], x_proj.shape[0]
     v_2TD = uz_TE.new_empty(2, T, D)
     filters = [t.contiguous() for weights in halves for t in weights[:2]]
@@ -95,8 +95,7 @@ def _scanned(v_2TD, projected_2TP, logits_2TD, B, L, *halves):
     R = halves[0][3].shape[1]
     N = (projected_2TP.shape[2] - R) // 2
     per_token = [
-        t.unflatten(1, (B, L))
-        for t in (v_2TD, logits_2TD, projected_2TP[..., R : R + N], projected_2TP[..., R + N :])
+        t.unflatten(1, (B, L)) for t in (v_2TD, logits_2TD, projected_2TP[..., R : R + N], projected_2TP[..., R + N :])
     ]
     rates = -torch.stack([weights[6] for weights in halves]).exp() if len(halves[0]) > 6 else None
     return *per_token, rates, *(torch.stack([weights[i] for weights in halves]) for i in (5, 4))
@@ -114,8 +113,9 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout_BLC):
-        tensors = ctx.saved_tensors
-        return None, None, *_backward(ctx.recurrence, dout_BLC.contiguous(), *tensors[: ctx.count], kept=tensors[ctx.count :])
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: ctx.count], saved[ctx.count :]
+        return None, None, *_backward(ctx.recurrence, dout_BLC.contiguous(), *tensors, kept=kept)
 
 
 def _backward(recurrence, dout_BLC, x_BLC, scale_B, norm_C, in_proj, out_proj, *directions, kept):
@@ -142,7 +142,8 @@ def _backward(recurrence, dout_BLC, x_BLC, scale_B, norm_C, in_proj, out_proj, *
     for g, weights in enumerate(halves):
         dstep_TR = torch.mm(dlogits_2TD[g], weights[3])
         dprojected_TP = torch.cat([dstep_TR, dk_2BLN[g].view(T, -1), dq_2BLN[g].view(T, -1)], dim=1)
-        dx_proj, dstep_proj = torch.mm(dprojected_TP.t(), v_2TD[g]), torch.mm(dlogits_2TD[g].t(), projected_2TP[g, :, :R])
+        dx_proj = torch.mm(dprojected_TP.t(), v_2TD[g])
+        dstep_proj = torch.mm(dlogits_2TD[g].t(), projected_2TP[g, :, :R])
         dv_2TD[g].addmm_(dprojected_TP, weights[2])
         drates_DN = [] if drates.numel() == 0 else [drates[g] * scanned[4][g]]  # d(-exp(A_log)) / dA_log is itself
         ddirections.append([dx_proj, dstep_proj, dchannels_22D[g, 1], dchannels_22D[g, 0], *drates_DN])

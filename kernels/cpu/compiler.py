@@ -33,8 +33,6 @@ def unavailable() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is missing; `pip install numba` brings it"
     try:
-        import llvmlite.binding as llvm
-
         _engine()
     except Exception as e:  # a library that does not load, in whatever way it fails
         return f"llvmlite does not work ({type(e).__name__}: {e}); `pip install --force-reinstall numba` may help"

@@ -227,7 +227,8 @@ def selective_backward(N: int, chunk: int):
     def kernel(arguments):
         (
             _, _, tasks, blocks, B, L, D, reverse, x0, xg, xb, xl, l0, lg, lb, ll, k0, kg, kb, kl, q0, qg, qb, ql,
-            rates0, skip0, bias0, dy0, dyg, dyb, dyl, states0, kept, dx0, dl0, dk0, dq0, drates0, dchannels0, scratch0, _,
+            rates0, skip0, bias0, dy0, dyg, dyb, dyl, states0, kept, dx0, dl0, dk0, dq0, drates0, dchannels0, scratch0,
+            _,
         ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
         scratch = scratch0 + BYTES * count_up(second(arguments)) * (2 * of_chunk + 2 * chunk * LANES)
         before = carray(floats(scratch), (chunk, N, LANES))

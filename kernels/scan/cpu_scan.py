@@ -70,7 +70,7 @@ def _blocks(x: Tensor) -> int:
 
 def _readable(t: Tensor) -> Tensor:
     """In fp32, with contiguous channels."""
-    t = t.float()
+    t = t.to(torch.float32)
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

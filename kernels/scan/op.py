@@ -1,7 +1,7 @@
-"""The scan as PyTorch operators for GPUs, over stacked directions: `vil::scan`, its fake and its gradient.
+"""The scan as PyTorch operators, over stacked directions: `vil::scan`, its fake and its gradient.
 
-Two modules run it: `cuda` (CUDA C++) and `triton_scan` (Triton). Each has `forward` and `backward` on inputs of one
-dtype and a state size of `STATE_SIZES`; here is what both need around that.
+Three modules run it: `launch` (CUDA C++), `triton_scan` (Triton) and `cpu_scan` (Numba). Each has `forward` and
+`backward` on inputs of one dtype and a state size of `STATE_SIZES`; here is what all need around that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # counted in 32 bits, also in bytes
 
 
 class Backend:
-    """A GPU backend as `operators` sees it: "cuda", "triton" or "auto", the first of these that the machine can run."""
+    """As `operators` sees it: "cuda", "triton", "cpu", or "auto", the first of the former two that the GPU can run."""
 
     def __init__(self, name: str):
         self.name = name
@@ -50,8 +50,8 @@ class Backend:
         dtype = x.dtype if x.dtype == logits.dtype == k.dtype == q.dtype else torch.float32
         size = next(n for n in STATE_SIZES if n >= k.shape[-1])
         inputs = [x.to(dtype), logits.to(dtype), _pad(k.to(dtype), size), _pad(q.to(dtype), size)]
-        inputs.append(None if rates is None else _pad(rates.float().contiguous(), size))
-        inputs += [None if t is None else t.float().contiguous() for t in (skip, bias)]
+        inputs.append(None if rates is None else _pad(rates.to(torch.float32).contiguous(), size))
+        inputs += [None if t is None else t.to(torch.float32).contiguous() for t in (skip, bias)]
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return scan(self.name, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
 
