@@ -108,9 +108,11 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
         if not f.is_declaration and f.name != symbol:
             f.linkage = "internal"
     machine = _machine(llvm)
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(code, passes)
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_ipsccp_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(code, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
     missing = [f.name for f in code.functions if f.is_declaration and not f.name.startswith("llvm.")]
     if missing:
         raise RuntimeError(f"{factory} of {module} calls {', '.join(missing)}, which a kernel cannot")
