@@ -21,7 +21,7 @@ from test_operators import (
 )
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
-from vil.kernels.scan import cpu_scan, operators, reference
+from vil.kernels.scan import operators, reference
 from vil.kernels.scan import op as gpu
 
 
@@ -305,8 +305,7 @@ def in_a_process(cache, script=SCRIPT, **environment):
 def test_a_second_process_loads_what_the_first_has_compiled_without_numba(tmp_path):
     compiled, first = in_a_process(tmp_path)
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(kept) == 1
-    assert all(name.startswith("longhorn_forward") and name.endswith(".sealed") for name in kept)
+    assert sorted(name.partition("-")[0] for name in kept) == ["longhorn_forward", "nothing"]
     imported, second = in_a_process(tmp_path)
     assert (compiled, imported) == ("True", "False")
     assert first == second
@@ -315,7 +314,7 @@ def test_a_second_process_loads_what_the_first_has_compiled_without_numba(tmp_pa
 
 def test_what_is_damaged_in_the_cache_is_compiled_anew(tmp_path):
     _, first = in_a_process(tmp_path)
-    (entry,) = tmp_path.iterdir()
+    (entry,) = tmp_path.glob("longhorn*")
     entry.write_bytes(entry.read_bytes()[:-100] + bytes(100))
     assert in_a_process(tmp_path) == ["True", first]
     assert in_a_process(tmp_path) == ["False", first]
@@ -354,9 +353,9 @@ def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
 
 
 def test_a_library_that_does_not_load_is_no_backend(monkeypatch):
-    monkeypatch.setattr(compiler, "_engine", lambda: 1 / 0)
+    monkeypatch.setattr(compiler, "load", lambda *_: 1 / 0)
     compiler.unavailable.cache_clear()
-    assert "llvmlite does not work (ZeroDivisionError" in compiler.unavailable()
+    assert "numba does not work (ZeroDivisionError" in compiler.unavailable()
     compiler.unavailable.cache_clear()
 
 
@@ -373,8 +372,6 @@ def test_what_the_kernels_do_not_take_is_of_the_reference():
 
 
 def test_a_kernel_that_needs_python_is_refused_before_it_is_loaded(monkeypatch):
-    monkeypatch.setattr(cpu_scan, "__name__", cpu_scan.__name__)
-
     def needs_python(*constants):
         def kernel(arguments):
             raise ValueError

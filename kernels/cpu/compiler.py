@@ -24,6 +24,7 @@ from ..cuda import cache
 COUNTERS = 2  # the first numbers of a kernel's arguments: next task, next thread
 LANES = 64  # channels of a task: four of the widest vectors, and states of all of them in the first cache
 FAST = {"contract", "reassoc"}  # sums in any order; NaN and infinity stay what they are
+_addresses: dict[tuple, int] = {}  # of the kernels that are loaded
 _lock = threading.RLock()
 
 
@@ -33,9 +34,9 @@ def unavailable() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is missing; `pip install numba` brings it"
     try:
-        _engine()
-    except Exception as e:  # a library that does not load, in whatever way it fails
-        return f"llvmlite does not work ({type(e).__name__}: {e}); `pip install --force-reinstall numba` may help"
+        load(f"{__package__}.language", "nothing", ())
+    except Exception as e:  # a NumPy that Numba does not know, or a library that does not load, however it fails
+        return f"numba does not work ({type(e).__name__}: {e}); `pip install --upgrade numba` may help"
     return None
 
 
@@ -78,6 +79,8 @@ def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
     import llvmlite.binding as llvm
 
     with _lock:
+        if (module, factory, constants) in _addresses:
+            return _addresses[module, factory, constants]
         key = repr((_sources(module), factory, constants, _target(llvm)[1:], _versions())).encode()
         entry = f"{factory}-{hashlib.sha256(key).hexdigest()[:32]}.sealed"
         binary = cache.read(entry, key)
@@ -87,7 +90,8 @@ def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
         engine = _engine()
         engine.add_object_file(llvm.ObjectFileRef.from_data(binary))
         engine.finalize_object()
-        return engine.get_function_address(_symbol(factory, constants))
+        address = engine.get_function_address(_symbol(factory, constants))
+        return _addresses.setdefault((module, factory, constants), address)
 
 
 def _symbol(factory: str, constants: tuple[int, ...]) -> str:

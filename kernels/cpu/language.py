@@ -199,3 +199,12 @@ def clear(values, rows):
     for n in range(rows):
         for d in range(LANES):
             values[n, d] = ZERO
+
+
+def nothing():
+    """A kernel that shows whether kernels can be made."""
+
+    def kernel(arguments):
+        count_up(arguments)
+
+    return kernel
