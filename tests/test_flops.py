@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import naive
 import pytest
@@ -13,6 +15,8 @@ import vil  # noqa: F401  registers the models
 from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import op as block_operator
 from vil.kernels.scan import op as scan_operator
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 
 def counted(function, *arguments, **keywords):
@@ -249,3 +253,14 @@ def test_groups_count_in_the_gradient_of_a_convolution():
     assert forward_count == 2 * y.numel() * (3 * 2) * (6 // 3)
     # each product of forward is one of the input's gradient and one of the weights'
     assert counted(y.sum().backward)[1] == 2 * forward_count
+
+
+def test_the_table_has_timms_published_numbers_for_deit():
+    from flops import measure
+
+    parameters, total, field, activations = measure("deit_tiny_patch16_224", 224)
+    assert [round(parameters, 1), round(activations, 2)] == [5.7, 5.97]
+    assert total / 2 == pytest.approx(1.26, abs=0.01)
+    assert field == total
+    _, total, field, _ = measure("vim_tiny", 224)
+    assert field - total == pytest.approx(2 * 24 * 2 * 197 * 384 * 16 / 1e9)
