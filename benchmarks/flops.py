@@ -13,7 +13,6 @@ import argparse
 
 import timm
 import torch
-from timm.layers import set_fused_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,9 +47,11 @@ class CountOutputs(TorchDispatchMode):
 
 def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
     """Millions of parameters, GFLOPs, GFLOPs with 9 an element of state, and millions of activations."""
-    set_fused_attn(False)  # attention as the products that it is
     with torch.device("meta"):
         model, image = timm.create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # but the products that it is
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(image)
     with torch.no_grad(), CountOutputs() as outputs:

@@ -264,3 +264,11 @@ def test_the_table_has_timms_published_numbers_for_deit():
     assert field == total
     _, total, field, _ = measure("vim_tiny", 224)
     assert field - total == pytest.approx(2 * 24 * 2 * 197 * 384 * 16 / 1e9)
+
+
+def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch):
+    from flops import main
+
+    monkeypatch.setattr(sys, "argv", ["flops.py"])
+    main()
+    assert capsys.readouterr().out in (Path(__file__).parent.parent / "docs" / "models.md").read_text()
