@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 from naive import longhorn, selective
 from naive_model import model as naive_model
 from naive_model import patches_and_class_token, residual_stream
+from PIL import Image
 from processes import run
+from timm.data import create_transform, resolve_data_config
 from torch.export import Dim
 
 import vil  # noqa: F401  registers the models
@@ -84,6 +87,11 @@ def naive_outputs(model, images):
     grid = images.shape[2] // stride, images.shape[3] // stride
     streams = residual_stream(images.double(), weights, stride=stride)[1:]
     return logits, [patches_and_class_token(x)[0].mT.unflatten(2, grid) for x in streams]
+
+
+def variables_of(metadata):
+    names = ("crop_pct", "input_size", "mean", "std")
+    return {name: json.loads(metadata[name]) for name in names} | {"interpolation": metadata["interpolation"]}
 
 
 def relative(found, truth):
@@ -289,6 +297,16 @@ def test_the_command_takes_model_size_and_preprocessing_from_a_checkpoint(tmp_pa
     truth, truth_maps = naive_outputs(model, images)
     assert relative(torch.from_numpy(logits), truth) < 1e-5
     assert relative(torch.from_numpy(maps), truth_maps[0]) < 1e-5
+
+    # what the document has for other programs prepares a picture as timm does
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (31, 50, 3), dtype=np.uint8))
+    picture.save(tmp_path / "photo.png")
+    document = (Path(__file__).parent.parent / "docs" / "export.md").read_text()
+    code = re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
+    code = code.replace("vil_tiny.onnx", str(out)).replace("photo.jpg", str(tmp_path / "photo.png"))
+    exec(code, variables := {})
+    transform = create_transform(**{**resolve_data_config(model=model), **variables_of(metadata)})
+    torch.testing.assert_close(torch.from_numpy(variables["images"][0]), transform(picture))
 
     for arguments, message in (
         (["--checkpoint", str(tmp_path / "none.pt"), "--out", str(out)], "error: there is no checkpoint"),
