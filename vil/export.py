@@ -155,14 +155,14 @@ class Exported(nn.Module):
         self.model = as_evaluated(model)
         self.features = sorted(set(features))
         self.image_size = image_size(model)
-        known = range(len(getattr(model, "feature_info", ())))
+        known = range(len(getattr(self.model, "feature_info", ())))
         if unknown := [number for number in self.features if number not in known]:
             raise ExportError(f"features {unknown} are not of the model's blocks 0 to {len(known) - 1}")
         self.outputs = ["logits" if model.num_classes else "embedding", *(f"features_{n}" for n in self.features)]
-        for mixer in self.model.modules():
-            if isinstance(mixer, BidirectionalMixer):
-                mixer.directions[1].conv1d.reverse = False  # it is given the tokens in the order in which it reads
-                mixer.forward = functools.partial(mix, recurrence or scan_by_steps, mixer)
+        mixers: list[Any] = [module for module in self.model.modules() if isinstance(module, BidirectionalMixer)]
+        for mixer in mixers:
+            mixer.directions[1].conv1d.reverse = False  # it is given the tokens in the order in which it reads
+            mixer.forward = functools.partial(mix, recurrence or scan_by_steps, mixer)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return outputs_of(self.model, self.features, images)
@@ -180,12 +180,12 @@ class Exported(nn.Module):
         return program
 
 
-def as_evaluated(model: nn.Module) -> nn.Module:
+def as_evaluated(model: nn.Module) -> Any:
     """A copy of it in fp32, on the CPU, in evaluation."""
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
-def outputs_of(model: nn.Module, features: Sequence[int], images: Tensor) -> tuple[Tensor, ...]:
+def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Tensor, ...]:
     """Logits and the maps of the blocks of these numbers."""
     if not features:
         return (model(images),)
@@ -199,7 +199,7 @@ def image_size(model: nn.Module) -> tuple[int, int]:
     return tuple(own or resolve_model_data_config(model)["input_size"][1:])
 
 
-def describe(model: nn.Module, preprocessing: dict[str, Any]) -> dict[str, Any]:
+def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
     """The metadata of an exported model: what it is, and what is done to a picture before it."""
     if unknown := preprocessing.keys() - set(PREPROCESSING):
         raise ExportError(f"{', '.join(sorted(unknown))} is none of {', '.join(PREPROCESSING)}")
@@ -224,7 +224,8 @@ def pictures(count: int, size: tuple[int, int]) -> Tensor:
 def mix(recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
     """A mixer's forward with tokens first around the scan: fewer copies where each transposition and flip is one."""
     u_BLD, z_BLD = mixer.in_proj(h_BLC).chunk(2, dim=-1)
-    reads = zip(mixer.directions[0](u_BLD), mixer.directions[1](u_BLD.flip(1)))
+    directions: Any = mixer.directions
+    reads = zip(directions[0](u_BLD), directions[1](u_BLD.flip(1)))
     x_LGBD, logits_LGBD, k_LGBN, q_LGBN = (torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in reads)
     bias_G1D = mixer.step_bias().unsqueeze(1)
     if mixer.recurrence == "longhorn":
@@ -232,7 +233,7 @@ def mix(recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Ten
         step_LGBD, A_GND = torch.reciprocal(torch.exp(-bias_G1D - logits_LGBD) + (1 + norm_LGB1)), None
     else:
         step_LGBD = F.softplus(logits_LGBD + bias_G1D)
-        A_GND = -torch.stack([direction.A_log for direction in mixer.directions]).exp().mT.contiguous()
+        A_GND = -torch.stack([direction.A_log for direction in directions]).exp().mT.contiguous()
     y_LGBD = recurrence(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND) + mixer.skip().unsqueeze(1) * x_LGBD
     forward_BLD, backward_BLD = y_LGBD.permute(2, 0, 1, 3).unbind(2)
     return mixer.out_proj((forward_BLD + backward_BLD.flip(1)) / 2 * F.silu(z_BLD))
@@ -252,15 +253,16 @@ def scan_by_steps(
     """
 
     S_GBND = x_LGBD.new_zeros(*x_LGBD.shape[1:3], k_LGBN.shape[-1], x_LGBD.shape[-1])
-    step, drive_LGBD, rates = _longhorn_step, x_LGBD, ()
-    if A_GND is not None:
-        step, drive_LGBD, rates = _selective_step, step_LGBD * x_LGBD, (A_GND.unsqueeze(1),)
+    if A_GND is None:
+        step, drive_LGBD, rates = _longhorn_step, x_LGBD, []
+    else:
+        step, drive_LGBD, rates = _selective_step, step_LGBD * x_LGBD, [A_GND.unsqueeze(1)]
     tokens = drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)
     # the operator itself: `scan` around it compiles it, with what compilations before have left behind
-    return scan_op(step, [S_GBND], list(tokens), rates)[1].squeeze(-2)
+    return scan_op(step, [S_GBND], list(tokens), tuple(rates))[1].squeeze(-2)
 
 
-def _longhorn_step(S_GBND, x_GB1D, step_GB1D, k_GBN1, q_GB1N):
+def _longhorn_step(S_GBND, x_GB1D, step_GB1D, k_GBN1, q_GB1N, *_):
     S_GBND = S_GBND + k_GBN1 * step_GB1D * (x_GB1D - k_GBN1 * S_GBND)
     return [S_GBND, q_GB1N @ S_GBND]
 
@@ -288,7 +290,7 @@ def scan_by_linear_attention(
     else:
         decay_GBLDN = A_GND.mT[:, None, None] * step_GBLD1
     inputs = q_GBLN.flatten(0, 1), key_GBLDN.flatten(3).flatten(0, 1), x_GBLD.flatten(0, 1), None
-    attributes = dict(q_num_heads=1, kv_num_heads=D, scale=1.0, update_rule="gated")
+    attributes: dict[str, Any] = dict(q_num_heads=1, kv_num_heads=D, scale=1.0, update_rule="gated")
     y_XLD, _ = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::LinearAttention", (*inputs, decay_GBLDN.flatten(3).flatten(0, 1)), attributes,
         dtypes=(x_LGBD.dtype, x_LGBD.dtype), shapes=((G * B, L, D), (G * B, D, N, 1)), version=1,
@@ -310,7 +312,7 @@ def to_onnx(
     onnx, onnxruntime = _packages()
     with _quiet():
         try:
-            exported = torch.onnx.export(
+            exported: Any = torch.onnx.export(
                 program, (), dynamo=True, opset_version=max(opset, OPSET), input_names=["images"],
                 output_names=outputs, verbose=False,
             )  # fmt: skip
@@ -336,16 +338,18 @@ def to_onnx(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter says of its own parts."""
-    logger = logging.getLogger("onnxscript")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Without what exporters say of their own parts."""
+    loggers = [logging.getLogger(name) for name in ("onnxscript", "torch._export.serde.serialize")]
+    levels = [logger.level for logger in loggers]
     try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 def _nodes(graph: Any) -> Iterator[Any]:
@@ -394,7 +398,8 @@ def _first_line(error: Exception) -> str:
 def to_pt2(program: ExportedProgram, metadata: dict[str, Any]) -> tuple[bytes, Run]:
     """The content of a file for torch.export.load, and what runs it."""
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(metadata)})
+    with _quiet():
+        torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(metadata)})
     content = buffer.getvalue()
     return content, torch.export.load(io.BytesIO(content)).module()
 
@@ -451,7 +456,10 @@ def _model_of(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     arguments = {key: value for key, value in arguments.items() if value is not None}
     arguments |= {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
     if options.checkpoint:
-        model = load_model(name, options.checkpoint, options.use_ema, **arguments)
+        use_ema = options.use_ema
+        if use_ema is None:
+            use_ema = bool(checkpoint.says_average_is_best(options.checkpoint))
+        model = load_model(name, options.checkpoint, use_ema, **arguments)
     else:
         model = create_model(name, **arguments)
     return model, {key: saved.get(key) for key in PREPROCESSING if saved.get(key) is not None}
