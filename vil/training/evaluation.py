@@ -113,10 +113,12 @@ class Evaluator:
             model.eval()
         self.run = self.run or self._as_graph()
         start = time.perf_counter()
-        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=self.device)
+        # Apple's GPUs have no fp64
+        place = "cpu" if self.device.type == "mps" else self.device
+        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=place)
         for images, targets in loader:
             batch_sums, logits = self.run(images, targets)
-            sums += batch_sums
+            sums += batch_sums.to(place)
             if observe:
                 observe(targets, logits)
         if dist.is_initialized():
