@@ -6,6 +6,7 @@ Ctrl-C interrupts the run in the middle of its second epoch; then it goes on. Lo
 there: they import this file, and lack the same.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -15,36 +16,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MISSING = {
-    "darwin": {signal: ("sigwaitinfo", "sigtimedwait"), os: ("sched_getaffinity", "EX_TEMPFAIL")},
+    "darwin": {signal: ("sigwaitinfo", "sigtimedwait"), os: ("sched_getaffinity",)},
     "win32": {
-        signal: ("SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGALRM", "pthread_sigmask", "sigwait",
-                 "sigwaitinfo", "sigtimedwait", "pthread_kill", "setitimer"),
-        os: ("fork", "forkpty", "mkfifo", "geteuid", "getuid", "sched_getaffinity", "EX_TEMPFAIL",
-             "O_DIRECTORY", "killpg", "setsid", "getpgid", "uname"),
+        signal: ("SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGALRM", "pthread_sigmask", "pthread_kill",
+                 "setitimer", "sigwait", "sigwaitinfo", "sigtimedwait"),
+        os: ("fork", "forkpty", "mkfifo", "geteuid", "getuid", "sched_getaffinity", "EX_TEMPFAIL", "O_DIRECTORY",
+             "killpg", "setsid", "getpgid", "uname"),
     },
 }  # fmt: skip
-MODULES = {"darwin": (), "win32": ("fcntl", "resource", "pwd", "grp", "termios", "triton", "cuda", "cuda.core")}
+MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
 
 
 def become(platform: str) -> None:
     """Takes away what the platform lacks, once libraries have been imported, which know better than this file."""
-    import matplotlib.figure
-    import timm
-    import torch.utils.data  # noqa: F401
-    from torch.utils.data._utils import signal_handling
-
+    for library in ("matplotlib.figure", "timm", "torch.utils.data"):
+        importlib.import_module(library)
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)
     for name in MODULES[platform]:
         sys.modules[name] = None
     resource_tracker._HAVE_SIGMASK = hasattr(signal, "pthread_sigmask")
-    signal_handling.IS_WINDOWS = platform == "win32"
+    sys.modules["torch.utils.data._utils.signal_handling"].IS_WINDOWS = platform == "win32"
 
 
-def interrupt_after(steps: int) -> None:
-    """Ctrl-C, in place of the user's: all that there is on Windows."""
-    from vil.training.interruption import CheckpointTimer
+def train_and_interrupt(steps: int) -> None:
+    """Trains until Ctrl-C, which is all that there is on Windows, after so many steps."""
+    import train_imagenet
+    from vil.training.interruption import PREEMPTED, CheckpointTimer
 
     due = CheckpointTimer.due
 
@@ -54,6 +53,12 @@ def interrupt_after(steps: int) -> None:
         return due(timer, step)
 
     CheckpointTimer.due = interrupted
+    try:
+        train_imagenet.main()
+    except SystemExit as end:
+        if end.code != PREEMPTED:
+            raise
+    CheckpointTimer.due = due
 
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -62,19 +67,10 @@ if __name__ in ("__main__", "__mp_main__"):
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    text = (ROOT / "train_imagenet.py").read_text()
-    exec(
-        text.partition("\nimport dataclasses\n")[0], {"__name__": "__main__"}
-    )  # what it does of signals before imports
+    until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nimport dataclasses\n")[0]
+    exec(until_imports, {"__name__": "__main__"})  # what it does of signals that come early
+    train_and_interrupt(steps=6)
     import train_imagenet
-    from vil.training.interruption import PREEMPTED, CheckpointTimer
 
-    due = CheckpointTimer.due
-    interrupt_after(steps=6)
-    try:
-        train_imagenet.main()
-    except SystemExit as end:
-        assert end.code == PREEMPTED == 75, end.code
-    CheckpointTimer.due = due
     sys.argv += ["--resume", "auto", "--workers", "0"]
     train_imagenet.main()
