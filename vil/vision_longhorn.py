@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     calculate_drop_path_rates,
-    get_device_dtype,
     lecun_normal_,
     resample_abs_pos_embed,
     resample_patch_embed,
@@ -135,7 +134,8 @@ class PatchEmbed(nn.Module):
             )
         if patch_size != self.patch_size:
             old = self.proj
-            self.proj = PatchProjection(old.in_channels, old.out_channels, patch_size, stride, **get_device_dtype(old))
+            dd = {"device": old.weight.device, "dtype": old.weight.dtype}
+            self.proj = PatchProjection(old.in_channels, old.out_channels, patch_size, stride, **dd)
             with torch.no_grad():
                 self.proj.weight.copy_(resample_patch_embed(old.weight, list(patch_size)))
                 self.proj.bias.copy_(old.bias)
@@ -313,7 +313,7 @@ class VisionLonghorn(nn.Module):
         if global_pool is not None:
             self.global_pool = _known_pool(global_pool)
         self.num_classes = num_classes
-        dd = get_device_dtype(self)
+        dd = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
         self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.head.train(self.training)
 
