@@ -1,6 +1,7 @@
 """Platforms that this project has not been run on, as far as they can be had here: what they lack is taken away."""
 
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 from processes import ROOT, train_command
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -92,3 +94,12 @@ def test_nothing_in_a_model_takes_fp64_which_apples_gpus_do_not_have(name, monke
     assert torch.ops.aten.addcmul_ in recorded.operators  # of the scan
     assert torch.ops.vil.reference_scan_backward in recorded.operators
     assert {d for d in recorded.dtypes if d.is_floating_point} == {torch.float32}
+
+
+def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
+    from vil.training import processes
+
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    for name in ("register_rendezvous_handler", "Store", "PrefixStore"):
+        monkeypatch.delattr(dist, name)
+    assert runpy.run_path(processes.__file__)["is_first_process"]()

@@ -11,6 +11,7 @@ Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirec
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from timm.layers import (
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
+    is_model,
+    model_entrypoint,
     register_model,
     register_notrace_function,
     register_notrace_module,
@@ -210,7 +213,10 @@ class VisionLonghorn(nn.Module):
     """A vision backbone of bidirectional state-space blocks.
 
     The class token is in the middle of the sequence, before and after the blocks: of the L tokens that
-    `forward_features` returns, it is number (L - 1) // 2.
+    `forward_features` returns, it is number (L - 1) // 2, and `split_class_token` takes it out. No token stands before
+    the patches: `num_prefix_tokens` is 0, so that code for timm's models that cuts off `tokens[:, :num_prefix_tokens]`
+    cuts off no patch; where it then makes a map of the others it fails by a token too many, in place of a map that is
+    shifted by one.
 
     Args:
         img_size: Image size, (height, width) or one number for both.
@@ -254,6 +260,7 @@ class VisionLonghorn(nn.Module):
         self.in_chans = in_chans
         self.global_pool = _known_pool(global_pool)
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_prefix_tokens = 0
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
@@ -582,42 +589,56 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
     )
 
 
-@register_model
+def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLonghorn]:
+    """timm's `register_model`, which would put a model in the place of another package's by the same name.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    name = function.__name__
+    if is_model(name) and (module := model_entrypoint(name).__module__) != __name__:
+        raise RuntimeError(
+            f"timm has a model {name} of {module}, which that of {__name__} would hide: use them in different processes"
+        )
+    return register_model(function)
+
+
+@register
 def vil_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Longhorn, tiny: 6.9 M parameters."""
     model_args = dict(embed_dim=192, mixer=LonghornMixer)
     return _create_vision_longhorn("vil_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vil_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Longhorn, small: 25.2 M parameters."""
     model_args = dict(embed_dim=384, mixer=LonghornMixer)
     return _create_vision_longhorn("vil_small", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vil_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Longhorn, base: 96.4 M parameters."""
     model_args = dict(embed_dim=768, mixer=LonghornMixer)
     return _create_vision_longhorn("vil_base", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vim_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, tiny: 7.1 M parameters."""
     model_args = dict(embed_dim=192, mixer=MambaMixer)
     return _create_vision_longhorn("vim_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vim_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, small: 25.8 M parameters."""
     model_args = dict(embed_dim=384, mixer=MambaMixer)
     return _create_vision_longhorn("vim_small", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, base: 97.6 M parameters."""
     model_args = dict(embed_dim=768, mixer=MambaMixer)

@@ -108,7 +108,8 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
         )
 
 
-dist.register_rendezvous_handler("vil", _rendezvous)
+if dist.is_available():  # not in every build of PyTorch
+    dist.register_rendezvous_handler("vil", _rendezvous)
 
 
 def sum_over_processes(value: Tensor) -> Tensor:
