@@ -728,9 +728,7 @@ def test_a_model_of_another_package_is_not_hidden(monkeypatch):
 
     vil_tiny.__module__ = "vision_lstm.models"
     monkeypatch.setitem(_registry._model_entrypoints, "vil_tiny", vil_tiny)
-    with pytest.raises(
-        RuntimeError, match="timm has a model vil_tiny of vision_lstm.models, which that of vil"
-    ):
+    with pytest.raises(RuntimeError, match="timm has a model vil_tiny of vision_lstm.models, which that of vil"):
         vision_longhorn.register(vision_longhorn.vil_tiny)
     assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
     monkeypatch.undo()
