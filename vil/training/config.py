@@ -164,7 +164,7 @@ def _choices() -> dict[str, list[str]]:
     """What options by name can be."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
-        "opt": list_optimizers(),
+        "opt": [str(name) for name in list_optimizers()],
         "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
@@ -393,7 +393,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
         return parse_key_values(value)
-    converted = None
+    converted: Any = None
     try:
         if kind is tuple and isinstance(value, (list, tuple)):
             converted = tuple(float(v) for v in value)

@@ -63,7 +63,7 @@ def known_device(name: str | None) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is unknown to PyTorch: try cuda or cpu") from error
-    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
+    backend: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
         raise ConfigError(f"device {name!r}: there is none that PyTorch can use on this machine; try --device cpu")
     if device.index is not None and backend and device.index >= backend.device_count():

@@ -35,7 +35,8 @@ class CheckpointTimer:
     def __init__(self, interval: str | None, step: int):
         number = float("inf") if interval is None else int(interval.rstrip("m"))
         in_minutes = interval is not None and interval.endswith("m")
-        self.seconds, self.steps = (60 * number, float("inf")) if in_minutes else (float("inf"), number)
+        self.seconds = 60 * number if in_minutes else float("inf")
+        self.steps = float("inf") if in_minutes else number
         self.stop = self.signalled = False
         self._restart(step)
         for number in SIGNALS:

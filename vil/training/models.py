@@ -105,7 +105,7 @@ def from_checkpoint(
     arguments = said | (saved.get("model_kwargs") or {}) | arguments
     if use_ema is None:
         use_ema = bool(checkpoint.says_average_is_best(path))
-    loaded = load_model(name, str(path), use_ema, **arguments).eval()
+    loaded: Any = load_model(name, str(path), use_ema, **arguments).eval()
     config = {key: value for key, value in loaded.pretrained_cfg.items() if not key.startswith("test_")}
     channels, *size = config["input_size"]
     size = to_2tuple(arguments.get("img_size") or size)

@@ -243,7 +243,7 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
     return weights_and_biases
 
 
-PICTURE = {
+PICTURE: dict[str, dict[str, str | None]] = {
     "loss": {"train_loss": "training", "eval_loss": "validation", "eval_loss_ema": "validation, EMA"},
     "top-1 (%)": {"eval_top1": "model", "eval_top1_ema": "EMA"},
     "top-5 (%)": {"eval_top5": "model", "eval_top5_ema": "EMA"},

@@ -202,7 +202,7 @@ def name_lost_workers() -> None:
         with lost_workers_named():
             handler(*args)
 
-    handle.names_lost_workers = True
+    handle.names_lost_workers = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, handle)
 
 
@@ -229,12 +229,12 @@ def _heed_the_parent_alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows: who sent a signal cannot be told, and SIGTERM ends them
         return
-    parent = multiprocessing.parent_process().pid
+    parent = multiprocessing.parent_process()
 
     def wait() -> None:
         while True:
             notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
-            if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
+            if notice.si_signo == signal.SIGTERM and parent and notice.si_pid == parent.pid:
                 os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
