@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")
     for name in ("low", "high"):
         words = ["-c", str(ROOT / "configs/digits.yaml"), "--data-dir", f"data/{name}", "--experiment", name]
-        words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "1", "--warmup-epochs", "0"]
+        words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "2", "--warmup-epochs", "0"]
         words += ["--workers", "0", "--device", "cpu", "--global-batch-size", "200"]
         Trainer(load_config("", words), *join_processes("cpu")).run()
     return tmp_path
@@ -53,9 +53,9 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     for snippet in snippets("docs/guide.md"):
         exec(compile(snippet, "docs/guide.md", "exec"), found)
     printed = capsys.readouterr().out
-    assert re.search(r"validation/7/\d+.png is a [5-9]\n", printed)
+    assert re.search(r"validation/7/\d+.png is a [6-9]\n", printed)
     scores = dict(re.findall(r"(KNeighborsClassifier|LogisticRegression) (\d\.\d+)", printed))
-    assert min(map(float, scores.values())) > 0.4  # of five classes
+    assert min(map(float, scores.values())) > 0.5  # of four classes
     assert len(scores) == 2
     assert found["patches"].shape == (2, 16, 64)
     assert found["class_token"].shape == (2, 1, 64)
