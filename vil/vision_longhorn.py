@@ -420,7 +420,7 @@ class VisionLonghorn(nn.Module):
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
         # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
-        return at_least_fp32(x_BLC) + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)
+        return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # in fp32
 
     def forward_blocks(self, x: Tensor, class_token_only: bool = False) -> Tensor:
         """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checks import check, check_choice
 from . import op, reference
+from .states import scan_with_states
 
 # A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
 BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "reference": reference}
@@ -26,7 +27,9 @@ def longhorn_scan(
     *,
     reverse: bool | Sequence[bool] = False,
     backend: str = "auto",
-) -> Tensor:
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Longhorn's recurrence over the tokens of a sequence (Liu et al., 2024, Algorithm 1, eq. 6).
 
     For every channel d with its own state row S[d], and beta = sigmoid(beta_logits + beta_bias)::
@@ -48,10 +51,14 @@ def longhorn_scan(
         reverse: Whether to run from the last token to the first.
         backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
             "auto" for the first of these that takes the inputs.
+        initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
+        return_final_state: Whether to return the state behind the last token, too.
 
     Returns:
-        y_BLD in x's dtype. State and sums are in float32 (float64 if x is). Differentiable once in every tensor
-        argument. NaN and infinity in the inputs propagate.
+        y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
+        State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
+        in the inputs propagate. A state takes the time of N tokens to go in, of N to come out, and all are computed on
+        in float32.
 
     Raises:
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
@@ -59,10 +66,10 @@ def longhorn_scan(
     """
     tensors, reverse, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
-        D=dict(skip=skip_D, beta_bias=beta_bias_D),
+        D=dict(skip=skip_D, beta_bias=beta_bias_D), BDN=dict(initial_state=initial_state),
     )  # fmt: skip
-    y_GBLD = _backend(backend, x_BLD, k_BLN.shape[-1], len(reverse)).longhorn_scan(*tensors, reverse)
-    return y_GBLD if stacked else y_GBLD[0]
+    scan = _backend(backend, x_BLD, k_BLN.shape[-1], len(reverse)).longhorn_scan
+    return _run("longhorn", scan, tensors, reverse, stacked, return_final_state)
 
 
 def selective_scan(
@@ -76,7 +83,9 @@ def selective_scan(
     *,
     reverse: bool | Sequence[bool] = False,
     backend: str = "auto",
-) -> Tensor:
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba's selective state space over the tokens of a sequence (Gu & Dao, 2023, Algorithm 2).
 
     For every channel d with its own state row S[d], and dt = softplus(dt_logits + dt_bias)::
@@ -98,10 +107,14 @@ def selective_scan(
         reverse: Whether to run from the last token to the first.
         backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
             "auto" for the first of these that takes the inputs.
+        initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
+        return_final_state: Whether to return the state behind the last token, too.
 
     Returns:
-        y_BLD in x's dtype. State and sums are in float32 (float64 if x is). Differentiable once in every tensor
-        argument. NaN and infinity in the inputs propagate.
+        y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
+        State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
+        in the inputs propagate. A state takes the time of N tokens to go in, of N to come out, and all are computed on
+        in float32.
 
     Raises:
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
@@ -109,10 +122,20 @@ def selective_scan(
     """
     tensors, reverse, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),
-        D=dict(skip=skip_D, dt_bias=dt_bias_D),
+        D=dict(skip=skip_D, dt_bias=dt_bias_D), BDN=dict(initial_state=initial_state),
     )  # fmt: skip
-    y_GBLD = _backend(backend, x_BLD, b_BLN.shape[-1], len(reverse)).selective_scan(*tensors, reverse)
-    return y_GBLD if stacked else y_GBLD[0]
+    scan = _backend(backend, x_BLD, b_BLN.shape[-1], len(reverse)).selective_scan
+    return _run("selective", scan, tensors, reverse, stacked, return_final_state)
+
+
+def _run(recurrence, scan, tensors, reverse, stacked, return_final_state) -> Tensor | tuple[Tensor, Tensor]:
+    *inputs, initial = tensors
+    if initial is None and not return_final_state:
+        y_GBLD = scan(*inputs, reverse)
+        return y_GBLD if stacked else y_GBLD[0]
+    y_GBLD, final = scan_with_states(recurrence, scan, inputs, reverse, initial, return_final_state)
+    results = [t if t is None or stacked else t[0] for t in (y_GBLD, final)]
+    return tuple(results) if return_final_state else results[0]
 
 
 def _backend(name: str, x: Tensor, state_size: int, directions: int):

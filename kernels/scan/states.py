@@ -1,0 +1,72 @@
+"""A state in and out of a scan on any backend: tokens ahead of the sequence write it, tokens behind it read it.
+
+With N states of a channel, token n of those ahead writes to state n of every channel and to no other:
+
+    Longhorn    beta = 1 and k = e_n, a unit vector: eps = 1 / 2, so that S[d, n] becomes x[d] / 2
+    Mamba       b = e_n / dt with dt so small that nothing decays: S[d, n] becomes x[d]
+
+Token n of those behind has k = 0 (of Mamba dt = 0, too), which changes no state, and q = e_n: y[d] is S[d, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """The logits of tokens that write and of those that read, and what keys and x of the former are multiplied by."""
+
+    writing: float
+    reading: float
+    key: Callable[[Tensor], Tensor]  # of the logit
+    x: float
+
+
+TOKENS = {
+    "longhorn": Tokens(writing=1e4, reading=0, key=torch.ones_like, x=2),
+    "selective": Tokens(writing=-40, reading=-1e4, key=lambda logit: 1 / F.softplus(logit), x=1),  # dt = 4e-18 and 0
+}
+
+
+def scan_with_states(
+    recurrence: str, scan: Callable[..., Tensor], inputs: list[Tensor | None], reverse: list[bool],
+    initial_GBDN: Tensor | None, final: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y_GBLD and, if `final`, the states behind the last token, of a backend's `scan` of `inputs`.
+
+    These are computed on in float32 at least: the states are among them.
+    """
+    x_GBLD, logits_GBLD, *rates, k_GBLN, q_GBLN, skip_GD, bias_GD = inputs
+    (G, B, L, D), N, tokens = x_GBLD.shape, k_GBLN.shape[-1], TOKENS[recurrence]
+    dtype = torch.promote_types(x_GBLD.dtype, torch.float32)
+    x, logits, k, q = (t.to(dtype) for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
+    if bias_GD is not None:
+        logits = logits + bias_GD[:, None, None]
+    unit, zeros = torch.eye(N, dtype=dtype, device=x.device).expand(G, B, N, N), x.new_zeros(G, B, N, D)
+    ahead, behind = [], []
+    if initial_GBDN is not None:
+        written, key = tokens.x * initial_GBDN.to(dtype).mT, tokens.key(x.new_tensor(tokens.writing))
+        ahead.append((written, zeros + tokens.writing, key * unit, torch.zeros_like(unit)))
+    if final:
+        behind.append((zeros, zeros + tokens.reading, torch.zeros_like(unit), unit))
+
+    def in_order(parts: list, backwards: bool) -> Tensor:
+        return torch.cat(parts[::-1] if backwards else parts, dim=1)
+
+    stretches = [*ahead, (x, logits, k, q), *behind]
+    x, logits, k, q = (
+        torch.stack([in_order([t[g] for t in parts], backwards) for g, backwards in enumerate(reverse)])
+        for parts in zip(*stretches)
+    )
+    y = scan(x, logits, *rates, k, q, skip_GD, None, reverse)
+    first = [N * len(behind if backwards else ahead) for backwards in reverse]
+    y_GBLD = torch.stack([y[g, :, start : start + L] for g, start in enumerate(first)]).to(x_GBLD.dtype)
+    if not final:
+        return y_GBLD, None
+    last = [y[g, :, :N] if backwards else y[g, :, -N:] for g, backwards in enumerate(reverse)]
+    return y_GBLD, torch.stack(last).mT.contiguous()

@@ -1,0 +1,99 @@
+"""A state in and out of the public scans, against `naive`."""
+
+import pytest
+import torch
+from test_operators import SCANS, exact, relative_error
+from vil.kernels import longhorn_scan, selective_scan
+
+BACKENDS = ["auto", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "triton"))]
+
+
+def device_of(backend):
+    if backend != "auto" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return "cpu" if backend == "auto" else "cuda"
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@SCANS
+@pytest.mark.parametrize("shape", [(2, 1, 3, 4), (1, 17, 7, 16), (2, 70, 5, 5)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_outputs_states_and_gradients_equal_the_definition(scan, definition, make_inputs, shape, reverse):
+    B, _, D, N = shape
+    inputs = [*make_inputs(*shape), random(B, D, N).requires_grad_()]
+    *tensors, initial = inputs
+    y, final = scan(*tensors, reverse=reverse, initial_state=initial, return_final_state=True)
+    truth = definition(*tensors, reverse=reverse, S=initial, states=True)
+    dy, dS = random(*y.shape, seed=1), random(B, D, N, seed=2)
+    found, expected = (torch.autograd.grad(results, inputs, (dy, dS)) for results in ((y, final), truth))
+    for a, b in zip((y, final, *found), (*truth, *expected), strict=True):
+        assert a.shape == b.shape
+        assert relative_error(a, b) < 1e-12
+
+
+@SCANS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
+    scan, definition, make_inputs, dtype, tolerance, backend
+):
+    """Two directions, parts of 1, 64 and 35 tokens; the reverse one begins with the last. States keep fp32."""
+    device, cuts, reverse = device_of(backend), [(0, 1), (1, 65), (65, 100)], [False, True]
+    pair = [make_inputs(2, 100, 24, 16, dtype, seed) for seed in (0, 1)]
+    inputs = [torch.stack([t.detach() for t in two]).to(device) for two in zip(*pair)]
+    of_tokens = [t.dim() == 4 for t in inputs]
+    initial = random(2, 2, 24, 16, dtype=torch.float32).to(device)
+    ys, ends = [], []
+    for g, backwards in enumerate(reverse):
+        state, parts = initial[g : g + 1], []
+        for start, end in cuts[::-1] if backwards else cuts:
+            part = [t[g : g + 1, :, start:end] if many else t[g : g + 1] for t, many in zip(inputs, of_tokens)]
+            y, state = scan(*part, reverse=[backwards], backend=backend, initial_state=state, return_final_state=True)
+            assert (y.dtype, state.dtype, state.shape) == (dtype, torch.float32, (1, 2, 24, 16))
+            parts.append(y[0])
+        ys.append(torch.cat(parts[::-1] if backwards else parts, 1))
+        ends.append(state[0])
+    both, final = scan(*inputs, reverse=reverse, backend=backend, initial_state=initial, return_final_state=True)
+    for g, backwards in enumerate(reverse):
+        tensors = exact(t[g].cpu() for t in inputs)
+        y, S = definition(*tensors, reverse=backwards, S=initial[g].cpu().double(), states=True)
+        for found in (ys[g], both[g]):
+            assert relative_error(found.cpu(), y) < tolerance
+        for found in (ends[g], final[g]):
+            assert relative_error(found.cpu(), S) < 2e-6
+
+
+@SCANS
+def test_only_in_and_only_out(scan, definition, make_inputs):
+    inputs, initial = make_inputs(1, 9, 3, 4), random(1, 3, 4)
+    assert relative_error(scan(*inputs, initial_state=initial), definition(*inputs, S=initial)) < 1e-12
+    whole, final = scan(*inputs, return_final_state=True)
+    assert torch.equal(whole, scan(*inputs)) or relative_error(whole, definition(*inputs)) < 1e-12
+    assert relative_error(final, definition(*inputs, states=True)[1]) < 1e-12
+    empty = [t[:, :0] if t.dim() == 3 else t for t in inputs]
+    y, same = scan(*empty, initial_state=initial, return_final_state=True)
+    assert y.shape == (1, 0, 3)
+    assert relative_error(same, initial) < 1e-12
+
+
+@SCANS
+def test_gradcheck(scan, definition, make_inputs):
+    def both(*inputs):
+        *tensors, initial = inputs
+        return scan(*tensors, reverse=True, initial_state=initial, return_final_state=True)
+
+    assert torch.autograd.gradcheck(both, [*make_inputs(2, 3, 3, 2), random(2, 3, 2).requires_grad_()])
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    x, k = torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)
+    for scan, inputs in ((longhorn_scan, (x, x, k, k)), (selective_scan, (x, x, torch.zeros(3, 4), k, k))):
+        with pytest.raises(ValueError, match=r"initial_state must have shape \(B, D, N\)"):
+            scan(*inputs, initial_state=torch.zeros(2, 4, 3))
+        with pytest.raises(ValueError, match="initial_state is torch.int64"):
+            scan(*inputs, initial_state=torch.zeros(2, 3, 4, dtype=torch.int64))
+        with pytest.raises(ValueError, match="initial_state is on meta"):
+            scan(*inputs, initial_state=torch.zeros(2, 3, 4, device="meta"))
