@@ -21,8 +21,8 @@ from test_operators import (
 )
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
-from vil.kernels.scan import operators, reference
 from vil.kernels.scan import op as gpu
+from vil.kernels.scan import operators, reference
 
 
 def on_cpu(scan):

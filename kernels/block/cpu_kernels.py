@@ -12,7 +12,20 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ..cpu.compiler import LANES
 from ..cpu.language import (
-    BYTES, HALF, ONE, ZERO, as_float, clear, count_up, floats, give, inlined, local_floats, put, sigmoid, square_root,
+    BYTES,
+    HALF,
+    ONE,
+    ZERO,
+    as_float,
+    clear,
+    count_up,
+    floats,
+    give,
+    inlined,
+    local_floats,
+    put,
+    sigmoid,
+    square_root,
     take,
 )  # fmt: skip
 

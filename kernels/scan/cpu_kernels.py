@@ -15,8 +15,27 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ..cpu.compiler import LANES
 from ..cpu.language import (
-    BYTES, LN_2, LOG2_E, ONE, TWO, ZERO, clear, count_up, exp2, exp2_clamped, floats, full, give, inlined, lanes,
-    local_floats, put, second, sigmoid, softplus, take,
+    BYTES,
+    LN_2,
+    LOG2_E,
+    ONE,
+    TWO,
+    ZERO,
+    clear,
+    count_up,
+    exp2,
+    exp2_clamped,
+    floats,
+    full,
+    give,
+    inlined,
+    lanes,
+    local_floats,
+    put,
+    second,
+    sigmoid,
+    softplus,
+    take,
 )  # fmt: skip
 
 FORWARD, BACKWARD = 30, 41  # arguments

@@ -36,7 +36,8 @@ class Backend:
 
     def unsupported(self, x: Tensor, state_size: int, directions: int) -> str | None:
         """Why the inputs do not fit, or None."""
-        return _unreachable(self.name, x.device) or _unfit(self.name, x, state_size, directions)
+        reason = _unreachable(self.name, x.device) or _unfit(self.name, x, state_size, directions)
+        return reason or (_missing(x.device) if self.name == "auto" else None)
 
     def longhorn_scan(self, x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD, reverse) -> Tensor:
         """y_GBLD of `vil.kernels.longhorn_scan` for G directions."""
@@ -98,7 +99,10 @@ def _module(backend: str, device: torch.device) -> ModuleType:
             raise RuntimeError(f"the cpu backend cannot run: {reason}")
         return module
     if backend == "triton" or torch.version.hip:
-        return importlib.import_module(".triton_scan", __package__)
+        try:
+            return importlib.import_module(".triton_scan", __package__)
+        except ImportError as error:
+            raise RuntimeError(f"the triton backend needs Triton, which cannot be imported: {error}") from error
     reason = cuda.unavailable(device)
     if reason is None:
         return importlib.import_module(".launch", __package__)
@@ -109,9 +113,27 @@ def _module(backend: str, device: torch.device) -> ModuleType:
 
 
 @torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
+def _missing(device: torch.device) -> str | None:
+    """What this machine lacks of all that could run kernels on its GPU, or None."""
+    return _why_nothing_runs(device) if torch.cuda.is_available() else None  # a compiler's tensors need no GPU
+
+
+@functools.cache
+def _why_nothing_runs(device: torch.device) -> str | None:
+    try:
+        _module("auto", device)
+    except RuntimeError as error:
+        warnings.warn(f"{error}. The reference takes over, which is slow on a GPU.", stacklevel=2)
+        return str(error)
+    return None
+
+
+@torch.compiler.assume_constant_result
 def runs_cuda(device: torch.device) -> bool:
     """Whether "auto" runs the CUDA kernels on this device."""
-    return device.type == "cuda" and _module("auto", device) is importlib.import_module(".launch", __package__)
+    if device.type != "cuda" or _missing(device):
+        return False
+    return _module("auto", device) is importlib.import_module(".launch", __package__)
 
 
 @torch.compiler.assume_constant_result
