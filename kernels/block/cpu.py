@@ -34,6 +34,7 @@ def supports(x_BLC: Tensor, state_size: int) -> bool:
         and x_BLC.numel() > 0
         and state_size in scan.STATE_SIZES
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.is_autocast_enabled("cpu")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..checks import check, check_choice
@@ -141,7 +142,9 @@ def _run(recurrence, scan, tensors, reverse, stacked, return_final_state) -> Ten
 def _backend(name: str, x: Tensor, state_size: int, directions: int):
     if name == "auto":
         if x.device.type == "cpu":
-            return reference if op.CPU.unsupported(x, state_size, directions) or not op.runs_on_cpus() else op.CPU
+            # torch.jit.trace knows no lists of bools, which the operator takes
+            reasons = torch.jit.is_tracing() or op.CPU.unsupported(x, state_size, directions)
+            return reference if reasons or not op.runs_on_cpus() else op.CPU
         return reference if op.AUTO.unsupported(x, state_size, directions) else op.AUTO
     check_choice("backend", name, ["auto", *BACKENDS])
     backend = BACKENDS[name]
