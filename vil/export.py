@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import importlib.metadata
 import io
 import json
 import logging
@@ -321,7 +320,7 @@ def to_onnx(
     proto = exported.model_proto
     _check_operators(onnx, proto, opset)
     _clean(proto)
-    proto.producer_name, proto.producer_version = "vision-longhorn", importlib.metadata.version("vision-longhorn")
+    proto.producer_name, proto.producer_version = "vision-longhorn", ""
     onnx.helper.set_model_props(proto, {name: _plain(value) for name, value in metadata.items()})
     content = proto.SerializeToString()
     try:
@@ -339,7 +338,8 @@ def to_onnx(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what exporters say of their own parts."""
-    loggers = [logging.getLogger(name) for name in ("onnxscript", "torch._export.serde.serialize")]
+    names = "onnxscript", "torch._export.serde.serialize", "torch.onnx._internal.exporter._schemas"
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
