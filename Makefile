@@ -1,6 +1,6 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
 # make test    sets everything up and runs the tests, in random order and on all cores
-# make lint    checks style
+# make lint    checks style and types
 # make mutants [PATHS="vil/training/data.py kernels"] [TESTS=tests/test_data.py] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
 # make cuda-mutants [WORDS="forward_mma Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
@@ -50,3 +50,4 @@ cuda-mutants: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy

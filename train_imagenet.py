@@ -22,10 +22,11 @@ if __name__ == "__main__":  # before the other imports, which take seconds: unti
     def end_at_once(*_):
         if os.environ.get("RANK", "0") == "0":
             print("\nstopped by a signal before it trained anything", file=sys.stderr, flush=True)
-        os._exit(os.EX_TEMPFAIL)  # PREEMPTED
+        os._exit(75)  # PREEMPTED
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, end_at_once)
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        if hasattr(signal, name):  # Windows has no SIGUSR1
+            signal.signal(getattr(signal, name), end_at_once)
 
 import dataclasses
 import logging

@@ -1,6 +1,8 @@
 """What is around the GPU backends, on a CPU: which one runs, what it is handed, and what becomes of its results."""
 
 import importlib
+import re
+import sys
 import warnings
 
 import naive
@@ -196,7 +198,7 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
                 longhorn_scan(x, x, k, k, backend=name)
             with pytest.raises(ValueError, match=f"the {name} backend needs tensors on a GPU; x is on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
-        assert operators._backend("auto", x, 4, 1) is reference
+        assert operators._backend("auto", x, 4, 1) is gpu.CPU
     assert operators._backend("triton", x, 4, 1) is gpu.TRITON
 
 
@@ -237,6 +239,30 @@ def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
         assert not gpu.runs_cuda(device)
     with pytest.raises(RuntimeError, match="no NVRTC here"):
         gpu._module("cuda", device)
+
+
+def test_the_reference_takes_over_on_a_gpu_without_nvrtc_and_triton(machine, monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "vil.kernels.scan.triton_scan", None)  # as where Triton is not installed
+    gpu._why_nothing_runs.cache_clear()
+    machine(missing="no NVRTC here")
+    on_gpu = torch.empty(1, 1, 3, 4, device="meta")
+    monkeypatch.setattr(gpu, "_unreachable", lambda backend, device: None)
+    with pytest.warns(UserWarning, match="no NVRTC here") as said:
+        found = operators._backend("auto", on_gpu, 4, 1), gpu.runs_cuda(device)
+    assert found == (reference, False)
+    assert re.search("needs Triton, which cannot be imported: .*. The reference takes over", str(said[-1].message))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so once
+        assert operators._backend("auto", on_gpu, 4, 1) is reference
+        assert not gpu.runs_cuda(device)
+    with pytest.raises(RuntimeError, match="the triton backend needs Triton"):
+        gpu._module("triton", device)
+    machine()
+    gpu._why_nothing_runs.cache_clear()
+    assert operators._backend("auto", on_gpu, 4, 1) is gpu.AUTO
+    gpu._why_nothing_runs.cache_clear()
 
 
 def test_cards_older_than_their_kernels_are_refused_by_name(monkeypatch):

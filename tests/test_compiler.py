@@ -337,11 +337,12 @@ def test_what_is_missing_is_named_with_the_remedy(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "nvrtcVersion", does_not_load)
-        assert "(RuntimeError: libnvrtc.so.13 not found); `pip install cuda-core`" in unavailable()
+        patch.setattr(torch.version, "cuda", "12.8")
+        assert "(RuntimeError: libnvrtc.so.13 not found); `pip install 'cuda-core[cu12]'`" in unavailable()
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     reason = unavailable()
     assert "cuda.core" in reason
-    assert "`pip install cuda-core`" in reason
+    assert "`pip install 'cuda-core[cu13]'`" in reason
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from processes import ROOT
 
-from vil.training.config import FIELDS, Config, ConfigError, load_config, parse_key_values
+from vil.training.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse_key_values
 
 # ViM's hyperparameters as published (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names; the defaults of timm's
 # transforms where they give none
@@ -129,6 +129,34 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, message):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config("", ["-c", str(tmp_path / "c.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("word", "ours", "help"),
+    [
+        ("learning_rate", "lr", "peak learning rate, for the global batch"),
+        ("num_workers", "workers", "loader processes"),
+        ("num_epochs", "epochs", "epochs"),
+        ("gradient_accumulation_steps", "batch_size", "most images that a device holds at once; .* is accumulated"),
+        ("image_size", "img_size", "image size"),
+        ("ema", "model_ema", "keep an exponential moving average"),
+        ("no_ema", "model_ema", "keep an exponential moving average"),
+        ("pretrained", "pretrained_path", "start from these weights"),
+        ("Learning_Rate", "lr", "peak learning rate"),
+    ],
+)
+def test_what_others_call_an_option_is_answered_with_ours(tmp_path, word, ours, help):
+    (tmp_path / "c.yaml").write_text(f"{word}: 1")
+    flag = "--" + word.replace("_", "-")
+    for words in (["-c", str(tmp_path / "c.yaml")], [flag, "1"], [f"{flag}=1"]):
+        with pytest.raises(ConfigError, match=f"^unknown option '{word}' .*; here it is '{ours}': .*{help}"):
+            load_config("", words)
+
+
+def test_no_option_has_the_name_of_another():
+    others = [word for words in SYNONYMS.values() for word in words.split()]
+    assert len(others) == len({*others} - {*FIELDS})
+    assert {*SYNONYMS} <= {*FIELDS}
 
 
 @pytest.mark.parametrize(

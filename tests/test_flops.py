@@ -10,11 +10,11 @@ import pytest
 import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-
-import vil  # noqa: F401  registers the models
 from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import op as block_operator
 from vil.kernels.scan import op as scan_operator
+
+import vil  # noqa: F401  registers the models
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

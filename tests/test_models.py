@@ -10,12 +10,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.models import group_parameters
+from timm.models import _registry, group_parameters
 from timm.models._features_fx import create_feature_extractor
 from timm.optim import create_optimizer_v2
 
 import vil
 from vil import block as vil_block
+from vil import vision_longhorn
 from vil.block import Block, LonghornMixer, MambaMixer, middle_token
 from vil.vision_longhorn import insert_class_token, resample_pos_embed, split_class_token
 
@@ -705,3 +706,30 @@ def test_the_pretrained_config_is_that_of_vims_evaluation(name):
     assert not config.get("url")
     parameters = {name for name, _ in model.named_parameters()}
     assert {config["first_conv"] + ".weight", config["classifier"] + ".weight"} <= parameters
+
+
+def test_no_token_stands_before_the_patches():
+    """What code for timm's models does with `num_prefix_tokens` never cuts off a patch."""
+    model = small().eval()
+    assert model.num_prefix_tokens == 0
+    tokens = model.forward_features(random_images(1, 3, 48, 48))
+    patches, class_token = split_class_token(tokens)
+    assert tokens[:, model.num_prefix_tokens :].shape[1] == 3 * 3 + 1  # too many for a map, in place of a shifted one
+    maps, (prefix,) = zip(*model.forward_intermediates(
+        random_images(1, 3, 48, 48), indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True
+    ))  # fmt: skip
+    torch.testing.assert_close(maps[0].flatten(2).mT, patches)
+    torch.testing.assert_close(prefix, class_token)
+
+
+def test_a_model_of_another_package_is_not_hidden(monkeypatch):
+    def vil_tiny():
+        pass
+
+    vil_tiny.__module__ = "vision_lstm.models"
+    monkeypatch.setitem(_registry._model_entrypoints, "vil_tiny", vil_tiny)
+    with pytest.raises(RuntimeError, match="timm has a model vil_tiny of vision_lstm.models, which that of vil"):
+        vision_longhorn.register(vision_longhorn.vil_tiny)
+    assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
+    monkeypatch.undo()
+    assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny

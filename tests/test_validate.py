@@ -115,7 +115,9 @@ def parameters(model):
 def pretrained(file, num_classes, **changes):
     """Arguments with which timm takes weights for pretrained ones of a small model, and images as in `OWN`."""
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
-    cfg = json.dumps(dict(file=file, num_classes=num_classes, **known)).replace("{", "{{").replace("}", "}}")
+    # PyTorch's file, which timm before 1.0.30 would take for one of JAX
+    known |= dict(file=file, num_classes=num_classes, custom_load=False)
+    cfg = json.dumps(known).replace("{", "{{").replace("}", "}}")
     return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
 
 

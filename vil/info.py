@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numpy", "pillow")
+PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numba", "numpy", "pillow")
 
 
 def environment() -> dict[str, str]:
@@ -25,7 +25,8 @@ def environment() -> dict[str, str]:
     facts["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     facts["cuda"] = torch.version.cuda or "not in this build of torch"
     if torch.cuda.is_available():
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():  # not on Windows
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)

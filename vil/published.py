@@ -6,7 +6,7 @@ Efficient Visual Representation Learning with Bidirectional State Space Model", 
 
 IMAGENET_CLASSES = 1000
 
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, tuple[float, float | None]]] = {
     "tiny": {"ViL-tiny": (76.4, None), "ViM-tiny": (76.1, 93.0)},
     "small": {"ViL-small": (80.7, None), "ViM-small": (80.5, 95.1)},
     "base": {"ViM-base": (81.9, 95.8)},

@@ -11,6 +11,7 @@ Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirec
 
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     calculate_drop_path_rates,
-    get_device_dtype,
     lecun_normal_,
     resample_abs_pos_embed,
     resample_patch_embed,
@@ -28,6 +28,8 @@ from timm.layers import (
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
+    is_model,
+    model_entrypoint,
     register_model,
     register_notrace_function,
     register_notrace_module,
@@ -49,14 +51,16 @@ from .block import (
 
 try:
     from timm.models._input import update_model_input_size
-except ImportError:  # timm 1.0.29 keeps no record of the size of the images, as newer ones do for their data config
+except ImportError:  # timm before 1.0.30 keeps no record of the size of the images, as newer ones do
 
-    def update_model_input_size(model, img_size, **model_args):
+    def update_model_input_size(model: nn.Module, img_size: int | Sequence[int] | None, **model_args: Any) -> None:
         pass
 
 
 class PatchProjection(nn.Conv2d):
     """The convolution of patches; as a matrix product, several times faster on a GPU, if they do not overlap."""
+
+    bias: Tensor
 
     def forward(self, x_B3HW: Tensor, add_bias: bool = True) -> Tensor:
         bias = self.bias if add_bias else None
@@ -110,6 +114,7 @@ class PatchEmbed(nn.Module):
         self.stride = to_2tuple(stride or patch_size)
         self.dynamic_img_size = dynamic_img_size
         self.proj = PatchProjection(in_chans, embed_dim, self.patch_size, self.stride, device=device, dtype=dtype)
+        self.img_size: tuple[int, int]
         self.set_input_size(img_size)
         self.reset_parameters()
 
@@ -135,7 +140,8 @@ class PatchEmbed(nn.Module):
             )
         if patch_size != self.patch_size:
             old = self.proj
-            self.proj = PatchProjection(old.in_channels, old.out_channels, patch_size, stride, **get_device_dtype(old))
+            dd: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
+            self.proj = PatchProjection(old.in_channels, old.out_channels, patch_size, stride, **dd)
             with torch.no_grad():
                 self.proj.weight.copy_(resample_patch_embed(old.weight, list(patch_size)))
                 self.proj.bias.copy_(old.bias)
@@ -200,7 +206,7 @@ def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_notrace_function
 @torch.jit.ignore
-def add_to_patches(x_1LC: Tensor, bias_C: Tensor | None) -> Tensor:
+def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
     """x in fp32, with the bias added to all tokens but the class token."""
     patches_1nC, token_11C = split_class_token(at_least_fp32(x_1LC))
     return insert_class_token(patches_1nC + bias_C, token_11C)
@@ -210,7 +216,10 @@ class VisionLonghorn(nn.Module):
     """A vision backbone of bidirectional state-space blocks.
 
     The class token is in the middle of the sequence, before and after the blocks: of the L tokens that
-    `forward_features` returns, it is number (L - 1) // 2.
+    `forward_features` returns, it is number (L - 1) // 2, and `split_class_token` takes it out. No token stands before
+    the patches: `num_prefix_tokens` is 0, so that code for timm's models that cuts off `tokens[:, :num_prefix_tokens]`
+    cuts off no patch; where it then makes a map of the others it fails by a token too many, in place of a map that is
+    shifted by one.
 
     Args:
         img_size: Image size, (height, width) or one number for both.
@@ -254,18 +263,19 @@ class VisionLonghorn(nn.Module):
         self.in_chans = in_chans
         self.global_pool = _known_pool(global_pool)
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_prefix_tokens = 0
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(img_size, patch_size, stride, in_chans, embed_dim, dynamic_img_size, **dd)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd))
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + 1, embed_dim, **dd))
-        rates = calculate_drop_path_rates(drop_path_rate, depth)
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.Sequential(*[Block(embed_dim, mixer, drop_path=rate, **dd) for rate in rates])
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=self.patch_embed.feat_ratio()) for i in range(depth)
         ]
-        self.norm = RMSNorm(embed_dim, eps=1e-5, **dd)
+        self.norm: nn.Module = RMSNorm(embed_dim, eps=1e-5, **dd)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.reset_parameters()
@@ -277,17 +287,18 @@ class VisionLonghorn(nn.Module):
         if isinstance(self.head, nn.Linear):
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
-        for block in self.blocks:
-            nn.init.kaiming_uniform_(block.mixer.out_proj.weight, a=math.sqrt(5))
-            with torch.no_grad():
-                block.mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
+        for mixer in self.modules():
+            if isinstance(mixer, BidirectionalMixer):
+                nn.init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
+                with torch.no_grad():
+                    mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
 
     @torch.jit.ignore
     def init_weights(self) -> None:
         """Initialises every parameter, such as after building the model on the meta device."""
         for module in reversed(list(self.modules())):  # what a module contains before the module
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -313,7 +324,7 @@ class VisionLonghorn(nn.Module):
         if global_pool is not None:
             self.global_pool = _known_pool(global_pool)
         self.num_classes = num_classes
-        dd = get_device_dtype(self)
+        dd: dict[str, Any] = {"device": self.cls_token.device, "dtype": self.cls_token.dtype}
         self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.head.train(self.training)
 
@@ -364,9 +375,10 @@ class VisionLonghorn(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is neither 'NCHW' nor 'NLC'")
         taken, last = feature_take_indices(len(self.blocks), indices)
-        grid = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        grid = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
         x = self.embed(x)
-        intermediates, class_tokens = [], []
+        intermediates: list[Any] = []
+        class_tokens = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = checkpointed(block, x) if self.grad_checkpointing else block(x)
             if i in taken:
@@ -436,7 +448,7 @@ class VisionLonghorn(nn.Module):
         x = self.forward_blocks(x, class_token_only=self.global_pool == "token")
         return self.forward_head(self.norm(x))
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """As PyTorch's, also for ViM's published names and for other grids and sizes of patches.
 
         Raises:
@@ -483,7 +495,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -
     return resample(state_dict, model)
 
 
-def rename_published(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """A checkpoint under our names, which it may have already, in place of ViM's published ones."""
     renamed = {}
     for name, value in state_dict.get("model", state_dict).items():
@@ -582,42 +594,56 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
     )
 
 
-@register_model
+def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLonghorn]:
+    """timm's `register_model`, which would put a model in the place of another package's by the same name.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    name = function.__name__
+    if is_model(name) and (module := model_entrypoint(name).__module__) != __name__:
+        raise RuntimeError(
+            f"timm has a model {name} of {module}, which that of {__name__} would hide: use them in different processes"
+        )
+    return register_model(function)
+
+
+@register
 def vil_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Longhorn, tiny: 6.9 M parameters."""
     model_args = dict(embed_dim=192, mixer=LonghornMixer)
     return _create_vision_longhorn("vil_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vil_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Longhorn, small: 25.2 M parameters."""
     model_args = dict(embed_dim=384, mixer=LonghornMixer)
     return _create_vision_longhorn("vil_small", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vil_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Longhorn, base: 96.4 M parameters."""
     model_args = dict(embed_dim=768, mixer=LonghornMixer)
     return _create_vision_longhorn("vil_base", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vim_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, tiny: 7.1 M parameters."""
     model_args = dict(embed_dim=192, mixer=MambaMixer)
     return _create_vision_longhorn("vim_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vim_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, small: 25.8 M parameters."""
     model_args = dict(embed_dim=384, mixer=MambaMixer)
     return _create_vision_longhorn("vim_small", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
-@register_model
+@register
 def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, base: 97.6 M parameters."""
     model_args = dict(embed_dim=768, mixer=MambaMixer)

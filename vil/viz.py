@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data import create_transform, get_img_extensions, resolve_data_config
+from timm.data import create_transform, get_img_extensions, resolve_model_data_config
 from torch import Tensor, nn
 
 from .block import LonghornDirection, at_least_fp32
 from .kernels.scan.reference import RECURRENCES
 from .training import checkpoint
 from .training.config import ConfigError
-from .training.models import create_model, load_model
+from .training.models import create_model, from_checkpoint
 from .vision_longhorn import VisionLonghorn, split_class_token
 
 if TYPE_CHECKING:
@@ -250,8 +250,7 @@ def draw(options: argparse.Namespace) -> None:
     arguments |= config.get("model_kwargs") or {}
     torch.manual_seed(0)
     untrained = create_model(config["model"], **arguments).eval()
-    use_ema = bool(checkpoint.says_average_is_best(options.checkpoint))
-    model = load_model(config["model"], options.checkpoint, use_ema, **arguments).eval()
+    model = from_checkpoint(options.checkpoint)
     if not isinstance(model, VisionLonghorn):
         raise ConfigError(f"{options.checkpoint} is of {config['model']}, which has no scans to look into")
     depth = len(model.blocks)
@@ -259,8 +258,7 @@ def draw(options: argparse.Namespace) -> None:
     for block in blocks:
         if not 0 <= block < depth:
             raise ConfigError(f"--blocks: there is no block {block}; the model has 0 to {depth - 1}")
-    evaluation = {name: config.get(name) for name in ("img_size", "crop_pct", "interpolation")}
-    data_config = resolve_data_config(evaluation, model=model)
+    data_config = resolve_model_data_config(model)
     transform = create_transform(**data_config)
     files = image_files(options.images)
     images = torch.stack([transform(read_image(path)) for path in files[:64]])

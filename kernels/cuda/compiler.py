@@ -35,7 +35,9 @@ def unavailable() -> str | None:
 
         nvrtc.nvrtcVersion()
     except Exception as e:  # a missing package, or a library that does not load, in whatever way it fails
-        return f"NVRTC or cuda.core is missing ({type(e).__name__}: {e}); `pip install cuda-core` brings both"
+        extra = "cu" + (torch.version.cuda or "13").partition(".")[0]
+        reason = f"NVRTC or cuda.core is missing ({type(e).__name__}: {e})"
+        return f"{reason}; `pip install 'cuda-core[{extra}]'` brings both"
     return None
 
 

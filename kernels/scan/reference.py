@@ -11,6 +11,7 @@ over the tokens runs all directions, the reversed one starting from the last tok
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 import torch
@@ -257,9 +258,10 @@ def _backward(ctx, dy_GLBD, _):
 
 
 _scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
-for _device in ("cpu", "cuda"):  # the state is never kept in less than fp32, whatever the caller's autocast
-    _scan_forward.register_autocast(_device, torch.float32)
-    _scan_backward.register_autocast(_device, torch.float32)
+for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is never kept in less than fp32, whatever the autocast
+    with contextlib.suppress(ValueError):  # PyTorch 2.8 takes the first two
+        _scan_forward.register_autocast(_device, torch.float32)
+        _scan_backward.register_autocast(_device, torch.float32)
 
 
 def _is_per_token(t: Tensor) -> bool:

@@ -24,9 +24,10 @@ _logger = logging.getLogger(__name__)
 
 VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters in another order
 # options whose change between an interruption and the resumption changes nothing that is trained
+HARMLESS: tuple[str, ...]
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device")
-PARTS = {
+PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,
 }  # fmt: skip
@@ -82,7 +83,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     checkpoint.setdefault("num_images", 0)  # first versions did not say it
     for name, kind in PARTS.items():
         part = checkpoint.get(name)
-        if not isinstance(part, kind) or (name == "progress" and not isinstance(part.get("losses", []), list)):
+        losses = part.get("losses", []) if name == "progress" and isinstance(part, dict) else []
+        if not isinstance(part, kind) or not isinstance(losses, list):
             raise CheckpointError(f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from")
     checkpoint["config"] = options_of_checkpoint(checkpoint["config"], path)
     return checkpoint

@@ -164,7 +164,7 @@ def _choices() -> dict[str, list[str]]:
     """What options by name can be."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
-        "opt": list_optimizers(),
+        "opt": [str(name) for name in list_optimizers()],
         "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
@@ -181,6 +181,47 @@ MODEL_KWARGS = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
     "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192,
 }  # fmt: skip
+
+# what other programs call them
+SYNONYMS = {
+    "aa": "auto_augment autoaugment",
+    "amp": "mixed_precision use_amp bf16 fp16",
+    "batch_size": "accum_iter accumulation_steps grad_accum_steps gradient_accumulation_steps micro_batch_size "
+    "per_device_train_batch_size",
+    "checkpoint_interval": "save_freq save_interval save_steps",
+    "clip_grad": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
+    "data_dir": "data data_path data_root dataset_dir dataset_path root train_dir",
+    "device": "accelerator gpu gpus",
+    "drop_path": "drop_path_rate stochastic_depth",
+    "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
+    "experiment": "exp_name name run_name",
+    "global_batch_size": "bs effective_batch_size total_batch_size train_batch_size",
+    "grad_checkpointing": "checkpointing gradient_checkpointing use_checkpoint",
+    "img_size": "crop_size image_size input_size resolution size",
+    "layer_decay": "layer_wise_lr_decay llrd",
+    "log_tensorboard": "tensorboard",
+    "log_wandb": "use_wandb wandb",
+    "lr": "base_lr blr initial_lr learning_rate max_lr",
+    "min_lr": "eta_min final_lr lr_min",
+    "model": "arch architecture backbone model_name",
+    "model_ema": "ema use_ema",
+    "model_ema_decay": "ema_decay",
+    "num_classes": "classes n_classes nb_classes",
+    "opt": "optim optimizer",
+    "opt_betas": "adam_betas betas",
+    "opt_eps": "adam_epsilon eps",
+    "output": "out out_dir output_dir save_dir work_dir",
+    "pretrained_path": "checkpoint finetune init_checkpoint initial_checkpoint load_from pretrained weights",
+    "remode": "erasing_mode",
+    "reprob": "random_erase random_erasing",
+    "sched": "lr_sched lr_scheduler lr_scheduler_type scheduler",
+    "seed": "random_seed",
+    "smoothing": "label_smoothing",
+    "torchcompile": "compile torch_compile",
+    "warmup_epochs": "warmup",
+    "weight_decay": "l2 wd",
+    "workers": "dataloader_num_workers j num_workers",
+}
 
 
 def load_config(
@@ -326,7 +367,11 @@ def _shown(value: Any) -> str:
 
 
 def _unknown_option(name: Any, where: str) -> str:
-    return f"unknown option {_shown(name)} {where}" + _nearest(str(name), FIELDS)
+    unknown, words = f"unknown option {_shown(name)} {where}", re.sub(r"^no_(?=.)", "", str(name).lower())
+    for ours, synonyms in SYNONYMS.items():
+        if words in synonyms.split():
+            return f"{unknown}; here it is {ours!r}: {FIELDS[ours].metadata['help']}"
+    return unknown + _nearest(str(name), FIELDS)
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -348,7 +393,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
         return None
     if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
         return parse_key_values(value)
-    converted = None
+    converted: Any = None
     try:
         if kind is tuple and isinstance(value, (list, tuple)):
             converted = tuple(float(v) for v in value)

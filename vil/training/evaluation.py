@@ -63,7 +63,7 @@ def known_device(name: str | None) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is unknown to PyTorch: try cuda or cpu") from error
-    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
+    backend: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
         raise ConfigError(f"device {name!r}: there is none that PyTorch can use on this machine; try --device cpu")
     if device.index is not None and backend and device.index >= backend.device_count():
@@ -113,10 +113,12 @@ class Evaluator:
             model.eval()
         self.run = self.run or self._as_graph()
         start = time.perf_counter()
-        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=self.device)
+        # Apple's GPUs have no fp64
+        place = "cpu" if self.device.type == "mps" else self.device
+        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=place)
         for images, targets in loader:
             batch_sums, logits = self.run(images, targets)
-            sums += batch_sums
+            sums += batch_sums.to(place)
             if observe:
                 observe(targets, logits)
         if dist.is_initialized():

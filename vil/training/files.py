@@ -55,7 +55,9 @@ def write_atomically(
 
 def _sync_folder(folder: Path) -> None:
     """Makes the renaming of files last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    if not hasattr(os, "O_DIRECTORY"):  # Windows, which opens no folders
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

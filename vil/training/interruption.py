@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from .processes import is_first_process
 
-PREEMPTED = os.EX_TEMPFAIL  # 75, exit status: stopped by a signal, everything saved; "try again later"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PREEMPTED = 75  # exit status, EX_TEMPFAIL: stopped by a signal, everything saved; "try again later"
+# the notices of cluster schedulers; Windows has no SIGUSR1
+SCHEDULERS_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+SIGNALS = (*SCHEDULERS_SIGNALS, signal.SIGINT)
 
 
 class PreemptedError(RuntimeError):
@@ -33,7 +35,8 @@ class CheckpointTimer:
     def __init__(self, interval: str | None, step: int):
         number = float("inf") if interval is None else int(interval.rstrip("m"))
         in_minutes = interval is not None and interval.endswith("m")
-        self.seconds, self.steps = (60 * number, float("inf")) if in_minutes else (float("inf"), number)
+        self.seconds = 60 * number if in_minutes else float("inf")
+        self.steps = float("inf") if in_minutes else number
         self.stop = self.signalled = False
         self._restart(step)
         for number in SIGNALS:

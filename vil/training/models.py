@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import logging
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vil.vision_longhorn import VisionLonghorn, checkpoint_filter_fn
@@ -73,4 +75,41 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
         checkpoint.load_weights(create_model(model, **arguments), path, use_ema)
     loaded = create_model(model, **arguments)
     checkpoint.load_weights(loaded, path, use_ema)
+    return loaded
+
+
+def from_checkpoint(
+    path: str | Path, model: str | None = None, *, use_ema: bool | None = None, **arguments: Any
+) -> nn.Module:
+    """A trained model, on the CPU and in evaluation mode, which knows what images it is for.
+
+    `timm.data.resolve_model_data_config(model)` gives their size, mean, standard deviation, crop and interpolation, as
+    `validate.py` prepares them.
+
+    Args:
+        path: A checkpoint of train_imagenet.py, which says its model with its arguments, or any other file of weights.
+        model: timm's name of the model, where the file does not say it.
+        use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
+        arguments: Of the model, in place of what the file says; with `img_size` it is fitted to images of another size.
+
+    Raises:
+        ConfigError: The file does not say its model and `model` is not given, there is no such model, or it does not
+            take the arguments.
+        CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
+    """
+    saved = checkpoint.saved_config(path)
+    name = model or saved.get("model")
+    if not name:
+        raise ConfigError(f"{path} does not say its model: give the name as well, such as model='vim_tiny'")
+    said = {option: saved[option] for option in ("num_classes", "img_size") if saved.get(option)}
+    arguments = said | (saved.get("model_kwargs") or {}) | arguments
+    if use_ema is None:
+        use_ema = bool(checkpoint.says_average_is_best(path))
+    loaded: Any = load_model(name, str(path), use_ema, **arguments).eval()
+    config = {key: value for key, value in loaded.pretrained_cfg.items() if not key.startswith("test_")}
+    channels, *size = config["input_size"]
+    size = to_2tuple(arguments.get("img_size") or size)
+    config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
+    config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
+    loaded.pretrained_cfg = loaded.default_cfg = config
     return loaded

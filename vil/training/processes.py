@@ -32,13 +32,13 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
-    device = init_distributed_device(process)
+    chosen = init_distributed_device(process)
     if process.world_size > 1:
         global _watch
         _watch = _Watch(process.rank, process.world_size)
         sum_over_processes(torch.zeros(()))  # or one that has an error to tell would end while another still joins
         _watch.start()
-    return device, process.rank, process.world_size
+    return chosen, process.rank, process.world_size
 
 
 def is_first_process() -> bool:
@@ -63,7 +63,7 @@ class _Watch(threading.Thread):
     def __init__(self, rank: int, world_size: int):
         super().__init__(daemon=True)
         self.next, self.previous = (rank + 1) % world_size, (rank - 1) % world_size
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1000))
+        self.group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1000))
 
     def run(self) -> None:
         try:
@@ -108,7 +108,8 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int) -> None:
         )
 
 
-dist.register_rendezvous_handler("vil", _rendezvous)
+if dist.is_available():  # not in every build of PyTorch
+    dist.register_rendezvous_handler("vil", _rendezvous)
 
 
 def sum_over_processes(value: Tensor) -> Tensor:

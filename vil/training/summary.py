@@ -6,7 +6,6 @@ import csv
 import io
 import logging
 import math
-import resource
 import secrets
 import statistics
 import sys
@@ -71,7 +70,10 @@ class EpochMeter:
             while self.under_way:
                 self._wait_for_gpu(self.under_way.popleft())
             # sums of a few fp32 numbers are exact in fp64: they do not depend on the order, so neither on restarts
-            values = sum_over_processes(torch.stack(self.pending).double())
+            values = torch.stack(self.pending)
+            values = sum_over_processes(
+                (values.cpu() if values.is_mps else values).double()
+            )  # Apple's GPUs have no fp64
             values /= dist.get_world_size() if dist.is_initialized() else 1
             losses, norms = values.T.tolist()
             self.losses, self.norms, self.pending = self.losses + losses, self.norms + norms, []
@@ -153,10 +155,14 @@ class Bottleneck:
 
 
 def peak_memory() -> int:
-    """Bytes: the most that tensors have taken of the GPU, or else that this process has taken."""
+    """Bytes: the most that tensors have taken of the GPU, or else that this process has taken; 0 where nobody knows."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Reporter:
@@ -237,7 +243,7 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
     return weights_and_biases
 
 
-PICTURE = {
+PICTURE: dict[str, dict[str, str | None]] = {
     "loss": {"train_loss": "training", "eval_loss": "validation", "eval_loss_ema": "validation, EMA"},
     "top-1 (%)": {"eval_top1": "model", "eval_top1_ema": "EMA"},
     "top-5 (%)": {"eval_top5": "model", "eval_top5_ema": "EMA"},

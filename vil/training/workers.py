@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from .config import ConfigError
 from .images import WorkersError, restrict_pillow
+from .interruption import SCHEDULERS_SIGNALS
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +27,6 @@ MOST_WORKERS = 16  # for a training process, unless it is told
 MOST_READERS = 8  # that read files for a GPU to decode: some 2,000 files a second each
 PIECE = 64  # images that a worker loads at a time, of a batch that may have many more: all work on the first batch
 BATCHES_AHEAD = 3  # that the workers prepare while one is trained on
-SCHEDULERS_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS = Path("/sys/fs/cgroup")
 GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
@@ -190,6 +190,8 @@ def lost_workers_named() -> Iterator[None]:
 
 def name_lost_workers() -> None:
     """The same of what PyTorch's handler of SIGCHLD raises, wherever in the training loop that is."""
+    if not hasattr(signal, "SIGCHLD"):  # Windows, where PyTorch looks at its workers from time to time
+        return
     handler = signal.getsignal(signal.SIGCHLD)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         return
@@ -200,13 +202,16 @@ def name_lost_workers() -> None:
         with lost_workers_named():
             handler(*args)
 
-    handle.names_lost_workers = True
+    handle.names_lost_workers = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, handle)
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Workers that start in it have them blocked: threads that PyTorch starts before `start_worker` inherit that."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*SCHEDULERS_SIGNALS, signal.SIGINT))
     try:
         yield
@@ -222,12 +227,14 @@ def start_worker(worker: int) -> None:
 def _heed_the_parent_alone() -> None:
     """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
-    parent = multiprocessing.parent_process().pid
+    if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows: who sent a signal cannot be told, and SIGTERM ends them
+        return
+    parent = multiprocessing.parent_process()
 
     def wait() -> None:
         while True:
             notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
-            if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
+            if notice.si_signo == signal.SIGTERM and parent and notice.si_pid == parent.pid:
                 os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
