@@ -1,9 +1,10 @@
-"""Milliseconds of one image, batch 1, on this machine's CPU: ours beside timm's models of the same size.
+"""What this machine's CPU does: one image beside timm's models of the same size, the scan, and a training step.
 
-    python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2]
+    python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2] [--rounds 20]
 
-The models take turns, so that whatever else the machine does meets all of them; the median of each is reported, and
-its ratio to the last model's.
+Milliseconds. What is compared takes turns in one process, so that whatever else the machine does meets all of it; the
+least and the median of each are reported, and the ratio of the least to that of what it is compared with: models to
+the last one, the cpu backend to the reference, the training step of the demo's model to that with the reference.
 """
 
 from __future__ import annotations
@@ -12,36 +13,113 @@ import argparse
 import platform
 import statistics
 import time
+from collections.abc import Callable
 
 import timm
 import torch
+import torch.nn.functional as F
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.scan import operators
 
-import vil  # noqa: F401  registers the models
+import vil
+from vil.block import set_fused
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
+SHAPES = [(1, 384, 197), (1, 768, 197), (64, 128, 17)]  # images, channels, tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--img-size", type=int, default=224)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    image = torch.randn(1, 3, options.img_size, options.img_size)
-    models = {name: timm.create_model(name, img_size=options.img_size).eval() for name in options.models}
-    times: dict[str, list[float]] = {name: [] for name in models}
+    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} threads"
+    print(f"{cpu}, torch {torch.__version__}, timm {timm.__version__}, vil {vil.__file__}")
+    if options.models:
+        report(one_image(options.models, options.img_size, options.rounds), options.models[-1])
+    for recurrence in ("longhorn", "selective"):
+        for shape in SHAPES:
+            for name, times in scans(recurrence, *shape, options.rounds).items():
+                report({f"{recurrence} {shape} {name}, {backend}": t for backend, t in times.items()})
+    report({f"step of the demo's model, {name}": t for name, t in training_steps(options.rounds).items()})
+
+
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 2):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: t[2:] for name, t in times.items()}  # the first two rounds warm up
+
+
+def report(times: dict[str, list[float]], other: str | None = None) -> None:
+    """The least, the median, and the ratio to the last or to another."""
+    other = other or [*times][-1]
+    for name, t in times.items():
+        ratio = min(t) / min(times[other])
+        print(f"{name:48} {min(t):9.2f} ms, median {statistics.median(t):9.2f}   {ratio:.2f} x {other}")
+
+
+def one_image(names: list[str], img_size: int, rounds: int) -> dict[str, list[float]]:
+    image = torch.randn(1, 3, img_size, img_size)
+    models = {name: timm.create_model(name, img_size=img_size).eval() for name in names}
     with torch.inference_mode():
-        for _ in range(options.rounds + 2):
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(image)
-                times[name].append(1e3 * (time.perf_counter() - start))
-    print(f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, timm {timm.__version__}")
-    medians = {name: statistics.median(t[2:]) for name, t in times.items()}  # the first two rounds warm up
-    for name, median in medians.items():
-        print(f"{name:28} {median:8.1f} ms   {median / medians[options.models[-1]]:.2f} x {options.models[-1]}")
+        return in_turn({name: lambda model=model: model(image) for name, model in models.items()}, rounds)
+
+
+def scans(recurrence: str, B: int, D: int, L: int, rounds: int, N: int = 16) -> dict[str, dict[str, list[float]]]:
+    """Both directions in one call, forward without gradients and the gradients of all inputs."""
+    shapes = [(2, B, L, D), (2, B, L, D), (2, B, L, N), (2, B, L, N), (2, D), (2, D)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    scan = longhorn_scan
+    if recurrence == "selective":
+        scan = selective_scan
+        inputs.insert(2, (-torch.rand(2, D, N)).requires_grad_())
+    dy = torch.randn(shapes[0])
+
+    def forward(backend):
+        with torch.inference_mode():
+            scan(*inputs, reverse=(False, True), backend=backend)
+
+    def backward(backend):
+        return torch.autograd.grad(outputs[backend], inputs, dy, retain_graph=True)
+
+    backends = ("cpu", "reference")
+    outputs = {backend: scan(*inputs, reverse=(False, True), backend=backend) for backend in backends}
+    return {
+        f.__name__: in_turn({backend: lambda f=f, backend=backend: f(backend) for backend in backends}, rounds)
+        for f in (forward, backward)
+    }
+
+
+def training_steps(rounds: int) -> dict[str, list[float]]:
+    """Forward, backward and AdamW of configs/digits.yaml's model."""
+    model = timm.create_model("vil_tiny", embed_dim=64, depth=4, patch_size=8, img_size=32, num_classes=10).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    images, labels = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+    chosen = operators._backend
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    def step_by_the_reference():
+        set_fused(False)
+        operators._backend = lambda *_: operators.reference
+        try:
+            step()
+        finally:
+            set_fused(True)
+            operators._backend = chosen
+
+    return in_turn({"cpu": step, "reference": step_by_the_reference}, rounds)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import timm
-import validate
 from processes import ROOT
 
+import validate
 import vil.viz
 from train_imagenet import Trainer
 from vil.training.config import load_config

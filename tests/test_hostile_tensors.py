@@ -103,6 +103,8 @@ CALLS = {
     "scan_backward": lambda recurrence: scan_backward_call(recurrence, "cuda", 66),
     "scan by Triton": lambda recurrence: scan_call(recurrence, "triton", 3),
     "scan_backward by Triton": lambda recurrence: scan_backward_call(recurrence, "triton", 3),
+    "scan by Numba": lambda recurrence: scan_call(recurrence, "cpu", 66),
+    "scan_backward by Numba": lambda recurrence: scan_backward_call(recurrence, "cpu", 66),
     "reference_scan": reference_call,
     "reference_scan_backward": reference_backward_call,
     "block": block_call,

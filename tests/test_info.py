@@ -20,7 +20,7 @@ def test_the_report_names_versions_and_machine_in_one_column():
     lines = info.format_environment().splitlines()
     facts = dict(line.split(maxsplit=1) for line in lines if not line.startswith("gpu "))
     names = ["vision-longhorn", "commit", "python", "platform", "torch", "torchvision", "timm", "triton"]
-    assert list(facts)[:12] == [*names, "cuda-core", "numpy", "pillow", "cpu"]
+    assert list(facts)[:13] == [*names, "cuda-core", "numba", "numpy", "pillow", "cpu"]
     for name in ("vision-longhorn", "torch", "torchvision", "timm", "numpy", "pillow"):
         assert facts[name] == importlib.metadata.version(name)
     assert (facts["python"], facts["platform"]) == (platform.python_version(), platform.platform())

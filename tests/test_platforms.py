@@ -14,8 +14,8 @@ import torch.distributed as dist
 from processes import ROOT, train_command
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
 from vil.kernels.scan import operators, reference
+
 from vil.training import checkpoint, files, summary
 
 

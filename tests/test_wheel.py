@@ -13,9 +13,9 @@ import timm
 import torch
 import yaml
 from processes import ROOT
+from vil.kernels.cuda import compiler
 
 import vil
-from vil.kernels.cuda import compiler
 
 # what a user does first, in a process that cannot see the checkout
 USE = """

@@ -11,7 +11,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
 from vil.kernels.scan import triton_scan as kernels
 
 POINTERS = {"x", "logits", "k", "q", "dy", "values", "y", "dx", "dlogits"}  # bf16; all others fp32

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from .kernels import longhorn_scan, selective_scan
+from .kernels.block import cpu as cpu_block
 from .kernels.block import op as block_operator
 
 
@@ -270,12 +271,16 @@ def watched(module: nn.Module) -> bool:
 def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     """The weights in the order in which `vil::block` takes them, or None if it does not stand for this block here.
 
-    It does on an NVIDIA GPU, with every part as it was built, whatever the weights in them have become since.
+    It does on an NVIDIA GPU or, in fp32, on a CPU, with every part as it was built, whatever the weights in them have
+    become since.
     """
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
     norm, mixer = block._modules["norm"], block._modules["mixer"]
-    if type(mixer) not in FUSED or not block_operator.supports(x_BLC, mixer.state_size):
+    if type(mixer) not in FUSED:
+        return None
+    on_gpu = block_operator.supports(x_BLC, mixer.state_size)
+    if not on_gpu and not cpu_block.supports(x_BLC, mixer.state_size):
         return None
     types, order = FUSED[type(mixer)]
     parts = [norm, mixer, *mixer._modules.values()]
@@ -290,6 +295,8 @@ def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
     if len(weights) != len(order):  # with a bias more it would be another function
         return None
     weights = [weights[i] for i in order]
+    if not on_gpu:
+        return weights if cpu_block.supports_weights(weights, weights[3].shape[-1]) else None
     return weights if block_operator.supports_weights(weights, weights[3].shape[-1], x_BLC.device) else None
 
 
@@ -312,10 +319,14 @@ def fused_block(
 
 
 def _fused_block(block, weights, x_BLC, normed, scale_B, class_token_only, norm_next):
-    autocast = torch.is_autocast_enabled("cuda")
     norm_C, in_proj, out_proj, *directions = weights
+    mixer, eps = block._modules["mixer"], block._modules["norm"].eps
+    recurrence = mixer.recurrence
+    if x_BLC.device.type == "cpu" and not block_operator.supports(x_BLC, mixer.state_size):
+        x_BLC = cpu_block.block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions)
+        return middle_token(x_BLC) if class_token_only else x_BLC, None
+    autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else norm_C.dtype
-    recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
     return block_operator.block(
         recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
         norm_next,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numpy", "pillow")
+PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numba", "numpy", "pillow")
 
 
 def environment() -> dict[str, str]:

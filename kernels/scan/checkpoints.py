@@ -1,4 +1,4 @@
-"""What the scan's forward keeps for its backward, on any GPU: the states between chunks of tokens, in fp32."""
+"""What the scan's forward keeps for its backward, on any machine: the states between chunks of tokens, in fp32."""
 
 CHUNK = 64  # tokens: with N = 16 the states take at most a byte for each element of x
 

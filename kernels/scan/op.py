@@ -1,7 +1,7 @@
-"""The scan as PyTorch operators for GPUs, over stacked directions: `vil::scan`, its fake and its gradient.
+"""The scan as PyTorch operators, over stacked directions: `vil::scan`, its fake and its gradient.
 
-Two modules run it: `cuda` (CUDA C++) and `triton_scan` (Triton). Each has `forward` and `backward` on inputs of one
-dtype and a state size of `STATE_SIZES`; here is what both need around that.
+Three modules run it: `launch` (CUDA C++), `triton_scan` (Triton) and `cpu_scan` (Numba). Each has `forward` and
+`backward` on inputs of one dtype and a state size of `STATE_SIZES`; here is what all need around that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .. import cuda
 from ..checks import check, check_choice, check_given, once_a_kind
 from .checkpoints import boundaries
 
-BACKENDS = ("auto", "cuda", "triton")
+BACKENDS = ("auto", "cuda", "triton", "cpu")
 RECURRENCES = ("longhorn", "selective")
 STATE_SIZES = (4, 8, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,7 +29,7 @@ TOKENS, CHANNELS = 2**31 - 2**10, 2**29 - 1  # counted in 32 bits, also in bytes
 
 
 class Backend:
-    """A GPU backend as `operators` sees it: "cuda", "triton" or "auto", the first of these that the machine can run."""
+    """As `operators` sees it: "cuda", "triton", "cpu", or "auto", the first of the former two that the GPU can run."""
 
     def __init__(self, name: str):
         self.name = name
@@ -51,13 +51,13 @@ class Backend:
         dtype = x.dtype if x.dtype == logits.dtype == k.dtype == q.dtype else torch.float32
         size = next(n for n in STATE_SIZES if n >= k.shape[-1])
         inputs = [x.to(dtype), logits.to(dtype), _pad(k.to(dtype), size), _pad(q.to(dtype), size)]
-        inputs.append(None if rates is None else _pad(rates.float().contiguous(), size))
-        inputs += [None if t is None else t.float().contiguous() for t in (skip, bias)]
+        inputs.append(None if rates is None else _pad(rates.to(torch.float32).contiguous(), size))
+        inputs += [None if t is None else t.to(torch.float32).contiguous() for t in (skip, bias)]
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return scan(self.name, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
 
 
-AUTO, CUDA, TRITON = Backend("auto"), Backend("cuda"), Backend("triton")
+AUTO, CUDA, TRITON, CPU = Backend("auto"), Backend("cuda"), Backend("triton"), Backend("cpu")
 
 
 def _pad(t: Tensor, state_size: int) -> Tensor:
@@ -67,6 +67,8 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
 
 def _unreachable(backend: str, device: torch.device) -> str | None:
     """Why the backend's kernels cannot read what is on this device, or None."""
+    if backend == "cpu":
+        return None if device.type == "cpu" else f"the cpu backend needs tensors on a CPU; x is on {device}"
     interpreted = backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda" or interpreted:
         return None
@@ -91,6 +93,11 @@ def _module(backend: str, device: torch.device) -> ModuleType:
     """What runs the backend on this device; a ValueError or RuntimeError if nothing does."""
     if reason := _unreachable(backend, device):
         raise ValueError(reason)
+    if backend == "cpu":
+        module = importlib.import_module(".cpu_scan", __package__)
+        if reason := module.unavailable():
+            raise RuntimeError(f"the cpu backend cannot run: {reason}")
+        return module
     if backend == "triton" or torch.version.hip:
         try:
             return importlib.import_module(".triton_scan", __package__)
@@ -127,6 +134,22 @@ def runs_cuda(device: torch.device) -> bool:
     if device.type != "cuda" or _missing(device):
         return False
     return _module("auto", device) is importlib.import_module(".launch", __package__)
+
+
+@torch.compiler.assume_constant_result
+def runs_on_cpus() -> bool:
+    """Whether the cpu backend can run here; a warning says once why not."""
+    return _runs_on_cpus()
+
+
+@functools.cache
+def _runs_on_cpus() -> bool:
+    try:
+        _module("cpu", torch.device("cpu"))
+    except RuntimeError as e:
+        warnings.warn(f"{e}. The reference takes over.", stacklevel=2)
+        return False
+    return True
 
 
 # Defined by schemas: the first call of a `torch.library.custom_op` imports torch.compile's machinery, 2 seconds of it.

@@ -14,7 +14,7 @@ from . import op, reference
 from .states import scan_with_states
 
 # A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
-BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "reference": reference}
+BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "cpu": op.CPU, "reference": reference}
 
 
 def longhorn_scan(
@@ -49,8 +49,8 @@ def longhorn_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         beta_bias_D: Added to the logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
-            "auto" for the first of these that takes the inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
+            any device), or "auto" for the first of these that takes the inputs.
         initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
         return_final_state: Whether to return the state behind the last token, too.
 
@@ -105,8 +105,8 @@ def selective_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         dt_bias_D: Added to the time step's logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "reference" (plain PyTorch, any device), or
-            "auto" for the first of these that takes the inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
+            any device), or "auto" for the first of these that takes the inputs.
         initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
         return_final_state: Whether to return the state behind the last token, too.
 
@@ -140,6 +140,8 @@ def _run(recurrence, scan, tensors, reverse, stacked, return_final_state) -> Ten
 
 def _backend(name: str, x: Tensor, state_size: int, directions: int):
     if name == "auto":
+        if x.device.type == "cpu":
+            return reference if op.CPU.unsupported(x, state_size, directions) or not op.runs_on_cpus() else op.CPU
         return reference if op.AUTO.unsupported(x, state_size, directions) else op.AUTO
     check_choice("backend", name, ["auto", *BACKENDS])
     backend = BACKENDS[name]

@@ -1,0 +1,81 @@
+"""Exported files on this machine's CPU, one image: their size, and their latency beside DeiT's in the same runtime.
+
+    python benchmarks/exported.py --folder /tmp/exported [--models vil_tiny deit_tiny_patch16_224] [--threads 2]
+
+Files that are in the folder already are not made again. In each round every file of a runtime runs three images and the
+last is timed, so that whatever else the machine does meets all of them. The least and the median of the rounds are
+reported, and the ratio of the least to that of the DeiT of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import timm
+import torch
+
+import vil  # noqa: F401  registers the models
+from vil.export import export_model
+
+MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
+FORMATS = {"onnx": dict(), "onnxruntime.onnx": dict(runtime="onnxruntime"), "pt2": dict()}
+
+
+def runner(path: Path, threads: int):
+    """A function that runs one image."""
+    image = torch.randn(1, 3, 224, 224)
+    if path.suffix == ".pt2":
+        module = torch.export.load(path).module()
+        return lambda: module(image)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+    feeds = {"images": image.numpy()}
+    return lambda: session.run(None, feeds)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where the files are or will be")
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "pt2"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    print(f"{options.threads} threads, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
+    print("| file | MB | least, ms | median, ms | of DeiT |\n| --- | --- | --- | --- | --- |")
+    for runtime in ("onnx", "pt2"):
+        runs = {}
+        for name in options.models:
+            for ending in (e for e in options.formats if e.endswith(runtime)):
+                if ending == "onnxruntime.onnx" and name.startswith("deit"):
+                    continue
+                path = options.folder / f"{name}.{ending}"
+                if not path.exists():
+                    export_model(timm.create_model(name), path, **FORMATS[ending])
+                runs[path] = runner(path, options.threads)
+        times: dict[Path, list[float]] = {path: [] for path in runs}
+        for _ in range(options.rounds):
+            for path, run in runs.items():
+                run()
+                run()
+                start = time.perf_counter()
+                run()
+                times[path].append(1e3 * (time.perf_counter() - start))
+        for path, measured in times.items():
+            size = path.name.split("_")[1].split(".")[0]
+            peers = [min(t) for p, t in times.items() if p.name.startswith(f"deit_{size}")]
+            ratio = f"{min(measured) / peers[0]:.1f} x" if peers else ""
+            megabytes = path.stat().st_size / 1e6
+            print(f"| {path.name} | {megabytes:.1f} | {min(measured):.1f} | {np.median(measured):.1f} | {ratio} |")
+
+
+if __name__ == "__main__":
+    main()

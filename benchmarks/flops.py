@@ -1,0 +1,79 @@
+"""Parameters, FLOPs and activations of models, from one image on the meta device, which computes nothing.
+
+    python benchmarks/flops.py [--models vil_tiny deit_tiny_patch16_224] [--img-size 224]
+
+GFLOPs are what FlopCounterMode counts, by the convention of kernels/flops.py: 2 for a multiplication with its addition.
+GMACs are half of that, as timm's tables have them. One column counts 9 for each element of state, as VMamba and its
+like do. Activations are the elements of what products, convolutions and scans put out.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import timm
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from vil.kernels import flops
+
+import vil  # noqa: F401  registers the models
+
+MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
+MODELS += ["vil_base", "vim_base", "deit_base_patch16_224"]
+aten = torch.ops.aten
+PRODUCTS = (
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    torch.ops.vil.scan,
+    torch.ops.vil.reference_scan,
+)
+
+
+class CountOutputs(TorchDispatchMode):
+    """Adds up the elements of what `PRODUCTS` put out."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned = function(*args, **(kwargs or {}))
+        if function.overloadpacket in PRODUCTS:
+            self.total += (returned[0] if isinstance(returned, (tuple, list)) else returned).numel()
+        return returned
+
+
+def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
+    """Millions of parameters, GFLOPs, GFLOPs with 9 an element of state, and millions of activations."""
+    with torch.device("meta"):
+        model, image = timm.create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # but the products that it is
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
+    with torch.no_grad(), CountOutputs() as outputs:
+        model(image)
+    total, by_operator = counter.get_total_flops(), counter.get_flop_counts()["Global"]
+    scans = sum(count for operator, count in by_operator.items() if str(operator).startswith("vil."))
+    field = total - scans + scans * flops.FIELD_CONVENTION // flops.FORWARD
+    parameters = sum(p.numel() for p in model.parameters())
+    return parameters / 1e6, total / 1e9, field / 1e9, outputs.total / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--img-size", type=int, default=224)
+    options = parser.parse_args()
+    columns = "parameters, M", "GFLOPs", "GMACs", "GFLOPs with 9 B L D N", "activations, M"
+    print("| | " + " | ".join(columns) + " |" + "\n|" + " --- |" * (len(columns) + 1))
+    for name in options.models:
+        parameters, total, field, activations = measure(name, options.img_size)
+        print(f"| {name} | {parameters:.2f} | {total:.2f} | {total / 2:.2f} | {field:.2f} | {activations:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What is around the scan of a block on CPUs, in the part of Python that Numba compiles; `cpu` launches it.
+
+Rows are tokens; u and z are the halves of rows of uz. Addresses and strides are in bytes. A task is a run of rows, or a
+block of `LANES` channels of one image, of which the convolutions keep a window of tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from ..cpu.compiler import LANES
+from ..cpu.language import (
+    BYTES,
+    HALF,
+    ONE,
+    ZERO,
+    as_float,
+    clear,
+    count_up,
+    floats,
+    give,
+    inlined,
+    local_floats,
+    put,
+    sigmoid,
+    square_root,
+    take,
+)  # fmt: skip
+
+WINDOW = 8  # tokens, a power of 2 and at least those that both filters see or two of one reach
+
+
+@inlined
+def row(address, size):
+    return carray(floats(address), (size,))
+
+
+def norm_forward():
+    """h = gamma x rho and rho, with rho = 1 / sqrt(mean(x^2) + eps)."""
+
+    def kernel(arguments):
+        _, _, tasks, rows, C, T, eps_bits, x0, gamma0, h0, rho0 = to_fixed_tuple(carray(arguments, (11,)), 11)
+        gamma, rho, eps = row(gamma0, C), row(rho0, T), as_float(np.int32(eps_bits))
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            for t in range(task * rows, min(task * rows + rows, T)):
+                x, h = row(x0 + BYTES * t * C, C), row(h0 + BYTES * t * C, C)
+                total = ZERO
+                for c in range(C):
+                    total += x[c] * x[c]
+                scale = ONE / square_root(total / np.float32(C) + eps)
+                rho[t] = scale
+                for c in range(C):
+                    h[c] = x[c] * scale * gamma[c]
+
+    return kernel
+
+
+def norm_backward():
+    """Adds x's gradient to dx; a task's part of gamma's is a row of dgamma."""
+
+    def kernel(arguments):
+        (_, _, tasks, rows, C, T, x0, gamma0, rho0, dh0, dout0, dx0, dgamma0) = to_fixed_tuple(
+            carray(arguments, (13,)), 13
+        )
+        gamma, rho = row(gamma0, C), row(rho0, T)
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            dgamma = row(dgamma0 + BYTES * task * C, C)
+            for c in range(C):
+                dgamma[c] = ZERO
+            for t in range(task * rows, min(task * rows + rows, T)):
+                x, dh = row(x0 + BYTES * t * C, C), row(dh0 + BYTES * t * C, C)
+                dout, dx = row(dout0 + BYTES * t * C, C), row(dx0 + BYTES * t * C, C)
+                scale, total = rho[t], ZERO
+                for c in range(C):
+                    total += dh[c] * gamma[c] * x[c]
+                total *= scale * scale / np.float32(C)
+                for c in range(C):
+                    dx[c] = dout[c] + scale * (dh[c] * gamma[c] - x[c] * total)
+                    dgamma[c] += dh[c] * (x[c] * scale)
+
+    return kernel
+
+
+def gate_forward():
+    """scale (y_0 + y_1) / 2 * silu(z)."""
+
+    def kernel(arguments):
+        (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0) = to_fixed_tuple(carray(arguments, (13,)), 13)
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            for t in range(task * rows, min(task * rows + rows, T)):
+                half = HALF
+                if scale0:
+                    half = HALF * row(scale0 + BYTES * (t // L), 1)[0]
+                z, gated = row(z0 + zt * t, D), row(gated0 + BYTES * t * D, D)
+                a, b = row(y0 + BYTES * t * D, D), row(y1 + BYTES * t * D, D)
+                for d in range(D):
+                    gated[d] = half * (a[d] + b[d]) * (z[d] * sigmoid(z[d]))
+
+    return kernel
+
+
+def gate_backward():
+    """Gradients of z, of y in either direction, and the gated again."""
+
+    def kernel(arguments):
+        (_, _, tasks, rows, D, T, L, z0, zt, y0, y1, scale0, gated0, dgated0, dy0, dz0) = to_fixed_tuple(
+            carray(arguments, (16,)), 16
+        )
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            for t in range(task * rows, min(task * rows + rows, T)):
+                half = HALF
+                if scale0:
+                    half = HALF * row(scale0 + BYTES * (t // L), 1)[0]
+                z, gated, dz = row(z0 + zt * t, D), row(gated0 + BYTES * t * D, D), row(dz0 + zt * t, D)
+                a, b = row(y0 + BYTES * t * D, D), row(y1 + BYTES * t * D, D)
+                dgated, dy = row(dgated0 + BYTES * t * D, D), row(dy0 + BYTES * t * D, D)
+                for d in range(D):
+                    s, mean = sigmoid(z[d]), half * (a[d] + b[d])
+                    silu = z[d] * s
+                    gated[d] = mean * silu
+                    dy[d] = dgated[d] * half * silu
+                    dz[d] = dgated[d] * mean * (s + silu * (ONE - s))
+
+    return kernel
+
+
+@inlined
+def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
+    """A direction's filters (D, 1, taps) as rows of channels, and their biases."""
+    source = row(weights0 + BYTES * first * taps, width * taps)
+    for i in range(taps):
+        for d in range(width):
+            weights[g * taps + i, d] = source[d * taps + i]
+        for d in range(width, LANES):
+            weights[g * taps + i, d] = ZERO
+    take(bias0 + BYTES * first, 0, width, 1, bias[g : g + 1])
+
+
+@inlined
+def see(u1, ul, t, L, width, window):
+    """Puts token t, zeros if there is none, into the window."""
+    if t < L:
+        take(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
+    else:
+        clear(window[t % WINDOW : t % WINDOW + 1], 1)
+
+
+def conv_forward(taps: int):
+    """v_g = silu(conv_g(u)), causal in the order in which g reads; tap i of g = 0 sees token t - taps + 1 + i."""
+    of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
+
+    def kernel(arguments):
+        (_, _, tasks, blocks, B, L, D, u0, ub, ul, w0, bias0, w1, bias1, v0) = to_fixed_tuple(
+            carray(arguments, (15,)), 15
+        )
+        weights, bias = carray(local_floats(of_weights), (2 * taps, LANES)), carray(local_floats(two), (2, LANES))
+        window, v = carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(two), (2, LANES))
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            first, b = task % blocks * LANES, task // blocks
+            width = min(LANES, D - first)
+            take_filters(w0, bias0, 0, D, first, width, taps, weights, bias)
+            take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
+            u1, v1 = u0 + b * ub + BYTES * first, v0 + BYTES * (b * L * D + first)
+            clear(window, WINDOW)
+            for t in range(taps - 1):
+                see(u1, ul, t, L, width, window)
+            for t in range(L):
+                see(u1, ul, t + taps - 1, L, width, window)
+                for d in range(LANES):
+                    earlier, later = bias[0, d], bias[1, d]
+                    for i in range(taps):
+                        earlier += weights[i, d] * window[(t - (taps - 1) + i) % WINDOW, d]
+                        later += weights[taps + i, d] * window[(t + (taps - 1) - i) % WINDOW, d]
+                    v[0, d] = earlier * sigmoid(earlier)
+                    v[1, d] = later * sigmoid(later)
+                give(v1 + BYTES * t * D, BYTES * B * L * D, width, 2, v)
+
+    return kernel
+
+
+def conv_backward(taps: int):
+    """du, and an image's part of the gradients of filters and biases, (B, 2, taps + 1, D)."""
+    of_weights, of_window, two, of_sums = 2 * taps * LANES, WINDOW * LANES, 2 * LANES, 2 * (taps + 1) * LANES
+
+    def kernel(arguments):
+        (_, _, tasks, blocks, B, L, D, u0, ub, ul, w0, bias0, w1, bias1, dv0, du0, dweights0) = to_fixed_tuple(
+            carray(arguments, (17,)), 17
+        )
+        weights, bias = carray(local_floats(of_weights), (2 * taps, LANES)), carray(local_floats(two), (2, LANES))
+        window, dv = carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(two), (2, LANES))
+        before, behind = (
+            carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(of_window), (WINDOW, LANES)),
+        )  # fmt: skip
+        sums, du = carray(local_floats(of_sums), (2 * (taps + 1), LANES)), carray(local_floats(LANES), (LANES,))
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            first, b = task % blocks * LANES, task // blocks
+            width = min(LANES, D - first)
+            take_filters(w0, bias0, 0, D, first, width, taps, weights, bias)
+            take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
+            u1, dv1, du1 = u0 + b * ub + BYTES * first, dv0 + BYTES * (b * L * D + first), du0 + b * ub + BYTES * first
+            clear(window, WINDOW)
+            clear(before, WINDOW)  # gradients of what the filters put out for the last tokens, of either direction
+            clear(behind, WINDOW)
+            clear(sums, 2 * (taps + 1))
+            for t in range(taps - 1):
+                see(u1, ul, t, L, width, window)
+            for t in range(L + taps - 1):
+                see(u1, ul, t + taps - 1, L, width, window)
+                if t < L:
+                    take(dv1 + BYTES * t * D, BYTES * B * L * D, width, 2, dv)
+                    for d in range(LANES):
+                        earlier, later = bias[0, d], bias[1, d]
+                        for i in range(taps):
+                            earlier += weights[i, d] * window[(t - (taps - 1) + i) % WINDOW, d]
+                            later += weights[taps + i, d] * window[(t + (taps - 1) - i) % WINDOW, d]
+                        s, r = sigmoid(earlier), sigmoid(later)
+                        before[t % WINDOW, d] = dv[0, d] * (s + earlier * s * (ONE - s))
+                        behind[t % WINDOW, d] = dv[1, d] * (r + later * r * (ONE - r))
+                    for i in range(taps):
+                        for d in range(LANES):
+                            sums[i, d] += before[t % WINDOW, d] * window[(t - (taps - 1) + i) % WINDOW, d]
+                            sums[taps + 1 + i, d] += behind[t % WINDOW, d] * window[(t + (taps - 1) - i) % WINDOW, d]
+                    for d in range(LANES):
+                        sums[taps, d] += before[t % WINDOW, d]
+                        sums[2 * taps + 1, d] += behind[t % WINDOW, d]
+                else:
+                    clear(before[t % WINDOW : t % WINDOW + 1], 1)
+                    clear(behind[t % WINDOW : t % WINDOW + 1], 1)
+                seen = t - (taps - 1)  # by all that have read it now
+                if seen >= 0:
+                    for d in range(LANES):
+                        total = ZERO
+                        for i in range(taps):
+                            total += weights[i, d] * before[(seen + (taps - 1) - i) % WINDOW, d]
+                            total += weights[taps + i, d] * behind[(seen - (taps - 1) + i) % WINDOW, d]
+                        du[d] = total
+                    put(du1 + seen * ul, width, du)
+            give(
+                dweights0 + BYTES * (b * 2 * (taps + 1) * D + first), BYTES * D, width, 2 * (taps + 1), sums
+            )  # fmt: skip
+
+    return kernel

@@ -1,0 +1,210 @@
+"""What kernels are written with: memory by its address, a task that no other thread has, functions that vectorise.
+
+Importing it imports Numba, which takes a third of a second: only what compiles does.
+
+A kernel is a function of `longs(arguments)`, see `compiler`. It runs in several threads at once, each of which takes
+tasks until there is none. Its loops over `LANES` channels become vector instructions; what is local has no alias.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .compiler import LANES
+
+FLOAT, LONG = ir.FloatType(), ir.IntType(64)
+
+
+@intrinsic
+def floats(context, address):
+    """The floats at an address, for `carray`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], FLOAT.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def local_floats(context, count):
+    """So many floats of the thread's stack, not initialised, for `carray`; a constant number."""
+    size = count.literal_value
+
+    def generate(context, builder, signature, arguments):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(FLOAT, size))
+        memory.align = 64
+        return builder.bitcast(memory, FLOAT.as_pointer())
+
+    return types.CPointer(types.float32)(count), generate
+
+
+@intrinsic
+def address_of(context, pointer):
+    """Where the floats are."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ptrtoint(arguments[0], LONG)
+
+    return types.int64(types.CPointer(types.float32)), generate
+
+
+@intrinsic
+def count_up(context, counter):
+    """What the first of these numbers was before this made it one more; no two threads get the same."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.atomic_rmw("add", arguments[0], LONG(1), "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), generate
+
+
+@intrinsic
+def second(context, numbers):
+    """Where the second of these numbers is."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(arguments[0], [LONG(1)], source_etype=LONG)
+
+    return types.CPointer(types.int64)(types.CPointer(types.int64)), generate
+
+
+@intrinsic
+def as_float(context, bits):
+    """The float with these bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], FLOAT)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _as_bits(context, value):
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def square_root(context, value):
+    """By an instruction, not by a function of a library that a process may lack."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [FLOAT]), arguments)
+
+    return types.float32(types.float32), generate
+
+
+ZERO, ONE, TWO, HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
+BYTES = 4  # of a float
+LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
+_SMALLEST, _LARGEST, _INFINITE = np.float32(-126), np.float32(126), np.float32(128)
+_INFINITY = np.float32(np.inf)
+_ROUND = np.float32(1.5 * 2**23)  # added, it leaves no bits for a fraction
+_POWERS = [np.float32(np.log(2) ** i / np.prod(range(1, i + 1))) for i in range(1, 7)]
+_P1, _P2, _P3, _P4, _P5, _P6 = _POWERS  # of 2^f for |f| <= 1/2, to 1e-7
+_A3, _A5, _A7, _A9, _A11, _A13 = [np.float32(1 / i) for i in (3, 5, 7, 9, 11, 13)]
+
+# not to be reassociated: what `_ROUND` adds must not be cancelled
+_exactly = njit(fastmath={"contract"}, error_model="numpy")
+
+
+@_exactly
+def exp2_clamped(x):
+    """2^x for x clamped to [-126, 126], where it is a normal number; NaN of NaN."""
+    x = _SMALLEST if x < _SMALLEST else x
+    x = _LARGEST if x > _LARGEST else x
+    rounded = x + _ROUND
+    f = x - (rounded - _ROUND)
+    power = ONE + f * (_P1 + f * (_P2 + f * (_P3 + f * (_P4 + f * (_P5 + f * _P6)))))
+    return as_float(np.int32(_as_bits(power) + np.int32(_as_bits(rounded) << np.int32(23))))
+
+
+@_exactly
+def exp2(x):
+    """2^x, at least 2^-126; infinity from 2^127 on, and NaN of NaN."""
+    return _INFINITY if x > _LARGEST + ONE else exp2_clamped(x)
+
+
+@_exactly
+def sigmoid(x):
+    return ONE / (ONE + exp2_clamped(-LOG2_E * x))
+
+
+@_exactly
+def softplus(x):
+    """log(1 + exp(x)) as max(x, 0) + log1p(u) with u = exp(-|x|), log1p(u) = 2 artanh(u / (2 + u))."""
+    u = exp2_clamped(-LOG2_E * abs(x))
+    s = u / (TWO + u)
+    z = s * s
+    series = ONE + z * (_A3 + z * (_A5 + z * (_A7 + z * (_A9 + z * (_A11 + z * _A13)))))
+    return (ZERO if x < ZERO else x) + TWO * s * series
+
+
+# Rows of `LANES` channels, as kernels work on them. A last block of fewer channels is padded with zeros.
+
+inlined = njit(error_model="numpy")  # by LLVM: Numba's own way takes it several times as long
+
+
+@inlined
+def lanes(address):
+    return carray(floats(address), (LANES,))
+
+
+@inlined
+def take(address, stride, width, rows, values):
+    """Rows of channels from there, zeros behind them."""
+    for n in range(rows):
+        source = lanes(address + n * stride)
+        for d in range(width):
+            values[n, d] = source[d]
+        for d in range(width, LANES):
+            values[n, d] = ZERO
+
+
+@inlined
+def put(address, width, values):
+    target = lanes(address)
+    if width < LANES:
+        for d in range(width):
+            target[d] = values[d]
+    else:
+        for d in range(LANES):
+            target[d] = values[d]
+
+
+@inlined
+def give(address, stride, width, rows, values):
+    """Rows of channels to there."""
+    for n in range(rows):
+        put(address + n * stride, width, values[n])
+
+
+@inlined
+def full(address, width, padded):
+    """Where `LANES` channels can be read: as they are, or copied to what is padded."""
+    if width < LANES:
+        take(address, 0, width, 1, carray(padded, (1, LANES)))
+        address = address_of(padded)
+    return address
+
+
+@inlined
+def clear(values, rows):
+    for n in range(rows):
+        for d in range(LANES):
+            values[n, d] = ZERO
+
+
+def nothing():
+    """A kernel that shows whether kernels can be made."""
+
+    def kernel(arguments):
+        count_up(arguments)
+
+    return kernel

@@ -1,0 +1,88 @@
+"""What PyTorch's FlopCounterMode counts for our operators. The count is a model's, whichever operators run it.
+
+PyTorch counts products alone, 2 FLOPs for a multiplication with its addition, and nothing for elementwise functions.
+The recurrence is a product too, of its coefficients and states: it counts what there is to compute for each of its
+G B L D N elements of state, and nothing for what has fewer (step sizes, norms of keys, the skip connection).
+
+    forward, 7    decay 1 - eps k^2 or exp(A dt) (2), drive k (eps x) or b (dt x) (1), decay S + drive (2), q S (2)
+    backward      q dy and what comes from later tokens (3), the gradients of q (2), decay (1), drive (2) and key (2);
+                  and by the decay Longhorn's of eps (2) and key (2), or Mamba's of its exponent (1), dt (2) and A (2)
+
+That is 14 for Longhorn's gradient and 15 for Mamba's. States, projections and whatever else backward computes once more
+to save memory do not count. The convention of VMamba and its like is 9 for forward, `FIELD_CONVENTION`.
+
+The block's operators count what its parts do by themselves: also for tokens that nobody needs after the last block, and
+for the convolution's padding, K - 1 tokens more.
+
+B batch    L tokens    C model width    D inner width    N states    R rank    P = R + 2N    K taps    G directions
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula
+
+from .block import op as _block  # noqa: F401  defines the operators
+from .scan import op as _scan  # noqa: F401
+from .scan import reference as _reference  # noqa: F401
+
+FORWARD = 7
+BACKWARD = {"longhorn": 14, "selective": 15}
+FIELD_CONVENTION = 9
+
+
+@register_flop_formula(torch.ops.vil.scan)
+def scan(backend, recurrence, x_GBLD, logits, k_GBLN, *_, **__) -> int:
+    return FORWARD * prod(x_GBLD) * k_GBLN[-1]
+
+
+@register_flop_formula(torch.ops.vil.scan_backward)
+def scan_backward(backend, recurrence, dy, x_GBLD, logits, k_GBLN, *_, **__) -> int:
+    return BACKWARD[recurrence] * prod(x_GBLD) * k_GBLN[-1]
+
+
+@register_flop_formula(torch.ops.vil.reference_scan)
+def reference_scan(recurrence, q_GLBN, inputs, *_, **__) -> int:
+    return FORWARD * prod(inputs[0]) * q_GLBN[-1]
+
+
+@register_flop_formula(torch.ops.vil.reference_scan_backward)
+def reference_scan_backward(recurrence, dy_GLBD, kept, q_GLBN, *_, **__) -> int:
+    return BACKWARD[recurrence] * prod(dy_GLBD) * q_GLBN[-1]
+
+
+@register_flop_formula(torch.ops.vil.block)
+def block(recurrence, x_BLC, normed, scale, eps, norm, in_proj, out_proj, directions, *_, **__) -> int:
+    B, L, C = x_BLC
+    products, scans = _block_products(B, L, C, directions)
+    return products + FORWARD * scans
+
+
+@register_flop_formula(torch.ops.vil.block_backward)
+def block_backward(
+    recurrence, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj, directions, class_token_only, prenormed,
+    saved, **_,
+) -> int:  # fmt: skip
+    B, L, _U = saved[0]
+    products, scans = _block_products(B, L, out_proj[0], directions)
+    return 2 * products + BACKWARD[recurrence] * scans
+
+
+def _block_products(B: int, L: int, C: int, directions: list) -> tuple[int, int]:
+    """FLOPs of a block's matrix products and convolutions, and its elements of state."""
+    (D, _, K), _, (P, _), (_, R) = directions[:4]
+    each = (L + K - 1) * D * K + L * D * P + L * R * D
+    return 2 * B * (L * C * 2 * D + 2 * each + L * D * C), 2 * B * L * D * (P - R) // 2
+
+
+def convolution_backward(
+    dy, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, output_mask, *_, **__
+) -> int:  # fmt: skip
+    """As PyTorch counts it, apart from groups, which it leaves out of the weights' gradient."""
+    return sum(output_mask[:2]) * conv_flop_count(x, weight, dy, transposed)
+
+
+# for FlopCounterMode(custom_mapping=CORRECTED), where backward is to be counted
+CORRECTED = {torch.ops.aten.convolution_backward: convolution_backward}

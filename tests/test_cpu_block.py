@@ -1,0 +1,202 @@
+"""The block on CPUs against `naive_model` in fp64, and who computes it when."""
+
+import naive_model
+import pytest
+import torch
+from test_operators import relative_error
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from vil.kernels.block import cpu
+
+import vil.block as vil_block
+from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
+
+MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
+
+
+def a_block(mixer, C, conv_width=4, state_size=16, seed=0):
+    """Of weights that differ in every place from what they are initialised to."""
+    torch.manual_seed(seed)
+    block = Block(C, mixer)
+    block.mixer = mixer(C, conv_width=conv_width, state_size=state_size)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return block
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the kernels have computed a block."""
+    made, forward = [], cpu._forward
+    monkeypatch.setattr(cpu, "_forward", lambda *a, **k: made.append(k["keep"]) or forward(*a, **k))
+    return made
+
+
+def gradients(y, block, x, seed=1):
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.autograd.grad(y, [x, *block.parameters()], dy.to(y.dtype))
+
+
+# tokens around the reach of a filter and a chunk, more channels than a task has, no multiples of anything
+@MIXERS
+@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 2, 8), (1, 3, 24), (2, 5, 24), (3, 70, 40), (1, 130, 64)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison, calls):
+    B, L, C = shape
+    block, x = a_block(mixer, C), torch.randn(B, L, C).requires_grad_()
+    scale = torch.tensor([1.5, 0.0, 2.0])[:B] if scaled else None
+    weights = vil_block.fused_weights(block, x)
+    y, normed = vil_block._fused_block(block, weights, x, None, scale, False, False)
+    exact = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
+    x_exact = x.detach().double().requires_grad_()
+    truth = naive_model.block(x_exact, exact, naive_model.OURS, None if scale is None else scale.double())
+    assert relative_error(y, truth) < 1e-6
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).double()
+    expected = torch.autograd.grad(truth, [x_exact, *exact.values()], dy)
+    for name, actual, e in zip(["x", *exact], gradients(y, block, x), expected, strict=True):
+        assert relative_error(actual, e) < 1e-5, name
+    assert calls == [True]
+    assert normed is None
+
+
+@MIXERS
+@pytest.mark.parametrize("conv_width", [2, 3])
+def test_other_filters_and_numbers_of_states(mixer, conv_width, calls):
+    """Against the plain composition, which other tests compare."""
+    block, x = a_block(mixer, 24, conv_width, 8), torch.randn(2, 9, 24, requires_grad=True)
+    y = block(x)
+    assert calls == [True]
+    vil_block.set_fused(False)
+    try:
+        plain = block(x)
+    finally:
+        vil_block.set_fused(True)
+    assert calls == [True]
+    assert relative_error(y, plain.double()) < 1e-6
+    for a, e in zip(gradients(y, block, x), gradients(plain, block, x), strict=True):
+        assert relative_error(a, e.double()) < 1e-5
+
+
+@MIXERS
+def test_layouts_inference_and_the_class_token(mixer, calls):
+    block, x = a_block(mixer, 24), torch.randn(2, 24, 9).mT
+    expected = block(x.contiguous()).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(block(x), expected)
+            assert torch.equal(block(x, class_token_only=True), expected[:, 4:5])
+            assert torch.equal(block(x[1:]), expected[1:])
+    assert calls == [True] + [False] * 6
+    with torch.no_grad():
+        for parameter in block.parameters():  # of any strides
+            storage = torch.full((*parameter.shape[::-1], 2), float("nan"))
+            storage[..., 0].copy_(parameter.permute(*reversed(range(parameter.dim()))))
+            parameter.set_(storage[..., 0].permute(*reversed(range(parameter.dim()))))
+        assert torch.equal(block(x), expected)
+
+
+@MIXERS
+def test_a_frozen_weight_gets_no_gradient_and_changes_no_other(mixer):
+    block, x = a_block(mixer, 16), torch.randn(2, 5, 16, requires_grad=True)
+    block(x).sum().backward()
+    expected = {name: p.grad.clone() for name, p in block.named_parameters()}
+    block.zero_grad()
+    block.mixer.directions[1].conv1d.weight.requires_grad_(False)
+    block(x.detach()).sum().backward()
+    for name, p in block.named_parameters():
+        if name == "mixer.directions.1.conv1d.weight":
+            assert p.grad is None
+        else:
+            assert torch.equal(p.grad, expected[name])
+
+
+@MIXERS
+def test_any_number_of_threads_gives_what_one_gives(mixer):
+    """But for the rounding of PyTorch's matrix products; with the same number bit for bit."""
+    block, x = a_block(mixer, 40), torch.randn(3, 33, 40, requires_grad=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        y = block(x)
+        expected = [y, *gradients(y, block, x)]
+        for threads in (2, 5):
+            torch.set_num_threads(threads)
+            y = block(x)
+            found, again = [y, *gradients(y, block, x)], block(x)
+            for a, b, e in zip(found, [again, *gradients(again, block, x)], expected, strict=True):
+                assert relative_error(a, e.double()) < 1e-6
+                assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
+@MIXERS
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_output_of_its_image_alone(mixer, poison):
+    block, x = a_block(mixer, 24), torch.randn(3, 9, 24)
+    x[1, 4, 3] = poison
+    with torch.no_grad():
+        finite = block(x).isfinite().all(-1)
+        assert not finite[1].any()
+        assert finite[[0, 2]].all()
+
+
+def test_checkpointing_recomputes_the_same(calls):
+    block, x = a_block(LonghornMixer, 24), torch.randn(2, 9, 24, requires_grad=True)
+    expected = gradients(block(x), block, x)
+    y = checkpoint(block, x, use_reentrant=False)
+    for a, e in zip(gradients(y, block, x), expected, strict=True):
+        assert torch.equal(a, e)
+    blocks = torch.nn.Sequential(block)
+    y = run_blocks(blocks, x, checkpointing=True)
+    for a, e in zip(gradients(y, block, x), expected, strict=True):
+        assert torch.equal(a, e)
+    assert calls == [True] * 5  # once, and twice for each that is computed again
+
+
+def test_a_second_derivative_is_refused():
+    block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16, requires_grad=True)
+    (dx,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_others_see_the_parts_of_a_block(calls):
+    block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16)
+    with torch.no_grad():
+        expected = block(x)
+        assert calls == [False]
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), expected)
+        exported = torch.export.export(block, (x,))
+        assert any("vil.scan" in str(node.target) for node in exported.graph.nodes)
+        torch.testing.assert_close(exported.module()(x), expected)
+        with FlopCounterMode(display=False) as flops:
+            block(x)
+        assert flops.get_total_flops() > 0
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(block(x), expected, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(block.double()(x.double()).float(), expected)
+        torch.testing.assert_close(block.bfloat16()(x), expected, rtol=0.05, atol=0.05)
+    assert calls == [False]
+
+
+@pytest.mark.parametrize("change", ["hook", "bias", "taps", "states", "off", "no numba"])
+def test_what_the_kernels_do_not_compute_takes_the_plain_path(change, calls, monkeypatch):
+    block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16)
+    if change == "hook":
+        block.mixer.in_proj.register_forward_hook(lambda *_: None)
+    elif change == "bias":
+        block.mixer.in_proj.bias = torch.nn.Parameter(torch.ones(64))
+    elif change == "taps":
+        block.mixer = LonghornMixer(16, conv_width=5)
+    elif change == "states":
+        block.mixer = LonghornMixer(16, state_size=5)
+    elif change == "off":
+        monkeypatch.setattr(vil_block, "_fused", False)
+    else:
+        monkeypatch.setattr(cpu.scan, "_runs_on_cpus", lambda: False)
+    y = block(x)
+    assert y.shape == x.shape
+    assert not calls
