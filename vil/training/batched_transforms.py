@@ -24,7 +24,8 @@ ARGUMENTS = 6  # of an operation: the affine ones need a matrix, the others one 
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)  # pageable memory is copied before this returns
+    # for CUDA pageable memory is copied before this returns; others may read it when it is gone
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 def crop_resize_flip(

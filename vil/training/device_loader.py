@@ -314,7 +314,8 @@ class HostLoader(PieceLoader):
 
     def _move(self, *tensors: Tensor) -> list[Tensor]:
         """A copy on a CPU, too: what workers share is little, and they get it back."""
-        return [tensor.to(self.device, non_blocking=True, copy=True) for tensor in tensors]
+        pinned = self.device.type == "cuda"
+        return [tensor.to(self.device, non_blocking=pinned, copy=True) for tensor in tensors]
 
 
 class DeviceLoader(PieceLoader):
