@@ -4,7 +4,8 @@
 
 Milliseconds. What is compared takes turns in one process, so that whatever else the machine does meets all of it; the
 least and the median of each are reported, and the ratio of the least to that of what it is compared with: models to
-the last one, the cpu backend to the reference, the training step of the demo's model to that with the reference.
+the last one, the cpu backend to the reference, the training step of the demo's model to that with the reference. With
+one thread they are of its processor time, which on a busy machine is all that can be told.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def main() -> None:
 
 def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each call in each round."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 2):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (clock() - start))
     return {name: t[2:] for name, t in times.items()}  # the first two rounds warm up
 
 

@@ -310,7 +310,7 @@ def test_the_command_takes_model_size_and_preprocessing_from_a_checkpoint(tmp_pa
 
     for arguments, message in (
         (["--checkpoint", str(tmp_path / "none.pt"), "--out", str(out)], "error: there is no checkpoint"),
-        (["--out", str(out)], "error: --model is not given, and no checkpoint"),
+        (["--out", str(out)], "error: neither --model nor --checkpoint is given"),
         (["--model", "vil_tinny", "--out", str(out)], "did you mean 'vil_tiny'"),
         (["--model", "vil_tiny", "--out", str(tmp_path / "model.txt")], "error: .*model.txt must end with .onnx"),
     ):

@@ -606,10 +606,11 @@ def test_a_block_that_the_kernels_cannot_compute_takes_the_plain_path(takes_a_cp
 
 
 # With a GPU
+calls_on_a_gpu = [call for call in CALLS if "Numba" not in call]
 
 
 @on_a_gpu
-@pytest.mark.parametrize("call", [call for call in CALLS if "Triton" not in call])
+@pytest.mark.parametrize("call", [call for call in calls_on_a_gpu if "Triton" not in call])
 @recurrences
 def test_what_does_not_fit_is_refused_on_a_gpu_which_goes_on(call, recurrence):
     for place, what, wrong in wrong_calls(call, recurrence):
@@ -620,7 +621,7 @@ def test_what_does_not_fit_is_refused_on_a_gpu_which_goes_on(call, recurrence):
 
 
 @on_a_gpu
-@calls
+@pytest.mark.parametrize("call", calls_on_a_gpu)
 @recurrences
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

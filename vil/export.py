@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import importlib.metadata
 import io
 import json
 import logging
@@ -38,7 +37,7 @@ from .block import BidirectionalMixer
 from .training import checkpoint
 from .training.config import ConfigError, parse_key_values
 from .training.files import write_atomically
-from .training.models import create_model, load_model
+from .training.models import create_model, from_checkpoint
 
 OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO have long read it
 RUNTIMES = ("any", "onnxruntime")
@@ -321,7 +320,7 @@ def to_onnx(
     proto = exported.model_proto
     _check_operators(onnx, proto, opset)
     _clean(proto)
-    proto.producer_name, proto.producer_version = "vision-longhorn", importlib.metadata.version("vision-longhorn")
+    proto.producer_name, proto.producer_version = "vision-longhorn", ""
     onnx.helper.set_model_props(proto, {name: _plain(value) for name, value in metadata.items()})
     content = proto.SerializeToString()
     try:
@@ -339,7 +338,8 @@ def to_onnx(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what exporters say of their own parts."""
-    loggers = [logging.getLogger(name) for name in ("onnxscript", "torch._export.serde.serialize")]
+    names = "onnxscript", "torch._export.serde.serialize", "torch.onnx._internal.exporter._schemas"
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -427,7 +427,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="timm model; the checkpoint's if it says")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
-    parser.add_argument("--checkpoint", help="weights; timm's pretrained ones, or none, if not given")
+    parser.add_argument("--checkpoint", help="weights; random ones if not given")
     parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="the moving average of the weights")
     parser.add_argument("--img-size", type=int, help="image size")
     parser.add_argument("--num-classes", type=int, help="classes of the model; 0 for pooled features in their place")
@@ -438,31 +438,21 @@ def main() -> None:
     options = parser.parse_args()
     try:
         _check_options(options.out, options.runtime, options.opset)
-        model, preprocessing = _model_of(options)
         arguments = dict(features=options.features, runtime=options.runtime, opset=options.opset)
-        print(export_model(model, options.out, **arguments, **preprocessing))
+        print(export_model(_model_of(options), options.out, **arguments))
     except (ConfigError, checkpoint.CheckpointError, ExportError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def _model_of(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """What the checkpoint says of its model and of pictures, overridden by the command line."""
-    saved = checkpoint.saved_config(options.checkpoint) if options.checkpoint else {}
-    name = options.model or saved.get("model")
-    if not name:
-        raise ConfigError("--model is not given, and no checkpoint of train_imagenet.py says it")
-    chosen = {key: getattr(options, key) for key in ("num_classes", "img_size")}
-    arguments = {key: saved.get(key) if value is None else value for key, value in chosen.items()}
-    arguments = {key: value for key, value in arguments.items() if value is not None}
-    arguments |= {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
+def _model_of(options: argparse.Namespace) -> nn.Module:
+    chosen = {name: getattr(options, name) for name in ("num_classes", "img_size")}
+    arguments = {name: value for name, value in chosen.items() if value is not None}
+    arguments |= parse_key_values(options.model_kwargs)
     if options.checkpoint:
-        use_ema = options.use_ema
-        if use_ema is None:
-            use_ema = bool(checkpoint.says_average_is_best(options.checkpoint))
-        model = load_model(name, options.checkpoint, use_ema, **arguments)
-    else:
-        model = create_model(name, **arguments)
-    return model, {key: saved.get(key) for key in PREPROCESSING if saved.get(key) is not None}
+        return from_checkpoint(options.checkpoint, options.model, use_ema=options.use_ema, **arguments)
+    if not options.model:
+        raise ConfigError("neither --model nor --checkpoint is given")
+    return create_model(options.model, **arguments)
 
 
 if __name__ == "__main__":
