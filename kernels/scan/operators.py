@@ -57,8 +57,8 @@ def longhorn_scan(
     Returns:
         y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
         State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
-        in the inputs propagate. A state takes the time of N tokens to go in, of N to come out, and all are computed on
-        in float32.
+        in the inputs propagate. A state takes the time of N tokens to go in and of N to come out, unless there is one
+        token alone, and all are computed on in float32.
 
     Raises:
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
@@ -113,8 +113,8 @@ def selective_scan(
     Returns:
         y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
         State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
-        in the inputs propagate. A state takes the time of N tokens to go in, of N to come out, and all are computed on
-        in float32.
+        in the inputs propagate. A state takes the time of N tokens to go in and of N to come out, unless there is one
+        token alone, and all are computed on in float32.
 
     Raises:
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.

@@ -1,6 +1,7 @@
 """A state in and out of a scan on any backend: tokens ahead of the sequence write it, tokens behind it read it.
 
-With N states of a channel, token n of those ahead writes to state n of every channel and to no other:
+One token alone, as where a sequence is generated, takes a step of the recurrence as it is printed. Else, with N states
+of a channel, token n of those ahead writes to state n of every channel and to no other:
 
     Longhorn    beta = 1 and k = e_n, a unit vector: eps = 1 / 2, so that S[d, n] becomes x[d] / 2
     Mamba       b = e_n / dt with dt so small that nothing decays: S[d, n] becomes x[d]
@@ -47,6 +48,10 @@ def scan_with_states(
     x, logits, k, q = (t.to(dtype) for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
     if bias_GD is not None:
         logits = logits + bias_GD[:, None, None]
+    if L == 1:
+        y_GBLD, S_GBDN = _step(x, logits, *rates, k, q, initial_GBDN)
+        y_GBLD = y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x
+        return y_GBLD.to(x_GBLD.dtype), S_GBDN
     unit, zeros = torch.eye(N, dtype=dtype, device=x.device).expand(G, B, N, N), x.new_zeros(G, B, N, D)
     ahead, behind = [], []
     if initial_GBDN is not None:
@@ -70,3 +75,19 @@ def scan_with_states(
         return y_GBLD, None
     last = [y[g, :, :N] if backwards else y[g, :, -N:] for g, backwards in enumerate(reverse)]
     return y_GBLD, torch.stack(last).mT.contiguous()
+
+
+def _step(x_GB1D, logits_GB1D, *rates_and_keys) -> tuple[Tensor, Tensor]:
+    """y_GB1D without the skip connection, and the state behind the token."""
+    *rates, k_GB1N, q_GB1N, S_GBDN = rates_and_keys
+    x_GBD1, logits_GBD1 = x_GB1D.mT, logits_GB1D.mT
+    if rates:
+        step_GBD1 = F.softplus(logits_GBD1)
+        decay_GBDN = torch.exp(rates[0].to(step_GBD1.dtype).unsqueeze(1) * step_GBD1)
+    else:
+        beta_GBD1 = torch.sigmoid(logits_GBD1)
+        step_GBD1 = beta_GBD1 / (1 + beta_GBD1 * k_GB1N.square().sum(-1, keepdim=True))
+        decay_GBDN = 1 - step_GBD1 * k_GB1N.square()
+    drive_GBDN = step_GBD1 * x_GBD1 * k_GB1N
+    S_GBDN = drive_GBDN if S_GBDN is None else decay_GBDN * S_GBDN.to(drive_GBDN.dtype) + drive_GBDN
+    return (S_GBDN * q_GB1N).sum(-1).unsqueeze(2), S_GBDN
