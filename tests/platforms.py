@@ -13,6 +13,7 @@ import signal
 import sys
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[1]
 MISSING = {
@@ -29,8 +30,10 @@ MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "r
 
 def become(platform: str) -> None:
     """Takes away what the platform lacks, once libraries have been imported, which know better than this file."""
-    for library in ("matplotlib.figure", "timm", "torch.utils.data"):
+    for library in ("matplotlib.figure", "timm", "torch.utils.data", "numba"):
         importlib.import_module(library)
+    if platform == "win32":
+        importlib.import_module("vil.kernels.cuda.cache").os = SimpleNamespace(name="nt")
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)

@@ -8,15 +8,17 @@ import sys
 
 import pytest
 import timm
+import torch
 from processes import ROOT
 
 import validate
+import vil.export
 import vil.viz
 from train_imagenet import Trainer
 from vil.training.config import load_config
 from vil.training.processes import join_processes
 
-DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/seeing-inside.md"]
+DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]
 
 
 def snippets(document):
@@ -60,6 +62,9 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     assert found["patches"].shape == (2, 16, 64)
     assert found["class_token"].shape == (2, 1, 64)
     assert found["loss"].isfinite()
+    with torch.inference_mode():
+        expected = found["model"](found["images"])
+    torch.testing.assert_close(torch.from_numpy(found["logits"]), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_readmes_models_are_made(monkeypatch):
@@ -71,12 +76,20 @@ def test_the_readmes_models_are_made(monkeypatch):
     exec(compile(made, "README.md", "exec"), {})
 
 
+class ParsedError(Exception):
+    pass
+
+
+def parsed(options):
+    raise ParsedError
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_path):
     lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
     monkeypatch.chdir(ROOT)
-    drawn = []
-    monkeypatch.setattr(vil.viz, "draw", drawn.append)
+    monkeypatch.setattr(vil.viz, "draw", lambda options: None)
+    monkeypatch.setattr(vil.export, "_model_of", parsed)
     for words in lines:
         words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
         words = words[1:] if words[0] == "-m" else words
@@ -89,6 +102,9 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
             assert validate.parse_options().checkpoint
         elif program == "vil.viz":
             vil.viz.main()
+        elif program == "vil.export":
+            with pytest.raises(ParsedError):
+                vil.export.main()
         elif program.endswith(".py"):
             assert (ROOT / program).exists()
         else:

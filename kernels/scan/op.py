@@ -115,11 +115,13 @@ def _module(backend: str, device: torch.device) -> ModuleType:
 @torch.compiler.assume_constant_result  # as torch.compile cannot look into the imports behind it
 def _missing(device: torch.device) -> str | None:
     """What this machine lacks of all that could run kernels on its GPU, or None."""
-    return _why_nothing_runs(device) if torch.cuda.is_available() else None  # a compiler's tensors need no GPU
+    return _why_nothing_runs(device)
 
 
 @functools.cache
 def _why_nothing_runs(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():  # a compiler's tensors need no GPU
+        return None
     try:
         _module("auto", device)
     except RuntimeError as error:
