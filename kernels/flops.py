@@ -19,14 +19,21 @@ B batch    L tokens    C model width    D inner width    N states    R rank    P
 
 from __future__ import annotations
 
+import logging
 from math import prod
 
 import torch
-from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
-from .block import op as _block  # noqa: F401  defines the operators
-from .scan import op as _scan  # noqa: F401
-from .scan import reference as _reference  # noqa: F401
+_logger = logging.getLogger("torch.utils.flop_counter")
+_level = _logger.level
+_logger.setLevel(logging.ERROR)  # where there is no Triton it would say so with each `import vil`
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # noqa: E402
+
+_logger.setLevel(_level)
+
+from .block import op as _block  # noqa: E402, F401  defines the operators
+from .scan import op as _scan  # noqa: E402, F401
+from .scan import reference as _reference  # noqa: E402, F401
 
 FORWARD = 7
 BACKWARD = {"longhorn": 14, "selective": 15}

@@ -103,3 +103,10 @@ def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
     for name in ("register_rendezvous_handler", "Store", "PrefixStore"):
         monkeypatch.delattr(dist, name)
     assert runpy.run_path(processes.__file__)["is_first_process"]()
+
+
+def test_importing_says_nothing_where_there_is_no_triton():
+    program = "import sys; sys.modules['triton'] = None; import torch, timm; print('here', file=sys.stderr); import vil"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.rpartition("here\n")[2] == "" == done.stdout
+    assert done.returncode == 0
