@@ -312,7 +312,7 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
     binary = entry.read_bytes()
     entry.write_bytes(binary[:-100] + bytes(100))
     assert imports_numba()
-    assert entry.read_bytes() == binary
+    assert not imports_numba()  # the entry is a good one again; of the same bytes only if names within it are the same
 
 
 @pytest.fixture
