@@ -79,15 +79,13 @@ def _forward(recurrence, eps, x_BLC, scale_B, norm_C, in_proj, out_proj, *direct
 def _project(uz_TE: Tensor, B: int, L: int, *halves: list[Tensor]):
     """v, what x_proj makes of it, the logits, and all that the scan reads."""
     T, D = uz_TE.shape[0], uz_TE.shape[1] // 2
-    conv, _, x_proj, step_proj = halves[0][:4]
-    taps, R, P = conv.shape[-1], step_proj.shape[1], x_proj.shape[0]
+    taps, R = halves[0][0].shape[-1], halves[0][3].shape[1]
     v_2TD = uz_TE.new_empty(2, T, D)
     filters = [t.contiguous() for weights in halves for t in weights[:2]]
     _channels("conv_forward", taps, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
-    projected_2TP, logits_2TD = uz_TE.new_empty(2, T, P), uz_TE.new_empty(2, T, D)
-    for g, weights in enumerate(halves):
-        torch.mm(v_2TD[g], weights[2].t(), out=projected_2TP[g])
-        torch.mm(projected_2TP[g, :, :R], weights[3].t(), out=logits_2TD[g])
+    x_proj_2PD, step_proj_2DR = (torch.stack([weights[i] for weights in halves]) for i in (2, 3))
+    projected_2TP = torch.bmm(v_2TD, x_proj_2PD.mT)
+    logits_2TD = torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT)
     return v_2TD, projected_2TP, logits_2TD, _scanned(v_2TD, projected_2TP, logits_2TD, B, L, *halves)
 
 
