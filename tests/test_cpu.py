@@ -372,3 +372,21 @@ def test_a_kernel_that_needs_python_is_refused_before_it_is_loaded(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "needs_python", needs_python, raising=False)
     with pytest.raises(RuntimeError, match="needs_python of .* calls .*, which a kernel cannot"):
         compiler.compile_kernel(cpu_kernels.__name__, "needs_python", ())
+
+
+def test_vectors_are_as_wide_as_the_cpu_has_them_for_intels_cpus_too():
+    llvm = pytest.importorskip("llvmlite.binding")
+    features = llvm.get_host_cpu_features().flatten().split(",")
+    if "+avx512f" not in features:
+        pytest.skip("needs a CPU with vectors of 512 bits")
+    program = """
+import re
+from numba.core import ccallback
+from vil.kernels.cpu import compiler
+inspect = ccallback.CFunc.inspect_llvm
+ccallback.CFunc.inspect_llvm = lambda self: print(*re.findall(r"<[0-9]+ x float>", inspect(self))) or inspect(self)
+compiler.compile_kernel("vil.kernels.scan.cpu_kernels", "longhorn_forward", (16, 64))
+"""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "sapphirerapids", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")

@@ -103,6 +103,7 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
     import llvmlite.binding as llvm
     from numba import cfunc, types
 
+    _widen_vectors()
     function = getattr(importlib.import_module(module), factory)(*constants)
     compiled = cfunc(types.void(types.CPointer(types.int64)), error_model="numpy", fastmath=FAST)(function)
     symbol = _symbol(factory, constants)
@@ -124,12 +125,29 @@ def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> byt
 
 
 @functools.cache
+def _widen_vectors() -> None:
+    """Has Numba compile for vectors of 512 bits where the CPU has them.
+
+    For Intel's CPUs LLVM keeps to 256, to spare other programs a lower clock. Numba asks once in a process what its CPU
+    can do: one that has compiled something else before stays with that.
+    """
+    from numba.core import codegen, config
+
+    if config.CPU_FEATURES is None:
+        config.CPU_FEATURES = _wide(codegen.get_host_cpu_features())
+
+
+def _wide(features: str) -> str:
+    return features + ",-prefer-256-bit" * ("+avx512f" in features.split(","))
+
+
+@functools.cache
 def _target(llvm) -> tuple[object, str, str]:
     """LLVM's target of this machine, the name of its CPU and what that can do."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())
-    return target, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return target, llvm.get_host_cpu_name(), _wide(llvm.get_host_cpu_features().flatten())
 
 
 def _machine(llvm):
