@@ -1014,6 +1014,7 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
 @gpu_test
 def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     """With plans of one kind in all, and of others."""
+    torch.manual_seed(0)
     model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()
     images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
 
@@ -1028,8 +1029,9 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(outcome, images))
     torch.cuda.synchronize()
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    for results, alone in zip(found, expected):
+        for one, other in zip(results, alone, strict=True):  # of products that cuBLAS may choose otherwise
+            assert relative_error(one, other.double()) < 1e-2
 
 
 @gpu_test
