@@ -224,8 +224,8 @@ class Launch:
         """With these values, addresses among them, on this stream of the current GPU."""
         if self.kernel is None:
             device = torch.cuda.current_device()
+            self.config = _config(self.grid, self.block, self.shared_bytes)  # first: other threads ask for the kernel
             self.kernel = _kernel(self.name, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
-            self.config = _config(self.grid, self.block, self.shared_bytes)
         _launcher()(stream, self.config, self.kernel, *values)
 
 
