@@ -1019,7 +1019,8 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
 
     def outcome(x):
-        with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16):
+        # PyTorch's cache of cast weights is one for all threads, which have streams of their own here
+        with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             y = model(x)
             return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
 
