@@ -86,7 +86,7 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
         with mode():
             assert torch.equal(block(x), expected)
             assert torch.equal(block(x, class_token_only=True), expected[:, 4:5])
-            assert torch.equal(block(x[1:]), expected[1:])
+            assert relative_error(block(x[1:]), expected[1:].double()) < 1e-6  # products of other sizes
     assert calls == [True] + [False] * 6
     with torch.no_grad():
         for parameter in block.parameters():  # of any strides
