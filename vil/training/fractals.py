@@ -42,11 +42,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from PIL import Image
 from torch import Tensor
-from torchvision.io import encode_jpeg
 
 from ..info import environment
-from .files import write_atomically
+from .config import ConfigError
+from .files import FolderInUseError, write_atomically
 
 MOST_MAPS = 8
 CHAINS = 512
@@ -100,9 +101,9 @@ class Fractals:
         least = dict(classes=1, per_class=1, val_per_class=1, seed=0, size=16, points=1, clutter=0)
         for name, value in least.items():
             if getattr(self, name) < value:
-                raise ValueError(f"{name} is {getattr(self, name)} but must be at least {value}")
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be at least {value}")
         if not 0 <= self.variation <= 1:
-            raise ValueError(f"variation is {self.variation} but must be between 0 and 1")
+            raise ConfigError(f"variation is {self.variation} but must be between 0 and 1")
 
     def images(self, split: str) -> int:
         """Of a class."""
@@ -162,7 +163,7 @@ def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> 
     return varied
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tensor:
     """The random numbers, uniform in [0, 1), that say which map is next: (length,) float32, longer ones go on."""
     random = np.random.default_rng(_key(seed, CHOICES))
@@ -189,19 +190,18 @@ def play(
     """
     B, M, _ = systems_BM7.shape
     steps = -(-points // CHAINS)
-    sums_BM = np.cumsum(systems_BM7[..., 6], axis=1)
-    sums_BM = np.where(sums_BM >= sums_BM[:, -1:], 1, sums_BM / sums_BM[:, -1:])  # all numbers are below 1
-    sums_BM = torch.from_numpy(sums_BM).to(device, torch.float32)
+    sums_BM = torch.from_numpy(systems_BM7[..., 6]).cumsum(1)
+    sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)  # the last is 1, and all numbers below
     # rows (a, c, b, d, e, f): what x, y and 1 are multiplied by
     maps = torch.from_numpy(systems_BM7[..., [0, 2, 1, 3, 4, 5]]).to(device, torch.float32).reshape(B * M, 6)
     first_B1 = torch.arange(0, B * M, M, device=device)[:, None]
     windows = choices(seed, TABLE + (BURN_IN + steps) * CHAINS, device).unfold(0, CHAINS, 1)
-    starts_B = torch.from_numpy(starts_B).to(device)
+    at_B = torch.from_numpy(starts_B).to(device)
 
     kept = torch.empty(B, steps, CHAINS, 2, device=device)
     point_BK2 = torch.zeros(B, CHAINS, 2, device=device)
     for step in range(BURN_IN + steps):
-        chosen_BK = torch.searchsorted(sums_BM, windows[starts_B + step * CHAINS])
+        chosen_BK = torch.searchsorted(sums_BM, windows[at_B + step * CHAINS])
         map_BK32 = maps[chosen_BK.add_(first_B1)].view(B, CHAINS, 3, 2)
         out = kept[:, step - BURN_IN] if step >= BURN_IN else None
         point_BK2 = _apply(map_BK32, point_BK2, out)
@@ -287,7 +287,7 @@ def render_class(
         (B, 3, H, W) uint8 on the CPU, P images in all.
 
     Raises:
-        RuntimeError: A class has next to no images at this variation.
+        ConfigError: A class has next to no images at this variation.
     """
     f, count, system_M7 = fractals, fractals.images(split), systems[number]
 
@@ -316,7 +316,7 @@ def render_class(
             if not failed.any():
                 break
             if attempt == ATTEMPTS:
-                raise RuntimeError(
+                raise ConfigError(
                     f"class {number} has images that fill nothing after {ATTEMPTS} draws: choose a variation below "
                     f"{f.variation} or more than {f.points} points"
                 )
@@ -391,15 +391,19 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
         workers: Processes, each of which renders and writes classes.
 
     Raises:
-        ValueError: The folder holds other images.
-        RuntimeError: Another run writes there, or as of `render_class`.
+        ConfigError: The folder holds other images, or as of `render_class`.
+        FolderInUseError: Another run writes there.
     """
+    if workers < 1:
+        raise ConfigError(f"workers is {workers} but must be at least 1")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device}, but PyTorch finds no GPU here: choose cpu")
     out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(out / ".lock", timeout=0):
             _write(out, fractals, device, workers)
     except Timeout:
-        raise RuntimeError(f"another process writes to {out}: wait for it, or choose another folder") from None
+        raise FolderInUseError(f"another process writes to {out}: wait for it, or choose another folder") from None
 
 
 def _write(out: Path, fractals: Fractals, device: torch.device | str, workers: int) -> None:
@@ -410,13 +414,13 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str, workers: i
     if record.exists():
         there = json.loads(record.read_text())["options"]
         if different := [name for name in options if options[name] != there.get(name)]:
-            raise ValueError(
+            raise ConfigError(
                 f"{out} has images of other options: "
                 + ", ".join(f"{name} {there.get(name)}, not {options[name]}" for name in different)
                 + ". Give the same options or choose another folder"
             )
     elif foreign := sorted(path.name for path in out.iterdir() if path.name != ".lock"):
-        raise ValueError(f"{out} holds something else ({', '.join(foreign[:5])}): choose a new folder")
+        raise ConfigError(f"{out} holds something else ({', '.join(foreign[:5])}): choose a new folder")
     about = dict(options=options, device=str(device), environment=environment())
     if not record.exists():
         write_atomically(record, json.dumps(about | {"images": 0}, indent=1))
@@ -440,7 +444,9 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str, workers: i
                 progress.update(_write_class(*job))
         else:
             context = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
-            with ProcessPoolExecutor(min(workers, len(missing) or 1), context, _set_up_alone, common) as processes:
+            started = context.Value("i", 0)
+            processes = ProcessPoolExecutor(min(workers, len(missing) or 1), context, _set_up_alone, (started, *common))
+            with processes:
                 try:
                     for written in as_completed([processes.submit(_write_class, *job) for job in missing]):
                         progress.update(written.result())
@@ -461,9 +467,14 @@ def _set_up(*common) -> None:
     _common = common
 
 
-def _set_up_alone(*common) -> None:
+def _set_up_alone(started, *common) -> None:
     torch.set_num_threads(1)  # there is a process for every core
-    _set_up(*common)
+    *rest, device = common
+    with started:
+        turn, started.value = started.value, started.value + 1
+    if str(device) == "cuda":  # any GPU: they share the work
+        device = f"cuda:{turn % torch.cuda.device_count()}"
+    _set_up(*rest, device)
 
 
 def _write_class(split: str, number: int, name: str) -> int:
@@ -473,8 +484,8 @@ def _write_class(split: str, number: int, name: str) -> int:
     folder.mkdir(parents=True)
     written = 0
     for images in render_class(systems, pool, fractals, split, number, device):
-        for image in images:
-            (folder / f"{written:05d}.jpg").write_bytes(encode_jpeg(image, QUALITY).numpy().tobytes())
+        for pixels in images.permute(0, 2, 3, 1).numpy():
+            Image.fromarray(pixels).save(folder / f"{written:05d}.jpg", quality=QUALITY)
             written += 1
     (out / split).mkdir(exist_ok=True)
     os.rename(folder, out / name)
@@ -501,11 +512,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     out, device, workers = (options.pop(name) for name in ("out", "device", "workers"))
     try:
-        if workers < 1:
-            raise ValueError(f"workers is {workers} but must be at least 1")
-        torch.empty(0, device=device)
         write_fractals(out, Fractals(**options), device, workers)
-    except (ValueError, RuntimeError, AssertionError, OSError) as error:
+    except (ConfigError, FolderInUseError) as error:
         parser.exit(1, f"error: {error}\n")
 
 
