@@ -188,7 +188,7 @@ def test_an_image_does_not_depend_on_how_many_there_are_or_come_at_once(systems,
     expected = torch.cat(list(render_class(systems, systems, few, "train", 1)))
     assert expected.shape == (4, 3, 32, 32)
     assert len({image.numpy().tobytes() for image in expected}) == 4
-    monkeypatch.setattr(module, "POINTS_AT_ONCE", 4000)
+    monkeypatch.setattr(module, "POINTS_AT_ONCE", dict(cpu=4000))
     pieces = list(render_class(systems, systems, many, "train", 1))
     assert [len(piece) for piece in pieces] == [2, 2, 2, 2, 1]
     assert torch.equal(torch.cat(pieces)[:4], expected)
@@ -208,7 +208,7 @@ def test_images_that_diverge_are_drawn_again(monkeypatch):
     again = torch.cat(list(render_class(edge, edge, options, "train", 0)))
     assert torch.equal(images, again)
     monkeypatch.setattr(module, "ATTEMPTS", 3)
-    with pytest.raises(ConfigError, match="class 0 has images that fill nothing .* variation below 0.5"):
+    with pytest.raises(ConfigError, match="class 0 has an image that fills nothing .* variation below 0.5"):
         list(render_class(np.array([DIVERGING]).repeat(3, 1)[:, :8], edge, options, "train", 0))
 
 

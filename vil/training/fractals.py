@@ -53,7 +53,7 @@ MOST_MAPS = 8
 CHAINS = 512
 BURN_IN = 50  # steps of a chain from (0, 0) until its points count
 TABLE = 2**22  # places at which a chaos game may start to read the table of random numbers
-POINTS_AT_ONCE = 2**25  # on a device: 1 GB with all that is made of them
+POINTS_AT_ONCE = dict(cuda=2**26, cpu=2**22)  # a process needs some 40 bytes of memory for each
 
 FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # of a class
 COARSE_SIZE, COARSE_POINTS = 32, 4096
@@ -135,7 +135,7 @@ def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.de
         systems, starts = systems[promising], starts[promising]
         fills = [
             filling_rate(play(systems[rows], starts[rows], JUDGED_POINTS, seed, device), JUDGED_SIZE).numpy(force=True)
-            for rows in _pieces(len(systems), JUDGED_POINTS)
+            for rows in _pieces(len(systems), JUDGED_POINTS, device)
         ]
         found.extend(systems[np.concatenate([[], *fills]) >= FILLING])
     return np.stack(found[:count])
@@ -290,42 +290,50 @@ def render_class(
         ConfigError: A class has next to no images at this variation.
     """
     f, count, system_M7 = fractals, fractals.images(split), systems[number]
+    attempts_P = np.zeros(count, dtype=np.int64)
 
+    @functools.cache
     def draws(part: int, attempt: int, width: int) -> np.ndarray:
         """A row for each image, so that an image does not depend on their number."""
-        return np.random.default_rng(_key(f.seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part)).random(
-            (count, width)
-        )
+        key = _key(f.seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part)
+        return np.random.default_rng(key).random((count, width))
 
-    weights = MOST_MAPS * 6
+    def play_rows(rows: np.ndarray, points: int) -> Tensor:
+        weights = MOST_MAPS * 6
+        uniform = np.stack([draws(0, attempts_P[row], weights + 1)[row] for row in rows])
+        varied = vary(system_M7[None], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
+        return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
 
-    def attempt_at(rows: np.ndarray, attempt: int) -> Tensor:
-        uniform = draws(0, attempt, weights + 1)[rows]
-        uniform_BM6 = uniform[:, :weights].reshape(-1, MOST_MAPS, 6)
-        starts_B = (uniform[:, weights] * TABLE).astype(np.int64)
-        return play(vary(system_M7[None], uniform_BM6, f.variation), starts_B, f.points, f.seed, device)
+    def settle(rows: np.ndarray, points: int) -> Tensor:
+        """Points of images, each drawn again until it fills something."""
+        points_BN2 = play_rows(rows, points)
+        failed = np.arange(len(rows))
+        while True:
+            empty = filling_rate(points_BN2[torch.from_numpy(failed).to(device)], COARSE_SIZE) < KEPT
+            failed = failed[empty.numpy(force=True)]
+            if not len(failed):
+                return points_BN2
+            attempts_P[rows[failed]] += 1
+            if attempts_P.max() == ATTEMPTS:
+                raise ConfigError(
+                    f"class {number} has an image that fills nothing after {ATTEMPTS} draws: choose a variation below "
+                    f"{f.variation} or more than {f.points} points"
+                )
+            points_BN2[torch.from_numpy(failed).to(device)] = play_rows(rows[failed], points)
+
+    for piece in _pieces(count, COARSE_POINTS, device):  # finds most of those that do not, sooner
+        settle(np.arange(count)[piece], COARSE_POINTS)
 
     look = draws(1, 0, 14)
     pieces = draws(2, 0, 9 * f.clutter).reshape(count, f.clutter, 9)
-
-    for piece in _pieces(count, f.points):
+    for piece in _pieces(count, f.points, device):
         rows = np.arange(count)[piece]
-        points_BN2 = attempt_at(rows, 0)
-        for attempt in itertools.count(1):
-            failed = (filling_rate(points_BN2, COARSE_SIZE) < KEPT).numpy(force=True)
-            if not failed.any():
-                break
-            if attempt == ATTEMPTS:
-                raise ConfigError(
-                    f"class {number} has images that fill nothing after {ATTEMPTS} draws: choose a variation below "
-                    f"{f.variation} or more than {f.points} points"
-                )
-            points_BN2[torch.from_numpy(failed).to(device)] = attempt_at(rows[failed], attempt)
+        points_BN2 = settle(rows, f.points)
         patch, flips, place, colours = np.split(look[rows], [1, 3, 7], axis=1)
         bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
         masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
         frames_B32 = _frames(place, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (len(rows), 1, 1))
-        frames_B32[:, :2] *= np.sign(flips - 0.5)[..., None]  # of the axes before they are rotated
+        frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
 
         front_B3, back_B3 = _colours(colours, f.colours)
         images = _fill(back_B3, device).expand(-1, -1, f.size, f.size)
@@ -368,8 +376,8 @@ def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
     return torch.from_numpy(frames).to(device, torch.float32)
 
 
-def _pieces(count: int, points: int) -> Iterator[slice]:
-    most = max(1, POINTS_AT_ONCE // max(points, CHAINS))
+def _pieces(count: int, points: int, device: torch.device | str) -> Iterator[slice]:
+    most = max(1, POINTS_AT_ONCE.get(torch.device(device).type, POINTS_AT_ONCE["cpu"]) // max(points, CHAINS))
     for start in range(0, count, most):
         yield slice(start, start + most)
 
