@@ -34,6 +34,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -477,12 +478,21 @@ def _set_up(*common) -> None:
 
 def _set_up_alone(started, *common) -> None:
     torch.set_num_threads(1)  # there is a process for every core
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     *rest, device = common
     with started:
         turn, started.value = started.value, started.value + 1
     if str(device) == "cuda":  # any GPU: they share the work
         device = f"cuda:{turn % torch.cuda.device_count()}"
     _set_up(*rest, device)
+
+
+def _end_with_parent() -> None:
+    """A pool's processes would wait for ever when it is killed, and write into the folder of the next run."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
 
 
 def _write_class(split: str, number: int, name: str) -> int:
