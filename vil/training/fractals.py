@@ -34,6 +34,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -478,6 +479,7 @@ def _set_up(*common) -> None:
 
 def _set_up_alone(started, *common) -> None:
     torch.set_num_threads(1)  # there is a process for every core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
     *rest, device = common
     with started:
