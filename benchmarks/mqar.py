@@ -47,6 +47,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from vil.kernels import longhorn_scan, selective_scan
 
+from causal_conv import silu_of_causal_conv
 from vil.block import LonghornDirection, MambaDirection
 from vil.info import git_commit
 from vil.training.files import write_atomically
@@ -84,7 +85,8 @@ class Longhorn(nn.Module):
     def forward(self, h_BTC: Tensor, wanted_BP: Tensor | None = None) -> Tensor:
         of_u, of_z = self.in_proj.weight.chunk(2)
         u_BTD, z_BPD = F.linear(h_BTC, of_u), F.linear(tokens_at(h_BTC, wanted_BP), of_z)
-        v_BTD = F.silu(causal_conv(u_BTD, self.weights.conv1d)).to(u_BTD.dtype)
+        conv = self.weights.conv1d
+        v_BTD = silu_of_causal_conv(u_BTD, conv.weight.squeeze(1), conv.bias)
         # With zeros for a rank that is a multiple of 8 all rows start where the widest loads can
         rank, *states = self.weights.split
         zeros = -rank % 8
@@ -112,14 +114,6 @@ def tokens_at(t_BTC: Tensor, places_BP: Tensor | None) -> Tensor:
     if places_BP is None:
         return t_BTC
     return t_BTC.gather(1, places_BP.unsqueeze(-1).expand(-1, -1, t_BTC.shape[-1]))
-
-
-def causal_conv(u_BTD: Tensor, conv: nn.Conv1d) -> Tensor:
-    """The depthwise convolution as shifted products, which the compiler fuses."""
-    taps = conv.weight.shape[-1]
-    padded = F.pad(u_BTD, (0, 0, taps - 1, 0))
-    products = [padded[:, i : i + u_BTD.shape[1]] * conv.weight[:, 0, i] for i in range(taps)]
-    return sum(products, start=conv.bias)
 
 
 class Attention(nn.Module):

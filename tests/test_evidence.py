@@ -13,7 +13,6 @@ from benchmarks import mqar, seeds
 from benchmarks import scan as published_scans
 from vil.published import PUBLISHED
 
-CPU = torch.device("cpu")
 SCAN, PASSES = ["batch, channels, tokens"], ["forward", "backward"]
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
 

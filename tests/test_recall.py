@@ -15,7 +15,7 @@ from PIL import Image
 from scipy.stats import hypergeom
 from vil.kernels import longhorn_scan, selective_scan
 
-from benchmarks import mqar
+from benchmarks import causal_conv, mqar
 
 CPU = torch.device("cpu")
 
@@ -140,6 +140,26 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     places = torch.tensor([[3, 0], [8, 5]])
     wanted = torch.stack([expected[row, chosen] for row, chosen in enumerate(places)])
     torch.testing.assert_close(module(h, places), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 33, 128), (2, 70, 130), (1, 2, 16)])  # also in part a program's
+def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape):
+    """On a CPU, in Triton's interpreter."""
+    torch.manual_seed(0)
+    u = torch.randn(shape, dtype=dtype, requires_grad=True)
+    weight, bias = torch.randn(shape[2], 4, requires_grad=True), torch.randn(shape[2], requires_grad=True)
+    exact = [t.detach().double().requires_grad_() for t in (u, weight, bias)]
+    of_conv = F.conv1d(exact[0].mT, exact[1].unsqueeze(1), exact[2], padding=3, groups=shape[2])
+    expected = F.silu(of_conv[..., : shape[1]]).mT
+    dv = torch.randn(shape).to(dtype)
+    gradients = torch.autograd.grad(expected, exact, dv.double())
+    rounding = 1e-5 if dtype == torch.float32 else 0.01
+    for function in (causal_conv.silu_conv, causal_conv.silu_of_shifted_products):
+        found = function(u, weight, bias)
+        assert found.dtype == dtype
+        for a, b in zip((found, *torch.autograd.grad(found, (u, weight, bias), dv)), (expected, *gradients)):
+            assert (a.double() - b).norm() <= rounding * b.norm()
 
 
 def test_attention_is_softmax_of_products():
