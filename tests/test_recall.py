@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, replace
 
+import causal_conv
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from PIL import Image
 from scipy.stats import hypergeom
 from vil.kernels import longhorn_scan, selective_scan
 
-from benchmarks import causal_conv, mqar
+from benchmarks import mqar
 
 CPU = torch.device("cpu")
 
