@@ -15,7 +15,7 @@ epochs to 0 without warm-up; 64 epochs of the same batches in the same order; th
 same for all runs: the seed decides on weights and dropout. What differs:
   - products and activations are bf16 (`--precision fp32`: TF32 products); the residual stream, weights, norms and
     states are fp32 as there, and accuracy is measured in fp32;
-  - the last 32 of the 100,000 sequences, which fill no batch of 128, are left out;
+  - sequences that fill no whole batch are left out: the last 32 of the 100,000 at 512 tokens;
   - the random numbers are others: of the data one draw that follows the same distribution;
   - Longhorn, which Zoology does not have, takes the place of Mamba's recurrence with the weights of this package's
     blocks and their initialisation; all else of it is Mamba's block;
