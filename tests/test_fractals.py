@@ -231,15 +231,25 @@ def test_colours_differ_from_the_background_in_every_channel(systems):
     assert len(backgrounds) > 45
 
 
-def test_placement_shrinks_and_moves_but_cuts_nothing_off(systems):
+def test_placement_turns_shrinks_and_moves_but_cuts_nothing_off(systems):
+    frames = module._frames(np.random.default_rng(0).random((2000, 4)), 0.5, 1)
+    corners = np.array([[-1, -1, 1], [-1, 1, 1], [1, -1, 1], [1, 1, 1]]) @ frames
+    assert np.abs(corners).max() <= 1 + 1e-9
+    extents = np.ptp(corners, axis=1) / 2  # of the square that is turned
+    assert np.allclose(extents[:, 0], extents[:, 1])
+    assert 0.5 <= extents.min() < 0.51
+    assert 0.99 < extents.max() <= 1
+    angles = np.arctan2(frames[:, 0, 1], frames[:, 0, 0])
+    assert (np.histogram(angles, 8, (-np.pi, np.pi))[0] > 180).all()
+    assert np.allclose(np.linalg.det(frames[:, :2]), (frames[:, 0] ** 2).sum(1))  # the axes keep their right angle
+
     options = Fractals(**SMALL | dict(per_class=60, size=128, variation=0, placement=True))
     centres, extents = [], []
     for image in torch.cat(list(render_class(systems, systems, options, "train", 0)))[:, 0]:
         where = image.nonzero()
         low, high = where.min(0).values, where.max(0).values
-        assert low.min() >= 0
-        assert high.max() <= 127
-        centres.append((low + high) / 2), extents.append((high - low).max())
+        centres.append((low + high) / 2)
+        extents.append((high - low).max())
     assert torch.stack(centres).std(0).min() > 5
     assert 30 < min(extents) < 80
     assert max(extents) > 90
