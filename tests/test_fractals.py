@@ -337,3 +337,17 @@ def test_wrong_options_are_named(option, message, tmp_path, capsys, monkeypatch)
         main([str(tmp_path / "out"), option])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_draws_what_a_cpu_draws(systems, tmp_path):
+    np.testing.assert_array_equal(draw_systems(3, seed=0, device="cuda"), systems)
+    options = Fractals(**SMALL | dict(size=128, per_class=20, clutter=2, placement=True))
+    on = {d: torch.cat(list(render_class(systems, systems, options, "train", 0, d))) for d in ("cpu", "cuda")}
+    differ = (on["cpu"] != on["cuda"]).float().mean((1, 2, 3))
+    assert differ.median() < 0.005  # an image that only one of them draws again differs altogether
+    assert (differ > 0.05).sum() <= 1
+    for workers in (1, 2):
+        write_fractals(tmp_path / str(workers), Fractals(**SMALL), "cuda", workers)
+    assert files(tmp_path / "1") == files(tmp_path / "2")
