@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-
 from processes import CONTEXT
 
 from vil.training import fractals as module
