@@ -42,12 +42,12 @@ from queue import Empty
 import torch
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
+from causal_conv import silu_of_causal_conv
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from vil.kernels import longhorn_scan, selective_scan
 
-from causal_conv import silu_of_causal_conv
 from vil.block import LonghornDirection, MambaDirection
 from vil.info import git_commit
 from vil.training.files import write_atomically

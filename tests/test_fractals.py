@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-
 from processes import CONTEXT
 
 from vil.training import fractals as module
@@ -231,15 +230,25 @@ def test_colours_differ_from_the_background_in_every_channel(systems):
     assert len(backgrounds) > 45
 
 
-def test_placement_shrinks_and_moves_but_cuts_nothing_off(systems):
+def test_placement_turns_shrinks_and_moves_but_cuts_nothing_off(systems):
+    frames = module._frames(np.random.default_rng(0).random((2000, 4)), 0.5, 1)
+    corners = np.array([[-1, -1, 1], [-1, 1, 1], [1, -1, 1], [1, 1, 1]]) @ frames
+    assert np.abs(corners).max() <= 1 + 1e-9
+    extents = np.ptp(corners, axis=1) / 2  # of the square that is turned
+    assert np.allclose(extents[:, 0], extents[:, 1])
+    assert 0.5 <= extents.min() < 0.51
+    assert 0.99 < extents.max() <= 1
+    angles = np.arctan2(frames[:, 0, 1], frames[:, 0, 0])
+    assert (np.histogram(angles, 8, (-np.pi, np.pi))[0] > 180).all()
+    assert np.allclose(np.linalg.det(frames[:, :2]), (frames[:, 0] ** 2).sum(1))  # the axes keep their right angle
+
     options = Fractals(**SMALL | dict(per_class=60, size=128, variation=0, placement=True))
     centres, extents = [], []
     for image in torch.cat(list(render_class(systems, systems, options, "train", 0)))[:, 0]:
         where = image.nonzero()
         low, high = where.min(0).values, where.max(0).values
-        assert low.min() >= 0
-        assert high.max() <= 127
-        centres.append((low + high) / 2), extents.append((high - low).max())
+        centres.append((low + high) / 2)
+        extents.append((high - low).max())
     assert torch.stack(centres).std(0).min() > 5
     assert 30 < min(extents) < 80
     assert max(extents) > 90
@@ -327,3 +336,17 @@ def test_wrong_options_are_named(option, message, tmp_path, capsys, monkeypatch)
         main([str(tmp_path / "out"), option])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_draws_what_a_cpu_draws(systems, tmp_path):
+    np.testing.assert_array_equal(draw_systems(3, seed=0, device="cuda"), systems)
+    options = Fractals(**SMALL | dict(size=128, per_class=20, clutter=2, placement=True))
+    on = {d: torch.cat(list(render_class(systems, systems, options, "train", 0, d))) for d in ("cpu", "cuda")}
+    differ = (on["cpu"] != on["cuda"]).float().mean((1, 2, 3))
+    assert differ.median() < 0.005  # an image that only one of them draws again differs altogether
+    assert (differ > 0.05).sum() <= 1
+    for workers in (1, 2):
+        write_fractals(tmp_path / str(workers), Fractals(**SMALL), "cuda", workers)
+    assert files(tmp_path / "1") == files(tmp_path / "2")

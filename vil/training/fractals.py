@@ -308,11 +308,10 @@ def render_class(
 
     def settle(rows: np.ndarray, points: int) -> Tensor:
         """Points of images, each drawn again until it fills something."""
-        points_BN2 = play_rows(rows, points)
+        points_BN2 = judged = play_rows(rows, points)
         failed = np.arange(len(rows))
         while True:
-            empty = filling_rate(points_BN2[torch.from_numpy(failed).to(device)], COARSE_SIZE) < KEPT
-            failed = failed[empty.numpy(force=True)]
+            failed = failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]
             if not len(failed):
                 return points_BN2
             attempts_P[rows[failed]] += 1
@@ -321,7 +320,8 @@ def render_class(
                     f"class {number} has an image that fills nothing after {ATTEMPTS} draws: choose a variation below "
                     f"{f.variation} or more than {f.points} points"
                 )
-            points_BN2[torch.from_numpy(failed).to(device)] = play_rows(rows[failed], points)
+            judged = play_rows(rows[failed], points)
+            points_BN2[torch.from_numpy(failed).to(device)] = judged
 
     for piece in _pieces(count, COARSE_POINTS, device):  # finds most of those that do not, sooner
         settle(np.arange(count)[piece], COARSE_POINTS)
