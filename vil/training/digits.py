@@ -85,13 +85,13 @@ def write_digits(
 
     digits = load_digits()
     for split, indices in zip(("train", "validation"), split_digits(digits.target, train_per_class, seed, rehearse)):
-        indices = [i for i in indices if digits.target[i] in wanted]
-        for i in indices:
+        chosen = [i for i in indices if digits.target[i] in wanted]
+        for i in chosen:
             folder = root / split / str(digits.target[i])
             folder.mkdir(parents=True, exist_ok=True)
             for copy in range(copies if split == "train" else 1):
                 picture(digits.images[i]).save(folder / (f"{i:04d}-{copy}.png" if copy else f"{i:04d}.png"))
-        print(f"{root / split}: {len(indices)} images")
+        print(f"{root / split}: {len(chosen)} images")
 
 
 if __name__ == "__main__":
