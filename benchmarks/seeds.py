@@ -1,4 +1,4 @@
-"""ViL, ViM and DeiT of the same width, depth and patches through the full training path, several seeds each.
+"""ViL, ViM and DeiT through the full training path with one recipe, several seeds each.
 
     python -m vil.training.digits data/digits
     python benchmarks/seeds.py -c configs/digits.yaml --out docs/results/digits.json
@@ -7,110 +7,263 @@
 Every run is `train_imagenet.py` with the same config, budget and recipe; what counts is the accuracy after the last
 epoch. A seed decides the initial weights, the order of the images and how they are augmented. The models are compared
 by the paired t-test over the seeds.
+
+With `--folder` the runs are kept there: called again, it goes on where it was stopped (by `--minutes`, Ctrl-C or a lost
+machine), with what is missing of each run and with the runs that are missing. `--test-split` has the last weights of
+all runs judged on images that no run has seen and nothing was chosen on; whose predictions are right is compared image
+by image, by McNemar's test.
+
+    python benchmarks/seeds.py -c configs/rehearsal.yaml --folder output/rehearsal --processes 4 --test-split test \\
+        --out docs/results/rehearsal.json --plot docs/results/rehearsal.png
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gzip
+import io
 import json
+import math
 import os
 import platform
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from scipy.stats import ttest_rel
+from timm.data import resolve_data_config
 
 import vil  # noqa: F401  registers the models
 from vil.info import git_commit
-from vil.training.comparison import markdown_table
-from vil.training.data import open_split
+from vil.training import data
+from vil.training.comparison import Paired, Predictions, markdown_table
+from vil.training.evaluation import Evaluator, autocast, default_device
 from vil.training.files import write_atomically
-from vil.training.models import create_model
+from vil.training.interruption import PREEMPTED
+from vil.training.models import create_model, load_model
 
 ROOT = Path(__file__).parents[1]
-MODELS: dict[str, dict[str, Any]] = {"vil_tiny": {}, "vim_tiny": {}, "deit_tiny_patch16_224": {"num_heads": 2}}
+MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
+HEAD_WIDTH = 32  # of DeiT, where the config narrows it: two heads at least
+CURVES = (
+    "lr", "train_loss", "grad_norm", "images_per_second", "eval_images_per_second", "eval_loss", "eval_top1",
+    "eval_top1_ema",
+)  # fmt: skip
+EVALUATED_AT_ONCE = 250
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="the first is compared with the others")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, help="JSON of all runs")
+    parser.add_argument("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
+    parser.add_argument("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
+    parser.add_argument("--test-split", help="judges all runs on this split of the data")
+    parser.add_argument("--out", type=Path, help="JSON of all runs; the predictions go beside it")
+    parser.add_argument("--plot", type=Path, help="PNG of the accuracy by epoch and by GPU time")
     options, training_options = parser.parse_known_args()
-    config = yaml.safe_load(options.config.read_text())
+    deadline = time.monotonic() + 60 * options.minutes
 
-    jobs = [(model, seed) for seed in range(options.seeds) for model in MODELS]
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        runs = list(pool.map(lambda job: train(options.config, config, *job, training_options, folder), jobs))
+    jobs = [(model, seed) for seed in range(options.seeds) for model in options.models]
+    with nullcontext(options.folder) if options.folder else TemporaryDirectory() as folder:
+        folder = Path(folder)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda job: train(options, *job, training_options, folder, deadline), jobs))
+        done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job))]
+        runs = [read_run(folder, *job) for job in done]
+        if options.test_split and done:
+            predictions = judge(folder, runs, options.test_split)
+            for run, right in zip(runs, predictions.right_NM.T):
+                run["top1"] = 100 * float(right.mean())
     machine = dict(
         commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, jobs=options.jobs,
-        options=training_options,
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, processes=options.processes,
+        jobs=options.jobs, options=training_options,
     )  # fmt: skip
     print(machine, "\n\n" + report(runs))
-    if options.out:
+    if options.test_split and done:
+        print(compare_images(runs, predictions))
+    if options.out and done:
+        config = yaml.safe_load(options.config.read_text())
         write_atomically(options.out, json.dumps(dict(machine, config=config, runs=runs), indent=1) + "\n")
+        if options.test_split:
+            predictions.write(options.out.with_suffix(".csv.gz"), [name_of(r["model"], r["seed"]) for r in runs])
+    if options.plot and done:
+        write_atomically(options.plot, plot(runs))
+    if missing := [name_of(*job) for job in jobs if job not in done]:
+        print(f"not done yet: {', '.join(missing)}; the same command goes on", file=sys.stderr)
+        sys.exit(PREEMPTED)
 
 
-def train(path: Path, config: dict, model: str, seed: int, options: list[str], folder: str) -> dict[str, Any]:
-    """One run of train_imagenet.py; its last row of summary.csv and the median seconds of an epoch's training."""
-    arguments = {**config["model_kwargs"], **MODELS[model]}
-    command = [sys.executable, "train_imagenet.py", "-c", path.resolve(), "--model", model, "--seed", str(seed)]
-    command += ["--output", folder, "--experiment", f"{model}-{seed}", *options]
-    command += ["--model-kwargs", *(f"{name}={value}" for name, value in arguments.items())]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if result.returncode:
-        sys.exit(f"{model}, seed {seed}: {result.stderr[-2000:]}")
-    rows = list(csv.DictReader((Path(folder) / f"{model}-{seed}" / "summary.csv").read_text().splitlines()))
-    saved = yaml.safe_load((Path(folder) / f"{model}-{seed}" / "config.yaml").read_text())
-    images, batch = (
-        len(open_split(saved["data_dir"], saved["dataset"], saved["train_split"])),
-        saved["global_batch_size"],
-    )
+def name_of(model: str, seed: int) -> str:
+    return f"{model}-{seed}"
+
+
+def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
+    """Model and seed of the runs in a folder, by model and then by seed."""
+    found = [(model, path.name.removeprefix(f"{model}-")) for model in models for path in folder.glob(f"{model}-*")]
+    return sorted(((m, int(s)) for m, s in found if s.isdecimal()), key=lambda run: (models.index(run[0]), run[1]))
+
+
+def train(options, model: str, seed: int, training_options: list[str], folder: Path, deadline: float) -> None:
+    """What is missing of one run of train_imagenet.py; it is asked to stop when the time is up."""
+    path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
+    if is_done(path) or time.monotonic() > deadline:
+        return
+    arguments = dict(config.get("model_kwargs") or {})
+    if "embed_dim" in arguments and model.startswith("deit"):
+        arguments["num_heads"] = arguments["embed_dim"] // HEAD_WIDTH
+    launcher = [f"--nproc-per-node={options.processes}"] if options.processes else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", *launcher] if launcher else []
+    command = [sys.executable, *launcher, "train_imagenet.py", "-c", str(options.config.resolve()), "--model", model]
+    command += ["--seed", str(seed), "--output", str(folder.resolve()), "--experiment", path.name, "--resume", "auto"]
+    command += training_options
+    if arguments:
+        command += ["--model-kwargs", *(f"{name}={value}" for name, value in arguments.items())]
+    path.mkdir(parents=True, exist_ok=True)
+    start, stopped = time.monotonic(), False
+    with open(path / "log.txt", "ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            status = process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            status, stopped = process.wait(), True
+    row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
+    with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
+        sessions.write(json.dumps(row) + "\n")
+    if status and not stopped:
+        sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
+    reached = f", top-1 {read_summary(path)[-1]['eval_top1']:.2f}" if row["epochs"] else ""
+    print(f"{path.name}: {json.dumps(row)}{reached}", flush=True)
+
+
+def read_summary(path: Path) -> list[dict[str, float]]:
+    """The rows of a run's summary.csv so far."""
+    if not (path / "summary.csv").exists():
+        return []
+    rows = csv.DictReader((path / "summary.csv").read_text().splitlines())
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
+
+
+def is_done(path: Path) -> bool:
+    rows = read_summary(path)
+    return bool(rows) and len(rows) == saved_config(path)["epochs"]
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    return yaml.safe_load((path / "config.yaml").read_text())
+
+
+def read_run(folder: Path, model: str, seed: int) -> dict[str, Any]:
+    """What a run that is done has left: numbers after the last epoch, its curves, and the time it took."""
+    path = folder / name_of(model, seed)
+    rows, saved = read_summary(path), saved_config(path)
+    size = {"img_size": saved["img_size"]} if saved["img_size"] else {}
+    built = create_model(model, num_classes=saved["num_classes"], **size, **(saved["model_kwargs"] or {}))
+    images, batch = len(open_split_of(saved, saved["train_split"])), saved["global_batch_size"]
     images -= images % batch
-    built = create_model(model, num_classes=saved["num_classes"], img_size=saved["img_size"], **arguments)
-    print(f"{model}, seed {seed}: top-1 {float(rows[-1]['eval_top1']):.2f}", flush=True)
+    evaluated = len(open_split_of(saved, saved["val_split"]))
+    sessions = [json.loads(line) for line in (path / "sessions.jsonl").read_text().splitlines()]
     return {
         "model": model,
         "seed": seed,
         "parameters": sum(p.numel() for p in built.parameters()),
         "epochs": len(rows),
-        "top1": float(rows[-1]["eval_top1"]),
-        "loss": float(rows[-1]["eval_loss"]),
-        "epoch_seconds": median(images / float(row["images_per_second"]) for row in rows),
+        "images": images * len(rows),
+        "updates": images // batch * len(rows),
+        "top1": rows[-1]["eval_top1"],
+        "loss": rows[-1]["eval_loss"],
+        "epoch_seconds": median(images / row["images_per_second"] for row in rows),
+        "training_seconds": sum(images / row["images_per_second"] for row in rows),
+        "evaluation_seconds": sum(evaluated / row["eval_images_per_second"] for row in rows),
+        "sessions": sessions,
+        "curves": {name: [row[name] for row in rows] for name in CURVES if name in rows[0]},
     }
+
+
+def open_split_of(saved: dict[str, Any], split: str):
+    return data.open_split(saved["data_dir"], saved["dataset"], split)
+
+
+class Judged:
+    """Targets (N,) and what M runs predict (N, M) for the images of a split, in its order."""
+
+    def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, names: list[str]):
+        self.targets_N, self.predicted_NM, self.names = targets_N, predicted_NM, names
+
+    @property
+    def right_NM(self) -> np.ndarray:
+        return self.predicted_NM == self.targets_N[:, None]
+
+    def write(self, path: Path, runs: list[str]) -> None:
+        """A row for each image: its file, its class and what each run takes it for."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["image", "target", *runs])
+        writer.writerows(zip(self.names, self.targets_N.tolist(), *self.predicted_NM.T.tolist()))
+        write_atomically(path, gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def judge(folder: Path, runs: list[dict[str, Any]], split: str) -> Judged:
+    """Has the last weights of the runs, not their averages, classify the images of a split, all in one pass."""
+    device = torch.device(default_device())
+    models = []
+    for run in runs:
+        path = folder / name_of(run["model"], run["seed"])
+        saved = saved_config(path)
+        arguments = {name: saved[name] for name in ("num_classes", "img_size") if saved[name]}
+        arguments |= saved["model_kwargs"] or {}
+        models.append(load_model(run["model"], str(path / "last.pt"), **arguments).to(device).eval())
+    chosen = {name: saved[name] for name in ("img_size", "crop_pct", "interpolation")}
+    data_config = resolve_data_config(chosen, model=models[0])
+    images = open_split_of(saved, split)
+    data.share_cores(device, saved["workers"])
+    loader = data.evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
+    predictions = Predictions()
+    precision = autocast(device, saved["amp"], saved["amp_dtype"])
+    Evaluator(models, data_config, device, precision, EVALUATED_AT_ONCE)(loader, predictions)
+    targets_N, best_NMK = predictions.gather()
+    names = [images.filename(i) for i in range(len(images))]
+    return Judged(targets_N, best_NMK[..., 0], names)
 
 
 def report(runs: list[dict[str, Any]]) -> str:
     """Markdown: mean and deviation of every model over the seeds, and its paired difference to the first model."""
-    first, *_ = MODELS
-    top1 = {model: [run["top1"] for run in runs if run["model"] == model] for model in MODELS}
+    models = list(dict.fromkeys(run["model"] for run in runs))
+    top1 = {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
     head = [
         "model",
         "parameters",
         "top-1 %, mean ± deviation",
         "seeds",
         "s an epoch",
-        f"{first} less this (95% interval)",
+        f"{models[0]} less this (95% interval)" if models else "",
     ]
     table = [head]
-    for model, values in top1.items():
+    for model, by_seed in top1.items():
         own = [run for run in runs if run["model"] == model]
-        difference = ""
-        if model != first and len(values) > 1:
-            test = ttest_rel(top1[first], values)
+        values, difference = list(by_seed.values()), ""
+        shared = sorted(by_seed.keys() & top1[models[0]].keys())
+        if model != models[0] and len(shared) > 1:
+            first, second = ([top1[name][seed] for seed in shared] for name in (models[0], model))
+            test = ttest_rel(first, second)
             low, high = test.confidence_interval()
-            gap = mean(top1[first]) - mean(values)
-            difference = f"{gap:+.2f} ({low:+.2f} to {high:+.2f}), p = {test.pvalue:.3g}"
+            difference = f"{mean(first) - mean(second):+.2f} ({low:+.2f} to {high:+.2f}), p = {test.pvalue:.3g}"
         deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
         listed = " ".join(f"{value:.2f}" for value in values)
         seconds = mean(run["epoch_seconds"] for run in own)
@@ -124,6 +277,45 @@ def report(runs: list[dict[str, Any]]) -> str:
         ]
         table.append(row)
     return markdown_table(table)
+
+
+def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
+    """Markdown: the first model against each other, seed by seed, on the images that one of both alone gets right."""
+    columns = {(run["model"], run["seed"]): judged.right_NM[:, i] for i, run in enumerate(runs)}
+    first, *others = dict.fromkeys(run["model"] for run in runs)
+    table = [["", "seed", "both right", "only the first", "only the second", "neither", "difference", "McNemar's p"]]
+    for other in others:
+        for (model, seed), right_N in columns.items():
+            if model == other and (first, seed) in columns:
+                pair = Paired.of(columns[first, seed], right_N)
+                low, high = pair.interval
+                counts = (pair.both, pair.only_first, pair.only_second, pair.neither)
+                difference = f"{pair.difference:+.2f} ({low:+.2f} to {high:+.2f})"
+                table.append([f"{first}, {other}", str(seed), *map(str, counts), difference, f"{pair.p_value:.2g}"])
+    return markdown_table(table)
+
+
+def plot(runs: list[dict[str, Any]]) -> bytes:
+    """A PNG: the accuracy on the validation split after each epoch, by epochs and by the GPU's time for training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for color, model in enumerate(dict.fromkeys(run["model"] for run in runs)):
+        for i, run in enumerate(run for run in runs if run["model"] == model):
+            top1, count = run["curves"]["eval_top1"], run["images"] / run["epochs"]
+            seconds = np.cumsum([count / rate for rate in run["curves"]["images_per_second"]])
+            style = dict(color=f"C{color}", linewidth=1, label=None if i else model)
+            axes[0].plot(range(1, len(top1) + 1), top1, **style)
+            axes[1].plot(seconds, top1, **style)
+    axes[0].set(xlabel="epochs", ylabel="top-1 on the validation split (%)")
+    axes[1].set(xlabel="seconds of training")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()
 
 
 def processor() -> str:

@@ -1,0 +1,93 @@
+"""benchmarks/seeds.py: runs that are kept and gone on with, judged on a split of their own, compared image by image."""
+
+import csv
+import gzip
+import json
+import math
+import sys
+
+import naive_evaluation as naive
+import numpy as np
+import pytest
+import yaml
+from conftest import CLASSES
+from processes import SMALL
+from scipy.stats import binomtest
+
+from benchmarks import seeds
+from vil.training.models import load_model
+
+MODELS = ["vil_tiny", "vim_tiny"]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory, image_folder):
+    """A folder with a run of each model, the command line that made it, and what it wrote."""
+    root = tmp_path_factory.mktemp("seeds")
+    config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1)
+    (root / "small.yaml").write_text(yaml.safe_dump(config))
+    command = ["seeds.py", "-c", root / "small.yaml", "--folder", root / "runs", "--models", *MODELS, "--seeds", "1"]
+    command += ["--jobs", "2", "--test-split", "val", "--out", root / "out.json", "--plot", root / "out.png"]
+    return root, [str(word) for word in [*command, "--device", "cpu"]]
+
+
+def call(command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", command)
+    seeds.main()
+
+
+def test_a_study_that_is_out_of_time_goes_on_and_ends_once(kept, monkeypatch, capsys):
+    root, command = kept
+    with pytest.raises(SystemExit) as stopped:
+        call([*command, "--minutes", "0"], monkeypatch)
+    assert stopped.value.code == 75
+    assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
+    call(command, monkeypatch)
+    call(command, monkeypatch)  # finds all of it done
+    for model in MODELS:
+        sessions = (root / "runs" / f"{model}-0" / "sessions.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epochs"] for line in sessions] == [2]
+
+    found = json.loads((root / "out.json").read_text())
+    rows = list(csv.DictReader(gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()))
+    assert len(rows) == 28
+    for run in found["runs"]:
+        path = root / "runs" / f"{run['model']}-0"
+        saved = yaml.safe_load((path / "config.yaml").read_text())
+        arguments = dict(num_classes=4, img_size=16, **SMALL["model_kwargs"])
+        model = load_model(run["model"], str(path / "last.pt"), **arguments).eval()
+        cfg = model.pretrained_cfg
+        summary = list(csv.DictReader((path / "summary.csv").read_text().splitlines()))
+        assert (run["epochs"], run["images"], run["updates"]) == (2, 128, 8)
+        assert run["curves"]["eval_top1"] == [float(row["eval_top1"]) for row in summary]
+        assert run["training_seconds"] == pytest.approx(sum(64 / float(row["images_per_second"]) for row in summary))
+        numbers = {name: number for number, name in enumerate(CLASSES)}
+        how = dict(input_size=16, crop_pct=0.875, interpolation="bicubic", mean=cfg["mean"], std=cfg["std"])
+        names, targets, logits = naive.saved_logits(model, f"{saved['data_dir']}/val", numbers, **how)
+        assert [row["image"].split("/")[-1] for row in rows] == names
+        assert [int(row["target"]) for row in rows] == targets.tolist()
+        taken_for = np.array([int(row[path.name]) for row in rows])
+        assert np.all(np.take_along_axis(logits, taken_for[:, None], 1)[:, 0] >= logits.max(axis=1) - 1e-4)
+        assert run["top1"] == pytest.approx(100 * (taken_for == targets).mean())
+    assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_is_named_with_what_it_said(kept, tmp_path, monkeypatch):
+    _, command = kept
+    command = [word.replace("small.yaml", "missing.yaml") for word in command]
+    with pytest.raises((SystemExit, FileNotFoundError), match="missing"):
+        call(command, monkeypatch)
+
+
+def test_images_that_one_model_alone_gets_right_decide():
+    targets = np.zeros(100, dtype=int)
+    first, second, other_seed = (np.r_[np.zeros(n, dtype=int), np.ones(100 - n, dtype=int)] for n in (80, 70, 5))
+    judged = seeds.Judged(targets, np.stack([first, second, other_seed], axis=1), [str(i) for i in range(100)])
+    runs = [dict(model="a", seed=3), dict(model="b", seed=3), dict(model="b", seed=4)]
+    (line,) = seeds.compare_images(runs, judged).splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:6] == ["a, b", "3", "70", "10", "0", "20"]
+    assert cells[7] == f"{binomtest(10, 10).pvalue:.2g}"
+    b, c, n = 10.5, 0.5, 102  # Wald's interval with half an image more in each cell
+    half = 1.96 * math.sqrt(b + c - (b - c) ** 2 / n)
+    assert cells[6] == f"+10.00 ({100 * (b - c - half) / n:+.2f} to {100 * (b - c + half) / n:+.2f})"
