@@ -73,7 +73,7 @@ SETTINGS = {
 }  # fmt: skip
 COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
 CHOICE_SEEDS = (100, 101)  # on which settings are chosen, and nothing is reported
-EPOCH = 600  # training files: copies of the few images
+EPOCH = 800  # training files: copies of the few images
 LAYER_DECAY = 0.75  # of fine-tuning, as in configs/finetune.yaml
 RUN_BYTES = 2**29  # of a run's three checkpoints, with room to spare
 AT_ONCE = 128  # images whose features are computed together
