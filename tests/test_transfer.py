@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -220,6 +221,15 @@ def test_copies_make_an_epoch_longer_without_more_images(tmp_path):
     assert all("-" not in file.name for file in tmp_path.glob("validation/*/*"))
 
 
+def test_more_images_than_there_are_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["digits", str(tmp_path / "out"), "--train-per-class", "200"])
+    monkeypatch.delitem(sys.modules, "vil.training.digits")
+    with pytest.raises(SystemExit):
+        runpy.run_module("vil.training.digits", run_name="__main__")
+    assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def rows(way, per_class, top1, rehearse=False, setting=1e-3):
     return [transfer.Run(way, per_class, setting, s, rehearse)._asdict() | {"top1": v} for s, v in enumerate(top1)]
 
@@ -332,6 +342,26 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, packed, tmp_path, 
         SystemExit, match=r"found.json has results of another sha256 of the weights: give --out another"
     ):
         small_benchmark(other)
+
+
+def test_a_run_that_is_lost_has_nothing_right_and_says_so(tmp_path, packed, monkeypatch):
+    def lost(self):
+        raise transfer.DivergenceError("the loss is nan")
+
+    monkeypatch.setattr(transfer.Trainer, "run", lost)
+    run = transfer.Run(transfer.SCRATCH, 1, 3e-3, 0, False)
+    transfer.write_images(str(tmp_path), run)
+    words = [
+        "-c",
+        str(transfer.ROOT / "configs/transfer.yaml"),
+        "--device",
+        "cpu",
+        "--img-size",
+        "32",
+        "--model-kwargs",
+    ]
+    words += [f"{name}={value}" for name, value in KWARGS.items()]
+    assert transfer.train(words, "", str(tmp_path), run) == {"top1": 0.0, "error": "the loss is nan"}
 
 
 def test_features_are_the_pooled_class_tokens_of_all_digits(packed):
