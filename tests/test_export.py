@@ -210,10 +210,20 @@ def test_linear_attention_is_onnxruntimes_operator(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(path="model.h5"), r"model.h5 must end with .onnx for ONNX, or .pt2"),
+        (dict(path="model.h5"), "model.h5 must end with .onnx for ONNX, .pt2 for .*, or .safetensors for weights"),
         (dict(path="none/model.onnx"), "there is no folder .*none"),
         (dict(runtime="tensorrt"), "runtime 'tensorrt' is none of any, onnxruntime"),
         (dict(path="model.pt2", runtime="onnxruntime"), "runtime and opset are of ONNX files"),
+        (dict(path="model.safetensors", opset=17), "runtime and opset are of ONNX files"),
+        (
+            dict(path="model.safetensors", features=[0]),
+            "has weights, not outputs: features are of .onnx and .pt2 files",
+        ),
+        (
+            dict(path="model.safetensors"),
+            "does not say with which arguments it was built, as those of vil.from_checkpoint do",
+        ),
+        (dict(metadata={"mean": "0", "data": "x"}), "^mean in the metadata is what the model itself says"),
         (dict(features=[0, 2, -1]), r"features \[-1, 2\] are not of the model's blocks 0 to 0"),
         (dict(opset=17), "opset 17 cannot be written: .* ReduceMean of opset 18, Split of opset 18; use 18"),
         (dict(opset=99), "opset 99 cannot be written"),

@@ -1,11 +1,13 @@
-"""A model in a file that runs without this package: ONNX, or PyTorch's own exported program.
+"""A model in a file that runs without this package: ONNX, or PyTorch's own exported program. Or weights to hand on.
 
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
+    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
 
-The ending says the format. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say; the outputs
-are `logits` (B, classes) and, for each block N asked for, `features_N` (B, C, h, w). B is free, H and W are the
-model's. What is in the file is compared with the model before it is written. docs/export.md says what reads it.
+The ending says the format; a .safetensors file has weights alone, in half precision, and says of which model they are:
+`vil.from_checkpoint` needs nothing else. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say;
+the outputs are `logits` (B, classes) and, for each block N asked for, `features_N` (B, C, h, w). B is free, H and W are
+the model's. What is in the file is compared with the model before it is written. docs/export.md says what reads it.
 
     G = 2 directions    B batch    L tokens    C model width    D inner width    N states of a channel
 """
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,13 +38,14 @@ from torch.export import Dim, ExportedProgram
 
 from .block import BidirectionalMixer
 from .training import checkpoint
-from .training.config import ConfigError, parse_key_values
+from .training.config import MODEL_KWARGS, ConfigError, parse_key_values
 from .training.files import write_atomically
 from .training.models import create_model, from_checkpoint
 
 OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO have long read it
 RUNTIMES = ("any", "onnxruntime")
 TOLERANCE = 1e-4  # of an output's largest magnitude, or absolute where that is below 1
+TOLERANCE_OF_HALVES = 2e-2  # the same for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -81,17 +85,19 @@ def export_model(
     features: Sequence[int] = (),
     runtime: str = "any",
     opset: int = OPSET,
+    metadata: dict[str, str] | None = None,
     **preprocessing: Any,
 ) -> Report:
     """Writes a model to a file that runs without this package, once what is in it has been compared with the model.
 
     Args:
         model: A model of timm, which is left as it is; exported in fp32, as in evaluation.
-        path: The file, *.onnx or *.pt2, written whole or not at all.
+        path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
         features: Numbers of blocks whose maps are outputs too.
         runtime: What an ONNX file is for: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
             `com.microsoft.LinearAttention` then runs the recurrence.
         opset: Version of ONNX's operators.
+        metadata: What the file is to say of itself, beside the model and its preprocessing.
         **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, where they are not timm's
             for this model.
 
@@ -100,26 +106,36 @@ def export_model(
             computes something else.
     """
     path = Path(path)
-    _check_options(path, runtime, opset)
+    _check_options(path, runtime, opset, features)
     exported = Exported(model, features, scan_by_steps if runtime == "any" else scan_by_linear_attention)
-    metadata = describe(model, preprocessing)
-    program = exported.program()
-    if path.suffix == ".onnx":
-        content, run = to_onnx(program, exported.outputs, metadata, opset)
+    described = describe(model, preprocessing)
+    if taken := described.keys() & (metadata or {}).keys():
+        raise ExportError(f"{', '.join(sorted(taken))} in the metadata is what the model itself says")
+    described |= metadata or {}
+    tolerance = TOLERANCE
+    if path.suffix == ".safetensors":
+        content, run = to_safetensors(model, described)
+        tolerance = TOLERANCE_OF_HALVES
+    elif path.suffix == ".onnx":
+        content, run = to_onnx(exported.program(), exported.outputs, described, opset)
     else:
-        content, run = to_pt2(program, metadata)
-    found = compare(model, exported, run)
+        content, run = to_pt2(exported.program(), described)
+    found = compare(model, exported, run, tolerance)
     write_atomically(path, content)
     return Report(path, len(content), *found)
 
 
-def _check_options(path: Path, runtime: str, opset: int) -> None:
-    if path.suffix not in (".onnx", ".pt2"):
-        raise ExportError(f"{path} must end with .onnx for ONNX, or .pt2 for PyTorch's exported program")
+def _check_options(path: Path, runtime: str, opset: int, features: Sequence[int] = ()) -> None:
+    if path.suffix not in (".onnx", ".pt2", ".safetensors"):
+        raise ExportError(
+            f"{path} must end with .onnx for ONNX, .pt2 for PyTorch's exported program, or .safetensors for weights"
+        )
     if runtime not in RUNTIMES:
         raise ExportError(f"runtime {runtime!r} is none of {', '.join(RUNTIMES)}")
-    if path.suffix == ".pt2" and (runtime, opset) != ("any", OPSET):
+    if path.suffix != ".onnx" and (runtime, opset) != ("any", OPSET):
         raise ExportError(f"runtime and opset are of ONNX files, and {path} is none")
+    if path.suffix == ".safetensors" and features:
+        raise ExportError(f"{path} has weights, not outputs: features are of .onnx and .pt2 files")
     if not path.parent.is_dir():
         raise ExportError(f"there is no folder {path.parent}")
     if path.suffix == ".onnx":
@@ -404,12 +420,41 @@ def to_pt2(program: ExportedProgram, metadata: dict[str, Any]) -> tuple[bytes, R
     return content, torch.export.load(io.BytesIO(content)).module()
 
 
+def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
+    """The content of a file of weights in half precision, and what runs the model that it says.
+
+    Raises:
+        ExportError: A weight is too large, or the model does not say how it was built.
+    """
+    weights = {name: t.half() if t.is_floating_point() else t for name, t in as_evaluated(model).state_dict().items()}
+    if too_large := [name for name, t in weights.items() if not t.isfinite().all()]:
+        raise ExportError(f"half precision cannot hold {', '.join(too_large[:3])}: values must be below 65504")
+    built = {k: v for k, v in model.pretrained_cfg.get("model_args", {}).items() if k in MODEL_KWARGS}
+    options = {name: metadata[name] for name in ("model", "num_classes", "crop_pct", "interpolation")}
+    if isinstance(built.get("img_size"), int):  # of two numbers it is no option of a run
+        options["img_size"] = built.pop("img_size")
+    options["model_kwargs"] = built
+    content = checkpoint.pack_weights(weights, options, {name: _plain(value) for name, value in metadata.items()})
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.safetensors"
+        path.write_bytes(content)
+        try:
+            loaded = from_checkpoint(path)
+        except (ConfigError, checkpoint.CheckpointError) as error:
+            raise ExportError(
+                f"the model does not say with which arguments it was built, as those of vil.from_checkpoint do: {error}"
+            ) from error
+    return content, lambda images: outputs_of(loaded, (), images)
+
+
 @torch.no_grad()
-def compare(model: nn.Module, exported: Exported, run: Run, count: int = 4) -> tuple[float, int, int]:
+def compare(
+    model: nn.Module, exported: Exported, run: Run, tolerance: float = TOLERANCE, count: int = 4
+) -> tuple[float, int, int]:
     """The largest difference of an output, the number of images, and of those with the same largest logit.
 
     Raises:
-        ExportError: An output differs by more than `TOLERANCE`.
+        ExportError: An output differs by more than `tolerance`.
     """
     images = pictures(count, exported.image_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)
@@ -417,7 +462,7 @@ def compare(model: nn.Module, exported: Exported, run: Run, count: int = 4) -> t
     largest = 0.0
     for name, truth, value in zip(exported.outputs, expected, found, strict=True):
         difference = (truth - value).abs().max().item()
-        if not difference <= TOLERANCE * max(1, truth.abs().max().item()):  # also if it is not a number
+        if not difference <= tolerance * max(1, truth.abs().max().item()):  # also if it is not a number
             raise ExportError(f"{name} differs from the model's by {difference:.1e}, more than rounding can")
         largest = max(largest, difference)
     return largest, count, int((expected[0].argmax(-1) == found[0].argmax(-1)).reshape(count, -1).all(1).sum())
@@ -434,14 +479,26 @@ def main() -> None:
     parser.add_argument("--features", nargs="+", type=int, default=[], metavar="BLOCK", help="maps of these blocks too")
     parser.add_argument("--runtime", choices=RUNTIMES, default="any", help="onnxruntime: use its LinearAttention")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"of ONNX's operators (default: {OPSET})")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="*.onnx or *.pt2")
+    parser.add_argument(
+        "--metadata", nargs="+", type=_key_and_text, default=[], metavar="KEY=TEXT",
+        help="what else the file is to say of itself",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="*.onnx, *.pt2 or *.safetensors")
     options = parser.parse_args()
     try:
-        _check_options(options.out, options.runtime, options.opset)
+        _check_options(options.out, options.runtime, options.opset, options.features)
         arguments = dict(features=options.features, runtime=options.runtime, opset=options.opset)
+        arguments["metadata"] = dict(options.metadata)
         print(export_model(_model_of(options), options.out, **arguments))
     except (ConfigError, checkpoint.CheckpointError, ExportError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+def _key_and_text(word: str) -> tuple[str, str]:
+    key, sign, text = word.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{word!r} is not of the form KEY=TEXT")
+    return key, text
 
 
 def _model_of(options: argparse.Namespace) -> nn.Module:

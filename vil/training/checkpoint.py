@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
 import shutil
 import warnings
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from timm.models import load_state_dict
 from torch import nn
 
@@ -31,6 +34,7 @@ PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,
 }  # fmt: skip
+PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
 
 
@@ -91,7 +95,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def saved_config(path: str | Path) -> dict[str, Any]:
-    """The options of the run that wrote a checkpoint, as far as it may decide; none if no `save_checkpoint` wrote it.
+    """The options of the run that wrote a checkpoint, as far as it may decide; none if it is not one of ours.
 
     Raises:
         CheckpointError: The file is missing or corrupt.
@@ -113,7 +117,32 @@ def says_average_is_best(path: str | Path) -> bool | None:
 
 
 def _content(path: str | Path):
-    return {} if str(path).endswith(".safetensors") else _guarded(path, lambda: _load(path))
+    read = _load_metadata if str(path).endswith(".safetensors") else _load
+    return _guarded(path, lambda: read(path))
+
+
+def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], metadata: dict[str, str]) -> bytes:
+    """The content of a .safetensors file that says its model.
+
+    Args:
+        weights: A state dict, on the CPU.
+        options: What `saved_config` is to find in the file: those of a run that make the model.
+        metadata: What else the file says of itself.
+    """
+    said = metadata | {"format": "pt", "producer": PRODUCER, "config": json.dumps(options)}
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, said)
+
+
+def _load_metadata(path: str | Path) -> dict[str, Any]:
+    """What a file of `pack_weights` says, as a checkpoint has it; nothing if it is by others."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    if metadata.get("producer") != PRODUCER:
+        return {}
+    config: Any = metadata.get("config", "")
+    with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at options to refuse
+        config = json.loads(config)
+    return {"version": VERSION, "config": config}
 
 
 def _load(path: str | Path):

@@ -87,7 +87,8 @@ def from_checkpoint(
     `validate.py` prepares them.
 
     Args:
-        path: A checkpoint of train_imagenet.py, which says its model with its arguments, or any other file of weights.
+        path: A checkpoint of train_imagenet.py or a file of weights of `vil.export`, which say their model with its
+            arguments, or any other file of weights.
         model: timm's name of the model, where the file does not say it.
         use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
         arguments: Of the model, in place of what the file says; with `img_size` it is fitted to images of another size.
@@ -110,6 +111,7 @@ def from_checkpoint(
     channels, *size = config["input_size"]
     size = to_2tuple(arguments.get("img_size") or size)
     config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
+    config["model_args"] = {name: value for name, value in arguments.items() if name != "num_classes"}  # timm's name
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
     loaded.pretrained_cfg = loaded.default_cfg = config
     return loaded
