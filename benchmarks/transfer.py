@@ -43,13 +43,13 @@ import numpy as np
 import torch
 import yaml
 from scipy.stats import ttest_rel
+from seeds import ROOT, processor
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from timm.data import create_transform, resolve_data_config
 
-from seeds import ROOT, processor
 from vil.info import git_commit
 from vil.training.comparison import markdown_table
 from vil.training.config import Config, load_config
