@@ -31,13 +31,11 @@ import argparse
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,10 +63,11 @@ ATTEMPTS = 100  # at an image
 MARGIN = 6 / 512  # of the image's side
 CLUTTER_SYSTEMS = 256
 GREY, QUALITY = 127, 90
+COLOURS = 1 + MOST_MAPS
 
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation", "test")
 # what random numbers are for: the first part of their key after the seed
-CLASSES, CLUTTER, CHOICES, FIRST_SPLIT = range(4)
+CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 
 @dataclass(frozen=True)
@@ -85,31 +84,34 @@ class Fractals:
         variation: Every coefficient of a class is times a draw from [1 - variation, 1 + variation]; 0 to 1.
         clutter: How many smaller pieces of systems that are no classes are behind the fractal.
         placement: Whether the fractal is rotated, down to half its size and anywhere in the image.
-        colours: Whether fractal, clutter and background have random colours, not grey on black.
+        colours: None for grey on black. Else a class has a colour for each of its maps and one for the background, from
+            which those of an image differ by up to this share of the range of each channel; 0 to 1.
     """
 
     classes: int = 1000
     per_class: int = 1000
     val_per_class: int = 50
+    test_per_class: int = 0
     seed: int = 0
     size: int = 256
     points: int = 100_000
     variation: float = 0.2
     clutter: int = 0
     placement: bool = False
-    colours: bool = False
+    colours: float | None = None
 
     def __post_init__(self):
-        least = dict(classes=1, per_class=1, val_per_class=1, seed=0, size=16, points=1, clutter=0)
+        least = dict(classes=1, per_class=1, val_per_class=1, test_per_class=0, seed=0, size=16, points=1, clutter=0)
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ConfigError(f"{name} is {getattr(self, name)} but must be at least {value}")
-        if not 0 <= self.variation <= 1:
-            raise ConfigError(f"variation is {self.variation} but must be between 0 and 1")
+        for name in ("variation", "colours"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be between 0 and 1")
 
     def images(self, split: str) -> int:
         """Of a class."""
-        return self.per_class if split == "train" else self.val_per_class
+        return dict(zip(SPLITS, (self.per_class, self.val_per_class, self.test_per_class)))[split]
 
 
 def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.device | str = "cpu") -> np.ndarray:
@@ -132,12 +134,14 @@ def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.de
         exists = np.arange(MOST_MAPS) < random.integers(2, MOST_MAPS + 1, (256, 1))
         starts = random.integers(TABLE, size=256)
         systems = _with_probabilities(np.where(exists[..., None], maps, 0))
-        coarse = filling_rate(play(systems, starts, COARSE_POINTS, seed, device), COARSE_SIZE)
+        coarse = filling_rate(play(systems, starts, COARSE_POINTS, seed, device)[0], COARSE_SIZE)
         promising = (coarse >= PROMISING).numpy(force=True)
         systems, starts = systems[promising], starts[promising]
         fills = [
-            filling_rate(play(systems[rows], starts[rows], JUDGED_POINTS, seed, device), JUDGED_SIZE).numpy(force=True)
-            for rows in _pieces(len(systems), JUDGED_POINTS, device)
+            filling_rate(play(systems[rows], starts[rows], JUDGED_POINTS, seed, device)[0], JUDGED_SIZE).numpy(
+                force=True
+            )
+            for rows in _pieces(len(systems), at_once(JUDGED_POINTS, device))
         ]
         found.extend(systems[np.concatenate([[], *fills]) >= FILLING])
     return np.stack(found[:count])
@@ -174,7 +178,7 @@ def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tenso
 
 def play(
     systems_BM7: np.ndarray, starts_B: np.ndarray, points: int, seed: int, device: torch.device | str = "cpu"
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Points of the chaos game: K chains a system, all from (0, 0), after their first `BURN_IN` steps.
 
     Step t of chain k of a system takes the first map of which the sum of probabilities up to it is not below the number
@@ -188,7 +192,8 @@ def play(
         device: Where to play.
 
     Returns:
-        (B, N, 2) float32: x and y, not finite where they diverge. Those of a step are next to each other.
+        (B, N, 2) float32, x and y, not finite where they diverge, those of a step next to each other; and (B, N) uint8,
+        the number of the map that made each.
     """
     B, M, _ = systems_BM7.shape
     steps = -(-points // CHAINS)
@@ -201,13 +206,17 @@ def play(
     at_B = torch.from_numpy(starts_B).to(device)
 
     kept = torch.empty(B, steps, CHAINS, 2, device=device)
+    made_by = torch.empty(B, steps, CHAINS, dtype=torch.uint8, device=device)
     point_BK2 = torch.zeros(B, CHAINS, 2, device=device)
     for step in range(BURN_IN + steps):
         chosen_BK = torch.searchsorted(sums_BM, windows[at_B + step * CHAINS])
+        out = None
+        if step >= BURN_IN:
+            out = kept[:, step - BURN_IN]
+            made_by[:, step - BURN_IN] = chosen_BK
         map_BK32 = maps[chosen_BK.add_(first_B1)].view(B, CHAINS, 3, 2)
-        out = kept[:, step - BURN_IN] if step >= BURN_IN else None
         point_BK2 = _apply(map_BK32, point_BK2, out)
-    return kept.view(B, -1, 2)[:, :points]
+    return kept.view(B, -1, 2)[:, :points], made_by.view(B, -1)[:, :points]
 
 
 def _apply(maps: Tensor, points: Tensor, out: Tensor | None = None) -> Tensor:
@@ -218,32 +227,41 @@ def _apply(maps: Tensor, points: Tensor, out: Tensor | None = None) -> Tensor:
 
 def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
     """The share of pixels that have a point, in images of `size` pixels a side: (B,); 0 where a point is not finite."""
-    return _hits(points_BN2, _identity(len(points_BN2), points_BN2.device), size).mean((1, 2), dtype=torch.float32)
+    B, device = len(points_BN2), points_BN2.device
+    index_BN, finite_B = _pixels(points_BN2, torch.eye(3, 2, device=device).expand(B, 3, 2), size)
+    hits = torch.zeros(B, size * size, dtype=torch.bool, device=device).scatter_(1, index_BN, True)
+    return hits.mean(1, dtype=torch.float32) * finite_B
 
 
-def render(points_BN2: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """Which pixels of an image points are drawn on.
+def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
+    """What is drawn on the pixels of images: patches around points, in the order of the maps that made them.
 
     Args:
         points_BN2: As of `play`. Their bounding box becomes the square from -1 to 1.
+        maps_BN: As of `play`.
         frames_B32: An affine map of that square: the images of (1, 0) and (0, 1), less that of the origin, which is the
             last row. What it leaves inside the square is inside the image and its margin.
         masks_B33: Of booleans, the patch that is drawn for a point, which is at its middle.
         size: H and W.
 
     Returns:
-        (B, H, W) bool: y goes down, and what is outside is on the edge. Nothing where a point is not finite.
+        (B, H, W) uint8: 0 where nothing is drawn, else 1 more than the last map that drew there. y goes down, and what
+        is outside is on the edge. Nothing where a point is not finite.
     """
-    hits_BHW = _hits(points_BN2, frames_B32, size)
+    index_BN, finite_B = _pixels(points_BN2, frames_B32, size)
+    hits = torch.zeros(len(points_BN2), size * size, dtype=torch.int32, device=points_BN2.device)
+    hits.scatter_reduce_(1, index_BN, maps_BN.int().add_(1), "amax")  # in whatever order, the same
+    hits_BHW = hits.to(torch.uint8).view(-1, size, size) * finite_B[:, None, None]
     padded = torch.nn.functional.pad(hits_BHW, (1, 1, 1, 1))
     drawn_BHW = torch.zeros_like(hits_BHW)
     for down, right in itertools.product(range(3), range(3)):
         moved_BHW = padded[:, 2 - down : 2 - down + size, 2 - right : 2 - right + size]
-        drawn_BHW |= moved_BHW & masks_B33[:, down, right, None, None]
+        drawn_BHW = torch.maximum(drawn_BHW, moved_BHW * masks_B33[:, down, right, None, None])
     return drawn_BHW
 
 
-def _hits(points_BN2: Tensor, frames_B32: Tensor, size: int) -> Tensor:
+def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The pixel of each point (B, N), row by row, and whether all points of an image are finite (B,)."""
     low_B2, high_B2 = torch.aminmax(points_BN2, dim=1)
     finite_B = (high_B2 - low_B2).isfinite().all(1)
     margin = MARGIN * size
@@ -257,98 +275,118 @@ def _hits(points_BN2: Tensor, frames_B32: Tensor, size: int) -> Tensor:
     offset_B2 = offset_B2 - (linear_B22 * middle_B2[..., None]).sum(1)
     maps_B132 = torch.cat([linear_B22, offset_B2[:, None]], dim=1)[:, None]
     pixels_BN2 = _apply(maps_B132, points_BN2).nan_to_num_().clamp_(0, size - 1).floor_()
-    index_BN = torch.add(pixels_BN2[..., 0], pixels_BN2[..., 1], alpha=size).long()
-    hits = torch.zeros(len(points_BN2), size * size, dtype=torch.bool, device=points_BN2.device)
-    hits.scatter_(1, index_BN, True)
-    return hits.view(-1, size, size) & finite_B[:, None, None]
+    return torch.add(pixels_BN2[..., 0], pixels_BN2[..., 1], alpha=size).long(), finite_B
 
 
-def _identity(count: int, device: torch.device) -> Tensor:
-    return torch.eye(3, 2, device=device).expand(count, 3, 2)
+@dataclass(frozen=True)
+class Place:
+    """Of an image in a folder: `split` and `number`, its class, and `image`, its number in there."""
+
+    split: str
+    number: int
+    image: int
 
 
-def render_class(
+def render_images(
     systems: np.ndarray,
     clutter: np.ndarray,
     fractals: Fractals,
-    split: str,
-    number: int,
+    places: Sequence[Place],
     device: torch.device | str = "cpu",
-) -> Iterator[Tensor]:
-    """The images of one class in a split, some at a time.
+) -> Tensor:
+    """Some images; none depends on which others there are, or come with it.
 
     Args:
         systems: Of all classes, (classes, M, 7), as of `draw_systems`.
         clutter: Systems to take pieces of, (any number, M, 7).
         fractals: What to make.
-        split: "train" or "validation".
-        number: Of the class.
+        places: Of the B images.
         device: Where to render.
 
-    Yields:
-        (B, 3, H, W) uint8 on the CPU, P images in all.
+    Returns:
+        (B, H, W, 3) uint8 on the device.
 
     Raises:
         ConfigError: A class has next to no images at this variation.
     """
-    f, count, system_M7 = fractals, fractals.images(split), systems[number]
-    attempts_P = np.zeros(count, dtype=np.int64)
+    f, B = fractals, len(places)
+    numbers_B = np.array([place.number for place in places])
 
-    @functools.cache
-    def draws(part: int, attempt: int, width: int) -> np.ndarray:
-        """A row for each image, so that an image does not depend on their number."""
-        key = _key(f.seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part)
-        return np.random.default_rng(key).random((count, width))
+    def draws(part: int, width: int, rows: np.ndarray, attempts: np.ndarray | None = None) -> np.ndarray:
+        """Uniform random numbers for some of the images, (rows, width)."""
+        found = np.empty((len(rows), width))
+        groups: dict[tuple, list[int]] = {}
+        for i, row in enumerate(rows):
+            attempt = 0 if attempts is None else int(attempts[row])
+            groups.setdefault((places[row].split, places[row].number, attempt), []).append(i)
+        for (split, number, attempt), members in groups.items():
+            images = [places[rows[i]].image for i in members]
+            random = np.random.default_rng(_key(f.seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part))
+            found[members] = random.random((max(images) + 1, width))[images]
+        return found
 
-    def play_rows(rows: np.ndarray, points: int) -> Tensor:
-        weights = MOST_MAPS * 6
-        uniform = np.stack([draws(0, attempts_P[row], weights + 1)[row] for row in rows])
-        varied = vary(system_M7[None], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
+    attempts_B, weights = np.zeros(B, dtype=np.int64), MOST_MAPS * 6
+
+    def play_rows(rows: np.ndarray, points: int) -> tuple[Tensor, Tensor]:
+        uniform = draws(0, weights + 1, rows, attempts_B)
+        varied = vary(systems[numbers_B[rows]], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
         return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
 
-    def settle(rows: np.ndarray, points: int) -> Tensor:
-        """Points of images, each drawn again until it fills something."""
-        points_BN2 = judged = play_rows(rows, points)
-        failed = np.arange(len(rows))
+    def settle(points: int) -> tuple[Tensor, Tensor]:
+        """Points of all images, each drawn again until it fills something."""
+        failed = np.arange(B)
+        points_BN2, maps_BN = judged, _ = play_rows(failed, points)
         while True:
             failed = failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]
             if not len(failed):
-                return points_BN2
-            attempts_P[rows[failed]] += 1
-            if attempts_P.max() == ATTEMPTS:
+                return points_BN2, maps_BN
+            attempts_B[failed] += 1
+            if attempts_B.max() == ATTEMPTS:
                 raise ConfigError(
-                    f"class {number} has an image that fills nothing after {ATTEMPTS} draws: choose a variation below "
-                    f"{f.variation} or more than {f.points} points"
+                    f"class {numbers_B[failed[0]]} has an image that fills nothing after {ATTEMPTS} draws: choose a "
+                    f"variation below {f.variation} or more than {f.points} points"
                 )
-            judged = play_rows(rows[failed], points)
-            points_BN2[torch.from_numpy(failed).to(device)] = judged
+            judged, maps = play_rows(failed, points)
+            rows = torch.from_numpy(failed).to(device)
+            points_BN2[rows], maps_BN[rows] = judged, maps
 
-    for piece in _pieces(count, COARSE_POINTS, device):  # finds most of those that do not, sooner
-        settle(np.arange(count)[piece], COARSE_POINTS)
+    settle(COARSE_POINTS)  # finds most of those that fill nothing, sooner
+    points_BN2, maps_BN = settle(f.points)
+    patch, flips, place, shades = np.split(draws(1, 7 + 3 * COLOURS, np.arange(B)), [1, 3, 7], axis=1)
+    bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
+    masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
+    frames_B32 = _frames(place, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (B, 1, 1))
+    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
+    drawn_BHW = render(points_BN2, maps_BN, _to_device(frames_B32, device), masks_B33, f.size)
 
-    look = draws(1, 0, 14)
-    pieces = draws(2, 0, 9 * f.clutter).reshape(count, f.clutter, 9)
-    for piece in _pieces(count, f.points, device):
-        rows = np.arange(count)[piece]
-        points_BN2 = settle(rows, f.points)
-        patch, flips, place, colours = np.split(look[rows], [1, 3, 7], axis=1)
-        bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
-        masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
-        frames_B32 = _frames(place, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (len(rows), 1, 1))
-        frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
+    palettes_BC3 = _palettes(f, numbers_B, shades.reshape(B, COLOURS, 3), device)
+    images = palettes_BC3[:, :1, None].expand(B, f.size, f.size, 3)
+    pieces = draws(2, 9 * f.clutter, np.arange(B)).reshape(B, f.clutter, 9)
+    for i in range(f.clutter):
+        which, shades, place = np.split(pieces[:, i], [2, 5], axis=1)
+        others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
+        starts_B = (which[:, 1] * TABLE).astype(np.int64)
+        other = play(others, starts_B, -(-f.points // 4), f.seed, device)
+        behind_BHW = render(*other, _to_device(_frames(place, 0.2, 0.5), device), masks_B33, f.size)
+        shades = np.floor(1 + GREY * shades[:, :1]).repeat(3, 1) if f.colours is None else np.floor(256 * shades)
+        colours_B113 = torch.from_numpy(shades.astype(np.uint8)).to(device)[:, None, None]
+        images = torch.where(behind_BHW[..., None] > 0, colours_B113, images)
+    first_B11 = torch.arange(0, B * COLOURS, COLOURS, dtype=torch.int32, device=device)[:, None, None]
+    front = palettes_BC3.view(-1, 3)[first_B11 + drawn_BHW]
+    return torch.where(drawn_BHW[..., None] > 0, front, images)
 
-        front_B3, back_B3 = _colours(colours, f.colours)
-        images = _fill(back_B3, device).expand(-1, -1, f.size, f.size)
-        for i in range(f.clutter):
-            which, shades, place = np.split(pieces[rows, i], [2, 5], axis=1)
-            others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
-            starts_B = (which[:, 1] * TABLE).astype(np.int64)
-            other_BN2 = play(others, starts_B, -(-f.points // 4), f.seed, device)
-            drawn = render(other_BN2, _to_device(_frames(place, 0.2, 0.5), device), masks_B33, f.size)
-            shades = np.floor(256 * shades) if f.colours else np.floor(1 + GREY * shades[:, :1]).repeat(3, 1)
-            images = torch.where(drawn[:, None], _fill(shades, device), images)
-        drawn = render(points_BN2, _to_device(frames_B32, device), masks_B33, f.size)
-        yield torch.where(drawn[:, None], _fill(front_B3, device), images).cpu()
+
+def _palettes(f: Fractals, numbers_B: np.ndarray, uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
+    """Colours (B, C, 3) uint8 of the background and of each map in each image."""
+    if f.colours is None:
+        shades = np.array([0] + [GREY] * MOST_MAPS)[:, None].repeat(3, 1)[None].repeat(len(numbers_B), 0)
+    else:
+        own = {
+            n: np.random.default_rng(_key(f.seed, PALETTES, n)).random((COLOURS, 3)) for n in set(numbers_B.tolist())
+        }
+        moved = np.stack([own[n] for n in numbers_B.tolist()]) + f.colours * (2 * uniform_BC3 - 1)
+        shades = np.floor(255.99 * moved.clip(0, 1))
+    return torch.from_numpy(shades.astype(np.uint8)).to(device)
 
 
 def _frames(uniform_B4: np.ndarray, smallest: float, largest: float) -> np.ndarray:
@@ -362,24 +400,17 @@ def _frames(uniform_B4: np.ndarray, smallest: float, largest: float) -> np.ndarr
     return np.stack([x_axis * shrink, y_axis * shrink, offset], axis=1)
 
 
-def _colours(uniform_B6: np.ndarray, coloured: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Of the fractal and of the background, which differs by 64 of 256 or more in every channel."""
-    if not coloured:
-        return np.full((len(uniform_B6), 3), GREY), np.zeros((len(uniform_B6), 3))
-    front = np.floor(256 * uniform_B6[:, :3])
-    return front, (front + 64 + np.floor(129 * uniform_B6[:, 3:6])) % 256
-
-
-def _fill(colours_B3: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(colours_B3.astype(np.uint8)).to(device)[..., None, None]
-
-
 def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
     return torch.from_numpy(frames).to(device, torch.float32)
 
 
-def _pieces(count: int, points: int, device: torch.device | str) -> Iterator[slice]:
-    most = max(1, POINTS_AT_ONCE.get(torch.device(device).type, POINTS_AT_ONCE["cpu"]) // max(points, CHAINS))
+def at_once(points: int, device: torch.device | str) -> int:
+    """How many images of so many points a device renders at a time."""
+    most = POINTS_AT_ONCE.get(torch.device(device).type, POINTS_AT_ONCE["cpu"])
+    return max(1, most // max(points, CHAINS))
+
+
+def _pieces(count: int, most: int) -> Iterator[slice]:
     for start in range(0, count, most):
         yield slice(start, start + most)
 
@@ -389,8 +420,8 @@ def _key(seed: int, purpose: int, *rest: int) -> tuple[int, ...]:
     return (seed, purpose, *rest, *[0] * (3 - len(rest)))
 
 
-def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "cpu", workers: int = 1) -> None:
-    """Writes `out`/{train,validation}/c*/*.jpg, `out`/systems.npy with the classes, and `out`/fractals.json.
+def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "cpu") -> None:
+    """Writes `out`/{train,validation,test}/c*/*.jpg, `out`/systems.npy with the classes, and `out`/fractals.json.
 
     What an interrupted run has completed is kept; a class is there whole or not at all.
 
@@ -398,25 +429,22 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
         out: The folder.
         fractals: What to write.
         device: Where to render.
-        workers: Processes, each of which renders and writes classes.
 
     Raises:
-        ConfigError: The folder holds other images, or as of `render_class`.
+        ConfigError: The folder holds other images, or as of `render_images`.
         FolderInUseError: Another run writes there.
     """
-    if workers < 1:
-        raise ConfigError(f"workers is {workers} but must be at least 1")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {device}, but PyTorch finds no GPU here: choose cpu")
     out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(out / ".lock", timeout=0):
-            _write(out, fractals, device, workers)
+            _write(out, fractals, device)
     except Timeout:
         raise FolderInUseError(f"another process writes to {out}: wait for it, or choose another folder") from None
 
 
-def _write(out: Path, fractals: Fractals, device: torch.device | str, workers: int) -> None:
+def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
     from tqdm import tqdm
 
     record, classes_file, unfinished = out / "fractals.json", out / "systems.npy", out / ".unfinished"
@@ -438,78 +466,52 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str, workers: i
         systems = draw_systems(fractals.classes, fractals.seed, CLASSES, device)
         write_atomically(classes_file, lambda file: np.save(file, systems))
     systems = np.load(classes_file, allow_pickle=False)
-    pool = draw_systems(CLUTTER_SYSTEMS, fractals.seed, CLUTTER, device) if fractals.clutter else systems[:0]
+    clutter = draw_systems(CLUTTER_SYSTEMS, fractals.seed, CLUTTER, device) if fractals.clutter else systems[:0]
 
     shutil.rmtree(unfinished, ignore_errors=True)
     digits = max(4, len(str(fractals.classes - 1)))
-    jobs = [(split, number, f"{split}/c{number:0{digits}}") for split in SPLITS for number in range(fractals.classes)]
-    missing = [job for job in jobs if not (out / job[2]).exists()]
-    total = fractals.classes * (fractals.per_class + fractals.val_per_class)
-    done = total - sum(fractals.images(split) for split, *_ in missing)
-    common = out, unfinished, systems, pool, fractals, device
-    with tqdm(total=total, initial=done, unit=" images", unit_scale=True, desc=str(out)) as progress:
-        if workers == 1:
-            _set_up(*common)
-            for job in missing:
-                progress.update(_write_class(*job))
-        else:
-            context = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
-            started = context.Value("i", 0)
-            processes = ProcessPoolExecutor(min(workers, len(missing) or 1), context, _set_up_alone, (started, *common))
-            with processes:
-                try:
-                    for written in as_completed([processes.submit(_write_class, *job) for job in missing]):
-                        progress.update(written.result())
-                except BaseException:
-                    processes.shutdown(wait=False, cancel_futures=True)
-                    raise
-    if missing:
+    folders = {
+        (split, number): f"{split}/c{number:0{digits}}"
+        for split in SPLITS for number in range(fractals.classes) if fractals.images(split)
+    }  # fmt: skip
+    total = sum(fractals.images(split) for split, _ in folders)
+    folders = {key: name for key, name in folders.items() if not (out / name).exists()}
+    left = {key: fractals.images(key[0]) for key in folders}
+    for (split, _), name in folders.items():
+        (unfinished / name).mkdir(parents=True)
+        (out / split).mkdir(exist_ok=True)
+    places = [Place(*key, image) for key, count in left.items() for image in range(count)]
+
+    def save(pixels: np.ndarray, place: Place) -> None:
+        path = unfinished / folders[place.split, place.number] / f"{place.image:05d}.jpg"
+        Image.fromarray(pixels).save(path, quality=QUALITY)
+
+    with (
+        tqdm(total=total, initial=total - len(places), unit=" images", unit_scale=True, desc=str(out)) as progress,
+        ThreadPoolExecutor() as threads,
+    ):
+        saving: deque[tuple[Place, Future]] = deque()
+        for rows in _pieces(len(places), at_once(fractals.points, device)):
+            images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
+            while len(saving) > len(images):  # one batch is saved while the next one is rendered
+                progress.update(_saved(*saving.popleft(), left, folders, unfinished, out))
+            saving.extend((place, threads.submit(save, pixels, place)) for pixels, place in zip(images, places[rows]))
+        while saving:
+            progress.update(_saved(*saving.popleft(), left, folders, unfinished, out))
+    if places:
         write_atomically(record, json.dumps(about | {"images": total}, indent=1))
     shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{out}: {total} images of {fractals.classes} classes" + ("" if missing else ", all there already"))
+    print(f"{out}: {total} images of {fractals.classes} classes" + ("" if places else ", all there already"))
 
 
-_common: tuple = ()  # of a process, so that it is not sent with every class
-
-
-def _set_up(*common) -> None:
-    global _common
-    _common = common
-
-
-def _set_up_alone(started, *common) -> None:
-    torch.set_num_threads(1)  # there is a process for every core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the first one ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    *rest, device = common
-    with started:
-        turn, started.value = started.value, started.value + 1
-    if str(device) == "cuda":  # any GPU: they share the work
-        device = f"cuda:{turn % torch.cuda.device_count()}"
-    _set_up(*rest, device)
-
-
-def _end_with_parent() -> None:
-    """A pool's processes would wait for ever when it is killed, and write into the folder of the next run."""
-    parent = multiprocessing.parent_process()
-    if parent:
-        parent.join()
-        os._exit(1)
-
-
-def _write_class(split: str, number: int, name: str) -> int:
-    """Returns how many images it has written."""
-    out, unfinished, systems, pool, fractals, device = _common
-    folder = unfinished / name
-    folder.mkdir(parents=True)
-    written = 0
-    for images in render_class(systems, pool, fractals, split, number, device):
-        for pixels in images.permute(0, 2, 3, 1).numpy():
-            Image.fromarray(pixels).save(folder / f"{written:05d}.jpg", quality=QUALITY)
-            written += 1
-    (out / split).mkdir(exist_ok=True)
-    os.rename(folder, out / name)
-    return written
+def _saved(place: Place, future: Future, left: dict, folders: dict, unfinished: Path, out: Path) -> int:
+    """Waits for an image; with its last one a class takes its place. Returns the number of images."""
+    future.result()
+    key = place.split, place.number
+    left[key] -= 1
+    if not left[key]:
+        os.rename(unfinished / folders[key], out / folders[key])
+    return 1
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -519,20 +521,19 @@ def main(arguments: list[str] | None = None) -> None:
     add("--classes", type=int, default=default.classes)
     add("--per-class", type=int, default=default.per_class, help="training images of each class")
     add("--val-per-class", type=int, default=default.val_per_class, help="validation images of each class")
+    add("--test-per-class", type=int, default=default.test_per_class, help="images of each class in a third split")
     add("--seed", type=int, default=default.seed)
     add("--size", type=int, default=default.size, help="pixels a side")
     add("--points", type=int, default=default.points, help="of an image; fewer are harder")
     add("--variation", type=float, default=default.variation, help="0 to 1: how much images of a class differ")
     add("--clutter", type=int, default=default.clutter, help="pieces of unlabelled fractals behind")
     add("--placement", action="store_true", help="turn, shrink and move the fractal at random")
-    add("--colours", action="store_true", help="random colours, not grey on black")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add("--colours", type=float, metavar="SHARE", help="0 to 1: colours by map, off by so much; grey if not given")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--workers", type=int, default=cores, help="processes")
     options = vars(parser.parse_args(arguments))
-    out, device, workers = (options.pop(name) for name in ("out", "device", "workers"))
+    out, device = (options.pop(name) for name in ("out", "device"))
     try:
-        write_fractals(out, Fractals(**options), device, workers)
+        write_fractals(out, Fractals(**options), device)
     except (ConfigError, FolderInUseError) as error:
         parser.exit(1, f"error: {error}\n")
 
