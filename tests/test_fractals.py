@@ -354,6 +354,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     write_fractals(whole, options)
     assert len(files(whole)) == 18
     assert not (whole / "test").exists()
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     left = iter(range(9))
 
     def stop(*arguments, save=module._save_jpeg):
@@ -365,7 +366,6 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(module, "_save_jpeg", stop)
         with pytest.raises(SystemExit) as stopping:
-            small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
             main([str(stopped), *small, "--device=cpu"])
     assert stopping.value.code == 130
     assert "stopped: the same command goes on" in capsys.readouterr().err
