@@ -411,18 +411,29 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     assert "all there already" in capsys.readouterr().out
 
 
-def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch):
-    begun = []
+@pytest.mark.parametrize("where", ["saving", "rendering"])
+def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
+    begun, batches = [], []
 
-    def fail(path, pixels):
+    def save(path, pixels):
         begun.append(path)
         time.sleep(0.05)
-        raise OSError("broken")
+        if where == "saving":
+            raise OSError("broken")
 
-    monkeypatch.setattr(module, "_save_jpeg", fail)
+    def render_some(*arguments):
+        batches.append(arguments)
+        if where == "rendering" and len(batches) == 2:
+            raise OSError("broken")
+        return render_images(*arguments)
+
+    monkeypatch.setattr(module, "_save_jpeg", save)
+    monkeypatch.setattr(module, "render_images", render_some)
+    monkeypatch.setattr(module, "AT_ONCE", dict(cpu=512 * 200))
     with pytest.raises(OSError, match="broken"):
         write_fractals(tmp_path / "out", Fractals(**SMALL | dict(per_class=80, size=16, points=512)))
-    assert len(begun) <= 3 * 32  # of 246: threads are 32 at most
+    assert len(batches) == 2
+    assert len(begun) <= 3 * 32  # of the first 200: threads are 32 at most
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
