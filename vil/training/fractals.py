@@ -25,8 +25,8 @@ What makes classes easier or harder to tell apart:
     --clutter      so many smaller pieces of systems that are no classes are behind the fractal; ours
     --placement    the fractal is turned by any angle, has half its size or more, and is anywhere in the image; ours
     --colours      a class has a colour for each of its maps, which the points it made have, and one for the background;
-                   those of an image differ from them by up to SHARE of the range: at 0 colours alone tell classes
-                   apart, at 1 they tell little. Ours as well: where the authors' code colours points, their hues go
+                   those of an image differ from them by up to SHARE of the range: the more, the less they say of the
+                   class, and at 0 they say all. Ours as well: where FractalDB's code colours points, their hues go
                    round with the number of the step
 
 Classes and images follow from the seed, whatever is rendered at a time and however often a run was stopped. A GPU and a
