@@ -2,9 +2,10 @@
 
     python -m vil.training.fractals data/fractals                         # 1,000 classes of 1,000 images, on a GPU
     python -m vil.training.fractals data/few --classes 10 --per-class 50 --val-per-class 10 --points 10000
-    python -m vil.training.fractals data/hard --variation 0.4 --points 20000 --clutter 3 --placement --colours
+    python -m vil.training.fractals data/coloured --test-per-class 50 --points 20000 --placement --colours 0.2
 
-Writes OUT/{train,validation}/{c0000,c0001,...}/*.jpg. A run that was stopped goes on where it was, by the same command.
+Writes OUT/{train,validation,test}/{c0000,c0001,...}/*.jpg. A run that was stopped goes on where it was, by the same
+command: what is there of a class is all of it.
 
 A class is an iterated function system: a few affine maps of the plane, of which the chaos game applies one at a time,
 drawn at random, to a point. Its images are of systems near it. As FractalDB's paper (Kataoka et al., "Pre-training
@@ -15,29 +16,42 @@ drawn as 3x3 patches of grey 127 on black, and flipped. Not so: their 1,000 imag
 parameter of all its maps at a time, by 4 flips, by 10 draws of patches; here every coefficient of every image has a
 weight of its own, as in 1p-frac (2024). An image has one patch, where their code draws one for every point. Many short
 chains take the place of one long one, without the points before they come to the attractor. An image whose points fill
-next to nothing, as where its maps no longer contract, is drawn again. Clutter, placement and colours are ours, and off
-unless asked for.
+next to nothing, as where its maps no longer contract, is drawn again.
 
-Classes and images follow from the seed, whatever the number of processes and however often a run was stopped. A GPU and
-a CPU round differently: a few pixels differ, and so may a class or an image that is just at a threshold.
+What makes classes easier or harder to tell apart:
+
+    --variation    each coefficient of an image is the class's, times a draw from 1 - variation to 1 + variation
+    --points       fewer leave dots of what many fill
+    --clutter      so many smaller pieces of systems that are no classes are behind the fractal; ours
+    --placement    the fractal is turned by any angle, has half its size or more, and is anywhere in the image; ours
+    --colours      a class has a colour for each of its maps, which the points it made have, and one for the background;
+                   those of an image differ from them by up to SHARE of the range: the more, the less they say of the
+                   class, and at 0 they say all. Ours as well: where FractalDB's code colours points, their hues go
+                   round with the number of the step
+
+Classes and images follow from the seed, whatever is rendered at a time and however often a run was stopped. A GPU and a
+CPU round differently: a few pixels differ, and so may a class or an image that is just at a threshold.
 
     B  images             M  maps, the most of a system     H, W  pixels
-    N  points             K  chains of the chaos game       P  images of a class
+    N  points             K  chains of the chaos game       C  colours of an image
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import itertools
 import json
 import os
 import shutil
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +67,7 @@ MOST_MAPS = 8
 CHAINS = 512
 BURN_IN = 50  # steps of a chain from (0, 0) until its points count
 TABLE = 2**22  # places at which a chaos game may start to read the table of random numbers
-POINTS_AT_ONCE = dict(cuda=2**26, cpu=2**22)  # a process needs some 40 bytes of memory for each
+AT_ONCE = dict(cuda=2**26, cpu=2**22)  # points; some 40 bytes of memory for each, and 20 for a pixel
 
 FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # of a class
 COARSE_SIZE, COARSE_POINTS = 32, 4096
@@ -62,8 +76,9 @@ PROMISING, KEPT = 0.3, 0.1
 ATTEMPTS = 100  # at an image
 MARGIN = 6 / 512  # of the image's side
 CLUTTER_SYSTEMS = 256
+LARGEST = 4096  # image: a pixel's number is exact in float32
 GREY, QUALITY = 127, 90
-COLOURS = 1 + MOST_MAPS
+COLOURS = 1 + MOST_MAPS  # the background's comes first
 
 SPLITS = ("train", "validation", "test")
 # what random numbers are for: the first part of their key after the seed
@@ -78,6 +93,7 @@ class Fractals:
         classes: Their number.
         per_class: Training images of each.
         val_per_class: Validation images of each.
+        test_per_class: Images of each in a third split, for what neither training nor a choice has seen.
         seed: Of classes and images, at least 0.
         size: Of images, in pixels a side.
         points: Of the chaos game, an image.
@@ -105,6 +121,8 @@ class Fractals:
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ConfigError(f"{name} is {getattr(self, name)} but must be at least {value}")
+        if self.size > LARGEST:
+            raise ConfigError(f"size is {self.size} but must be at most {LARGEST}")
         for name in ("variation", "colours"):
             if not 0 <= (getattr(self, name) or 0) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)} but must be between 0 and 1")
@@ -137,13 +155,10 @@ def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.de
         coarse = filling_rate(play(systems, starts, COARSE_POINTS, seed, device)[0], COARSE_SIZE)
         promising = (coarse >= PROMISING).numpy(force=True)
         systems, starts = systems[promising], starts[promising]
-        fills = [
-            filling_rate(play(systems[rows], starts[rows], JUDGED_POINTS, seed, device)[0], JUDGED_SIZE).numpy(
-                force=True
-            )
-            for rows in _pieces(len(systems), at_once(JUDGED_POINTS, device))
-        ]
-        found.extend(systems[np.concatenate([[], *fills]) >= FILLING])
+        for rows in _pieces(len(systems), at_once(JUDGED_POINTS, JUDGED_SIZE, device)):
+            points_BN2, _ = play(systems[rows], starts[rows], JUDGED_POINTS, seed, device)
+            fills = (filling_rate(points_BN2, JUDGED_SIZE) >= FILLING).numpy(force=True)
+            found.extend(systems[rows][fills])
     return np.stack(found[:count])
 
 
@@ -234,7 +249,7 @@ def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
 
 
 def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """What is drawn on the pixels of images: patches around points, in the order of the maps that made them.
+    """What is drawn on the pixels of images: patches around points, those of a later map over those of an earlier one.
 
     Args:
         points_BN2: As of `play`. Their bounding box becomes the square from -1 to 1.
@@ -278,13 +293,12 @@ def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, 
     return torch.add(pixels_BN2[..., 0], pixels_BN2[..., 1], alpha=size).long(), finite_B
 
 
-@dataclass(frozen=True)
-class Place:
-    """Of an image in a folder: `split` and `number`, its class, and `image`, its number in there."""
+class Place(NamedTuple):
+    """Of an image in a folder."""
 
     split: str
-    number: int
-    image: int
+    number: int  # of its class
+    image: int  # its number in there
 
 
 def render_images(
@@ -310,81 +324,93 @@ def render_images(
         ConfigError: A class has next to no images at this variation.
     """
     f, B = fractals, len(places)
+    points = _points_that_fill(systems, f, places, device)
+    uniform = _uniform(f.seed, places, 1, 7 + 3 * COLOURS)
+    patch, flips, placement, shades = np.split(uniform, [1, 3, 7], axis=1)
+    bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
+    masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
+    frames_B32 = _frames(placement, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (B, 1, 1))
+    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
+    drawn_BHW = render(*points, _to_device(frames_B32, device), masks_B33, f.size)
+
+    palettes_BC3 = _palettes(f, places, shades.reshape(B, COLOURS, 3), device)
+    images = palettes_BC3[:, :1, None]
+    for piece in _uniform(f.seed, places, 2, 9 * f.clutter).reshape(B, f.clutter, 9).swapaxes(0, 1):
+        images = _over(images, *_piece(piece, clutter, f, masks_B33, device))
+    return _over(images, drawn_BHW, palettes_BC3)
+
+
+def _uniform(
+    seed: int, places: Sequence[Place], part: int, width: int, attempts: Iterable[int] = itertools.repeat(0)
+) -> np.ndarray:
+    """Random numbers in [0, 1) of each place: (B, width), others for each part and attempt."""
+    found = np.empty((len(places), width))
+    rows_of = defaultdict(list)
+    for row, (place, attempt) in enumerate(zip(places, attempts)):
+        rows_of[place.split, place.number, attempt].append(row)
+    for (split, number, attempt), rows in rows_of.items():
+        images = [places[row].image for row in rows]
+        random = np.random.default_rng(_key(seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part))
+        found[rows] = random.random((max(images) + 1, width))[images]
+    return found
+
+
+def _points_that_fill(
+    systems: np.ndarray, f: Fractals, places: Sequence[Place], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """As of `play`, for systems near those of the places' classes, each drawn again until it fills something."""
     numbers_B = np.array([place.number for place in places])
+    attempts_B, weights = np.zeros(len(places), dtype=np.int64), MOST_MAPS * 6
 
-    def draws(part: int, width: int, rows: np.ndarray, attempts: np.ndarray | None = None) -> np.ndarray:
-        """Uniform random numbers for some of the images, (rows, width)."""
-        found = np.empty((len(rows), width))
-        groups: dict[tuple, list[int]] = {}
-        for i, row in enumerate(rows):
-            attempt = 0 if attempts is None else int(attempts[row])
-            groups.setdefault((places[row].split, places[row].number, attempt), []).append(i)
-        for (split, number, attempt), members in groups.items():
-            images = [places[rows[i]].image for i in members]
-            random = np.random.default_rng(_key(f.seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part))
-            found[members] = random.random((max(images) + 1, width))[images]
-        return found
-
-    attempts_B, weights = np.zeros(B, dtype=np.int64), MOST_MAPS * 6
-
-    def play_rows(rows: np.ndarray, points: int) -> tuple[Tensor, Tensor]:
-        uniform = draws(0, weights + 1, rows, attempts_B)
+    def play_some(rows: np.ndarray, points: int) -> tuple[Tensor, Tensor]:
+        uniform = _uniform(f.seed, [places[row] for row in rows], 0, weights + 1, attempts_B[rows].tolist())
         varied = vary(systems[numbers_B[rows]], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
         return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
 
-    def settle(points: int) -> tuple[Tensor, Tensor]:
-        """Points of all images, each drawn again until it fills something."""
-        failed = np.arange(B)
-        points_BN2, maps_BN = judged, _ = play_rows(failed, points)
-        while True:
-            failed = failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]
-            if not len(failed):
-                return points_BN2, maps_BN
+    for points in (COARSE_POINTS, f.points):  # few points find most of those that fill nothing, sooner
+        failed = np.arange(len(places))
+        points_BN2, maps_BN = judged, _ = play_some(failed, points)
+        while len(failed := failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]):
             attempts_B[failed] += 1
             if attempts_B.max() == ATTEMPTS:
                 raise ConfigError(
-                    f"class {numbers_B[failed[0]]} has an image that fills nothing after {ATTEMPTS} draws: choose a "
-                    f"variation below {f.variation} or more than {f.points} points"
+                    f"class {numbers_B[attempts_B.argmax()]} has an image that fills nothing after {ATTEMPTS} draws: "
+                    f"choose a variation below {f.variation} or more than {f.points} points"
                 )
-            judged, maps = play_rows(failed, points)
-            rows = torch.from_numpy(failed).to(device)
-            points_BN2[rows], maps_BN[rows] = judged, maps
-
-    settle(COARSE_POINTS)  # finds most of those that fill nothing, sooner
-    points_BN2, maps_BN = settle(f.points)
-    patch, flips, place, shades = np.split(draws(1, 7 + 3 * COLOURS, np.arange(B)), [1, 3, 7], axis=1)
-    bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
-    masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
-    frames_B32 = _frames(place, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (B, 1, 1))
-    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
-    drawn_BHW = render(points_BN2, maps_BN, _to_device(frames_B32, device), masks_B33, f.size)
-
-    palettes_BC3 = _palettes(f, numbers_B, shades.reshape(B, COLOURS, 3), device)
-    images = palettes_BC3[:, :1, None].expand(B, f.size, f.size, 3)
-    pieces = draws(2, 9 * f.clutter, np.arange(B)).reshape(B, f.clutter, 9)
-    for i in range(f.clutter):
-        which, shades, place = np.split(pieces[:, i], [2, 5], axis=1)
-        others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
-        starts_B = (which[:, 1] * TABLE).astype(np.int64)
-        other = play(others, starts_B, -(-f.points // 4), f.seed, device)
-        behind_BHW = render(*other, _to_device(_frames(place, 0.2, 0.5), device), masks_B33, f.size)
-        shades = np.floor(1 + GREY * shades[:, :1]).repeat(3, 1) if f.colours is None else np.floor(256 * shades)
-        colours_B113 = torch.from_numpy(shades.astype(np.uint8)).to(device)[:, None, None]
-        images = torch.where(behind_BHW[..., None] > 0, colours_B113, images)
-    first_B11 = torch.arange(0, B * COLOURS, COLOURS, dtype=torch.int32, device=device)[:, None, None]
-    front = palettes_BC3.view(-1, 3)[first_B11 + drawn_BHW]
-    return torch.where(drawn_BHW[..., None] > 0, front, images)
+            judged, made_by = play_some(failed, points)
+            rows_B = torch.from_numpy(failed).to(device)
+            points_BN2[rows_B], maps_BN[rows_B] = judged, made_by
+    return points_BN2, maps_BN
 
 
-def _palettes(f: Fractals, numbers_B: np.ndarray, uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
+def _piece(
+    uniform_B9: np.ndarray, clutter: np.ndarray, f: Fractals, masks_B33: Tensor, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """As of `render` for one piece of clutter in each image, and palettes (B, C, 3) of a single colour for them."""
+    which, shades, placement = np.split(uniform_B9, [2, 5], axis=1)
+    others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
+    starts_B = (which[:, 1] * TABLE).astype(np.int64)
+    points = play(others, starts_B, -(-f.points // 4), f.seed, device)
+    drawn_BHW = render(*points, _to_device(_frames(placement, 0.2, 0.5), device), masks_B33, f.size)
+    shades = np.floor(1 + GREY * shades[:, [0, 0, 0]] if f.colours is None else 256 * shades)
+    return drawn_BHW, torch.from_numpy(shades.astype(np.uint8)).to(device)[:, None].expand(-1, COLOURS, 3)
+
+
+def _over(images: Tensor, drawn_BHW: Tensor, palettes_BC3: Tensor) -> Tensor:
+    """Images, or a colour for each that fits them, with what `render` has drawn over them: (B, H, W, 3) uint8."""
+    index_BHW = drawn_BHW + torch.arange(0, palettes_BC3[..., 0].numel(), COLOURS, device=images.device)[:, None, None]
+    return torch.where(drawn_BHW[..., None] > 0, palettes_BC3.flatten(0, 1)[index_BHW], images)
+
+
+def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
     """Colours (B, C, 3) uint8 of the background and of each map in each image."""
     if f.colours is None:
-        shades = np.array([0] + [GREY] * MOST_MAPS)[:, None].repeat(3, 1)[None].repeat(len(numbers_B), 0)
+        shades = np.zeros(uniform_BC3.shape)
+        shades[:, 1:] = GREY
     else:
-        own = {
-            n: np.random.default_rng(_key(f.seed, PALETTES, n)).random((COLOURS, 3)) for n in set(numbers_B.tolist())
-        }
-        moved = np.stack([own[n] for n in numbers_B.tolist()]) + f.colours * (2 * uniform_BC3 - 1)
+        numbers = [place.number for place in places]
+        own = {n: np.random.default_rng(_key(f.seed, PALETTES, n)).random((COLOURS, 3)) for n in set(numbers)}
+        moved = np.stack([own[number] for number in numbers]) + f.colours * (2 * uniform_BC3 - 1)
         shades = np.floor(255.99 * moved.clip(0, 1))
     return torch.from_numpy(shades.astype(np.uint8)).to(device)
 
@@ -404,10 +430,10 @@ def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
     return torch.from_numpy(frames).to(device, torch.float32)
 
 
-def at_once(points: int, device: torch.device | str) -> int:
-    """How many images of so many points a device renders at a time."""
-    most = POINTS_AT_ONCE.get(torch.device(device).type, POINTS_AT_ONCE["cpu"])
-    return max(1, most // max(points, CHAINS))
+def at_once(points: int, size: int, device: torch.device | str) -> int:
+    """How many images of so many points, and so many pixels a side, a device renders at a time."""
+    most = AT_ONCE.get(torch.device(device).type, AT_ONCE["cpu"])
+    return max(1, most // max(points, CHAINS, size * size // 2))
 
 
 def _pieces(count: int, most: int) -> Iterator[slice]:
@@ -433,22 +459,21 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
     Raises:
         ConfigError: The folder holds other images, or as of `render_images`.
         FolderInUseError: Another run writes there.
+        OSError: A file could not be written, which it names.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {device}, but PyTorch finds no GPU here: choose cpu")
     out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(out / ".lock", timeout=0):
+            _refuse_other_images(out, fractals)
             _write(out, fractals, device)
     except Timeout:
         raise FolderInUseError(f"another process writes to {out}: wait for it, or choose another folder") from None
 
 
-def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
-    from tqdm import tqdm
-
-    record, classes_file, unfinished = out / "fractals.json", out / "systems.npy", out / ".unfinished"
-    options = asdict(fractals)
+def _refuse_other_images(out: Path, fractals: Fractals) -> None:
+    record, options = out / "fractals.json", asdict(fractals)
     if record.exists():
         there = json.loads(record.read_text())["options"]
         if different := [name for name in options if options[name] != there.get(name)]:
@@ -457,61 +482,93 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
                 + ", ".join(f"{name} {there.get(name)}, not {options[name]}" for name in different)
                 + ". Give the same options or choose another folder"
             )
-    elif foreign := sorted(path.name for path in out.iterdir() if path.name != ".lock"):
+    elif foreign := sorted(path.name for path in out.iterdir() if not path.name.startswith(".")):
         raise ConfigError(f"{out} holds something else ({', '.join(foreign[:5])}): choose a new folder")
-    about = dict(options=options, device=str(device), environment=environment())
+
+
+def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
+    record, classes_file, unfinished = out / "fractals.json", out / "systems.npy", out / ".unfinished"
+    about = dict(options=asdict(fractals), device=str(device), environment=environment())
     if not record.exists():
         write_atomically(record, json.dumps(about | {"images": 0}, indent=1))
     if not classes_file.exists():  # those of a run that is gone on with: another device might draw others
+        print(f"{out}: {fractals.classes} classes are drawn", flush=True)
         systems = draw_systems(fractals.classes, fractals.seed, CLASSES, device)
         write_atomically(classes_file, lambda file: np.save(file, systems))
     systems = np.load(classes_file, allow_pickle=False)
     clutter = draw_systems(CLUTTER_SYSTEMS, fractals.seed, CLUTTER, device) if fractals.clutter else systems[:0]
 
-    shutil.rmtree(unfinished, ignore_errors=True)
     digits = max(4, len(str(fractals.classes - 1)))
     folders = {
         (split, number): f"{split}/c{number:0{digits}}"
         for split in SPLITS for number in range(fractals.classes) if fractals.images(split)
     }  # fmt: skip
     total = sum(fractals.images(split) for split, _ in folders)
-    folders = {key: name for key, name in folders.items() if not (out / name).exists()}
-    left = {key: fractals.images(key[0]) for key in folders}
-    for (split, _), name in folders.items():
+    missing = {key: name for key, name in folders.items() if not (out / name).exists()}
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for (split, _), name in missing.items():
         (unfinished / name).mkdir(parents=True)
         (out / split).mkdir(exist_ok=True)
+    _save_images(out, unfinished, missing, total, systems, clutter, fractals, device)
+    if json.loads(record.read_text())["images"] != total:
+        write_atomically(record, json.dumps(about | {"images": total}, indent=1))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{out}: {total} images of {fractals.classes} classes" + ("" if missing else ", all there already"))
+
+
+def _save_images(
+    out: Path,
+    unfinished: Path,
+    folders: dict[tuple[str, int], str],
+    total: int,
+    systems: np.ndarray,
+    clutter: np.ndarray,
+    fractals: Fractals,
+    device: torch.device | str,
+) -> None:
+    """Writes the images of each split and class to its folder below `unfinished`, and moves that to `out` when full."""
+    from tqdm import tqdm
+
+    left = {key: fractals.images(key[0]) for key in folders}
     places = [Place(*key, image) for key, count in left.items() for image in range(count)]
 
-    def save(pixels: np.ndarray, place: Place) -> None:
-        path = unfinished / folders[place.split, place.number] / f"{place.image:05d}.jpg"
-        Image.fromarray(pixels).save(path, quality=QUALITY)
+    def save(pixels: np.ndarray, place: Place) -> Place:
+        _save_jpeg(unfinished / folders[place[:2]] / f"{place.image:05d}.jpg", pixels)
+        return place
+
+    def wait_for(saved: Iterable[Place]) -> None:
+        for place in saved:
+            key = place[:2]
+            left[key] -= 1
+            if not left[key]:
+                os.rename(unfinished / folders[key], out / folders[key])
+            progress.update()
 
     with (
         tqdm(total=total, initial=total - len(places), unit=" images", unit_scale=True, desc=str(out)) as progress,
         ThreadPoolExecutor() as threads,
     ):
-        saving: deque[tuple[Place, Future]] = deque()
-        for rows in _pieces(len(places), at_once(fractals.points, device)):
-            images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
-            while len(saving) > len(images):  # one batch is saved while the next one is rendered
-                progress.update(_saved(*saving.popleft(), left, folders, unfinished, out))
-            saving.extend((place, threads.submit(save, pixels, place)) for pixels, place in zip(images, places[rows]))
-        while saving:
-            progress.update(_saved(*saving.popleft(), left, folders, unfinished, out))
-    if places:
-        write_atomically(record, json.dumps(about | {"images": total}, indent=1))
-    shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{out}: {total} images of {fractals.classes} classes" + ("" if places else ", all there already"))
+        saved: Iterable[Place] = ()
+        try:
+            for rows in _pieces(len(places), at_once(fractals.points, fractals.size, device)):
+                images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
+                wait_for(saved)  # those before, which were saved while these were rendered
+                saved = threads.map(save, images, places[rows])
+            wait_for(saved)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # leaving `with` waits for what is being written now
+            raise
 
 
-def _saved(place: Place, future: Future, left: dict, folders: dict, unfinished: Path, out: Path) -> int:
-    """Waits for an image; with its last one a class takes its place. Returns the number of images."""
-    future.result()
-    key = place.split, place.number
-    left[key] -= 1
-    if not left[key]:
-        os.rename(unfinished / folders[key], out / folders[key])
-    return 1
+def _save_jpeg(path: Path, pixels: np.ndarray) -> None:
+    try:
+        with open(path, "w+b") as file:
+            Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
+            file.seek(-2, os.SEEK_END)
+            if file.read() != b"\xff\xd9":  # the end of the image: PIL takes no notice where only a part was written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -536,6 +593,10 @@ def main(arguments: list[str] | None = None) -> None:
         write_fractals(out, Fractals(**options), device)
     except (ConfigError, FolderInUseError) as error:
         parser.exit(1, f"error: {error}\n")
+    except OSError as error:
+        parser.exit(1, f"error: {error}. The same command goes on with what is complete\n")
+    except KeyboardInterrupt:
+        parser.exit(128 + signal.SIGINT, "\nstopped: the same command goes on with what is complete\n")
 
 
 if __name__ == "__main__":
