@@ -50,7 +50,7 @@ def test_the_published_results_are_those_of_the_files(request):
     docs = request.config.rootpath / "docs"
     text = (docs / "results.md").read_text()
     assert mqar.markdown(json.loads((docs / "results" / "mqar.json").read_text())["runs"]) in text
-    for name in ("digits", "digits_few"):
+    for name in ("digits", "digits_few", "rehearsal"):
         assert seeds.report(json.loads((docs / "results" / f"{name}.json").read_text())["runs"]) in text
 
 
@@ -144,6 +144,17 @@ def test_speeds_are_quoted_from_the_row_that_was_measured(pages):
     assert table(readme, *latency) == table(results, *latency)
 
 
+def p_of_shares(first, of_first, second, of_second):
+    """Fisher's exact test, two-sided, to one digit: tables with the same sums that are no likelier."""
+    total, of = first + second, of_first + of_second
+
+    def likelihood(k):
+        return math.comb(of_first, k) * math.comb(of_second, total - k) / math.comb(of, total)
+
+    found = likelihood(first) * (1 + 1e-9)
+    return float(f"{sum(p for k in range(of_first + 1) if (p := likelihood(k)) <= found):.1g}")
+
+
 def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
     """Every number of its prose is tied to where it comes from; what is left over are settings."""
     readme, results, benchmarks = pages
@@ -158,17 +169,39 @@ def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
 
     runs = {
         name: json.loads((request.config.rootpath / "docs" / "results" / f"{name}.json").read_text())["runs"]
-        for name in ("mqar", "digits")
+        for name in ("mqar", "digits", "rehearsal")
     }
     best = {(r["mixer"], r["length"]): 0.0 for r in runs["mqar"]}
     for run in runs["mqar"]:
         key = run["mixer"], run["length"]
         best[key] = max(best[key], run["accuracy"][-1])
-    tokens, *recalled = quoted(r"at (\d+) tokens Longhorn recalls ([\d.]+)%, Mamba ([\d.]+)%, attention ([\d.]+)%")
-    assert recalled == [f"{best[mixer, int(tokens)]:.1f}" for mixer in ("longhorn", "mamba", "attention")]
-    longest, least = map(int, quoted(r"up to (\d+) tokens all three reach (\d+)%"))
+    (rerun,) = [rows for head, *rows in read_tables(results) if head == ["", "1e-3", "2.2e-3", "4.6e-3", "1e-2"]]
+    ends = [[int(value) for cell in cells for value in cell.split(", ")] for _, *cells in rerun]
+    level, *shares = map(int, quoted(r"above (\d+)% were (\d+) of (\d+) runs and (\d+) of (\d+),"))
+    assert shares == [number for accuracies in ends for number in (sum(a > level for a in accuracies), 16)]
+    assert p_of_shares(*shares) == float(re.search(r"16 runs \(Fisher's exact test, p = ([\d.]+);", results)[1])
+    assert quoted(r"the best at (\d+)% and (\d+)%") == tuple(str(max(accuracies)) for accuracies in ends)
+    quoted(r"at (512) tokens Longhorn learns it with most")
+    longest, least = map(int, quoted(r"[Uu]p to (\d+) tokens all three of Longhorn, Mamba and attention reach (\d+)%"))
     assert all((value >= least) == (length <= longest) for (mixer, length), value in best.items() if mixer == "mamba")
     assert all(value >= least for (_, length), value in best.items() if length <= longest)
+
+    rehearsed = {
+        model: [run["top1"] for run in runs["rehearsal"] if run["model"] == model] for model in ("vil_tiny", "vim_tiny")
+    }
+    images, vil, vim, *statistics = quoted(
+        r"([\d,]+) images a run on one H200, three seeds: ViL ([\d.]+)%, ViM ([\d.]+)%, a difference of ([\d.]+) "
+        r"points \(([\d.]+) to ([\d.]+), p = ([\d.]+)\)"
+    )
+    assert {images} == {f"{run['images']:,}" for run in runs["rehearsal"]}
+    assert [vil, vim] == [f"{sum(values) / len(values):.2f}" for values in rehearsed.values()]
+    differences = torch.tensor(rehearsed["vil_tiny"], dtype=torch.float64) - torch.tensor(rehearsed["vim_tiny"])
+    mean, error = differences.mean().item(), differences.std().item() / math.sqrt(3)
+    half = error * student.ppf(0.975, 2)
+    assert statistics[:3] == [f"{value:.2f}" for value in (mean, mean - half, mean + half)]
+    assert statistics[3] == f"{2 * student.sf(mean / error, 2):.3f}"
+    (classes,) = quoted(r"images of ([\d,]+) classes")
+    assert classes == "1,000"
 
     top1 = {model: [run["top1"] for run in runs["digits"] if run["model"] == model] for model in seeds.MODELS}
     vil, vim, p, deit = quoted(r"ViL ([\d.]+)%, ViM ([\d.]+)%, [\w ]*\(p = ([\d.]+)\), and DeiT ([\d.]+)%")

@@ -91,3 +91,30 @@ def test_images_that_one_model_alone_gets_right_decide():
     b, c, n = 10.5, 0.5, 102  # Wald's interval with half an image more in each cell
     half = 1.96 * math.sqrt(b + c - (b - c) ** 2 / n)
     assert cells[6] == f"+10.00 ({100 * (b - c - half) / n:+.2f} to {100 * (b - c + half) / n:+.2f})"
+
+
+def test_the_published_rehearsal_is_that_of_its_predictions(request):
+    """docs/results.md and rehearsal.json by the classes that are in rehearsal.csv.gz alone."""
+    docs = request.config.rootpath / "docs"
+    runs = json.loads((docs / "results" / "rehearsal.json").read_text())["runs"]
+    with gzip.open(docs / "results" / "rehearsal.csv.gz", "rt") as file:
+        rows = list(csv.DictReader(file))
+    text = (docs / "results.md").read_text()
+    assert f"Top-1 on {len(rows):,} images of a test split" in text
+    right = {}
+    for run in runs:
+        name = f"{run['model']}-{run['seed']}"
+        right[name] = np.array([row[name] == row["target"] for row in rows])
+        assert run["top1"] == pytest.approx(100 * right[name].mean())
+        assert len(run["curves"]["train_loss"]) == run["epochs"]
+        assert all(math.isfinite(value) for values in run["curves"].values() for value in values)
+    assert sum(row["image"].split("/")[0] == f"c{int(row['target']):04d}" for row in rows) == len(rows)
+    others = [run for run in runs if run["model"] != "vil_tiny" and f"vil_tiny-{run['seed']}" in right]
+    assert others
+    for run in others:
+        pair = right[f"vil_tiny-{run['seed']}"], right[f"{run['model']}-{run['seed']}"]
+        counts = naive.paired(*pair)
+        low, high = naive.paired_interval(*counts)
+        difference = f"{100 * (counts[1] - counts[2]) / len(rows):+.2f} ({low:+.2f} to {high:+.2f})"
+        cells = [f"vil_tiny, {run['model']}", str(run["seed"]), *map(str, counts), difference]
+        assert f"| {' | '.join(cells)} | {naive.mcnemar(*counts[1:3]):.2g} |" in text
