@@ -4,8 +4,8 @@
         --out docs/results/transfer.json
 
 A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
-one budget and recipe (configs/transfer.yaml) but for the layer decay of fine-tuning; what counts is the top-1 of the
-weights' average after the last epoch. Beside that a logistic regression reads frozen features, the pooled class token:
+one budget and recipe (configs/transfer.yaml): they differ in the start alone. What counts is the top-1 of the weights'
+average after the last epoch. Beside that a logistic regression reads frozen features, the pooled class token:
 of the weights, of random ones, and, in place of features, the 64 pixels.
 
 A seed draws the training images, and decides the initial weights and the order and augmentation of the images. The 450
@@ -74,7 +74,6 @@ SETTINGS = {
 COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
 CHOICE_SEEDS = (100, 101)  # on which settings are chosen, and nothing is reported
 EPOCH = 800  # training files: copies of the few images
-LAYER_DECAY = 0.75  # of fine-tuning, as in configs/finetune.yaml
 RUN_BYTES = 2**29  # of a run's three checkpoints, with room to spare
 AT_ONCE = 128  # images whose features are computed together
 
@@ -221,7 +220,7 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
     words = [*words, "--data-dir", str(images_of(folder, run)), "--output", folder, "--experiment", name]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     if run.way == FINE_TUNED:
-        words += ["--pretrained-path", weights, "--layer-decay", str(LAYER_DECAY)]
+        words += ["--pretrained-path", weights]
     config, start = load_config("", words), time.monotonic()
     with redirect_stdout(io.StringIO()):
         trainer = Trainer(config, *join_processes(known_device(config.device)))
