@@ -127,8 +127,8 @@ def train(options, model: str, seed: int, training_options: list[str], folder: P
     arguments = dict(config.get("model_kwargs") or {})
     if "embed_dim" in arguments and model.startswith("deit"):
         arguments["num_heads"] = arguments["embed_dim"] // HEAD_WIDTH
-    launcher = [f"--nproc-per-node={options.processes}"] if options.processes else []
-    launcher = ["-m", "torch.distributed.run", "--standalone", *launcher] if launcher else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
+    launcher = launcher if options.processes else []
     command = [sys.executable, *launcher, "train_imagenet.py", "-c", str(options.config.resolve()), "--model", model]
     command += ["--seed", str(seed), "--output", str(folder.resolve()), "--experiment", path.name, "--resume", "auto"]
     command += training_options
