@@ -1,7 +1,12 @@
-"""SiLU of a causal depthwise convolution of tokens, forward and backward, as two Triton kernels for one direction.
+"""SiLU of a causal depthwise convolution of tokens, forward and backward, as a Triton kernel each for one direction.
 
-What a compiler makes of shifted products keeps fp32 copies of the sequence and reads it once for every tap; these read
-and write each element once or twice, in the dtype of u. `TRITON_INTERPRET=1` runs them on a CPU.
+What a compiler makes of shifted products keeps fp32 copies of the sequence and reads it once for every tap. Here a warp
+takes a strip, TOKENS tokens of a sequence, and each of its threads a few of CHANNELS channels. It reads every element
+once, but for K - 1 tokens at the strip's ends, and keeps what it needs of a token's neighbours, and the sums that are
+the weights' gradients, in registers. The walk over tokens is unrolled behind the loads, so that all of these are under
+way at a time. A filter's rows are taps: threads side by side then read what is side by side. Loads with a stride, which
+rows of channels would need, had taken most of the time.
+`TRITON_INTERPRET=1` runs the kernels on a CPU.
 
     B batch    T tokens    D channels    K taps
     c(t) = bias + sum_i weight[i] u(t - K + 1 + i)        v = silu(c)
@@ -17,14 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, CHANNELS, WARPS = 32, 128, 8  # of a program
+# Of a program. Longer strips read fewer tokens twice and want more registers: backward 128 a thread, so 16 warps an SM.
+STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
 def silu_of_causal_conv(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
     """v (B, T, D) in u's dtype, where the sums are fp32."""
-    if u_BTD.is_cuda:
-        return silu_conv(u_BTD, weight_DK, bias_D)
-    return silu_of_shifted_products(u_BTD, weight_DK, bias_D)
+    function = silu_by_kernels if u_BTD.is_cuda else silu_of_shifted_products
+    return function(u_BTD, weight_DK, bias_D)
 
 
 def silu_of_shifted_products(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
@@ -34,99 +39,126 @@ def silu_of_shifted_products(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -
     return F.silu(sum(products, start=bias_D)).to(u_BTD.dtype)
 
 
+def silu_by_kernels(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
+    return silu_conv(u_BTD, torch.cat([weight_DK.T, bias_D.unsqueeze(0)]))
+
+
 @triton.jit
-def _place(T, D, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Where a program's sequence starts, its tokens, and its channels."""
+def _strips(B, T, D, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Where a program's strips begin (STRIPS, CHANNELS), how many tokens are before and from there on, and channels."""
     strips = tl.cdiv(T, TOKENS)
-    sequence = tl.program_id(0) // strips
-    t = (tl.program_id(0) % strips) * TOKENS + tl.arange(0, TOKENS)
-    d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    return sequence.to(tl.int64) * T * D, t[:, None], d[None, :]
+    strip = tl.program_id(0) * STRIPS + tl.arange(0, STRIPS)[:, None]
+    sequence, before = strip // strips, (strip % strips) * TOKENS
+    d = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    first = (sequence.to(tl.int64) * T + before) * D + d
+    return first, before, tl.where(sequence < B, T, 0) - before, d
 
 
 @triton.jit
-def _at(p, t, d, T, D):
-    """Elements of a sequence (TOKENS, CHANNELS) in fp32, zero outside of it."""
-    return tl.load(p + t * D + d, mask=(t >= 0) & (t < T) & (d < D), other=0.0).to(tl.float32)
+def _tokens(p, before, left, d, D, START: tl.constexpr, END: tl.constexpr):
+    """Tokens START to END of every strip, each (STRIPS, CHANNELS) in fp32, zero outside of its sequence."""
+    tokens = ()
+    for i in tl.static_range(START, END):
+        inside = (-i <= before) & (i < left) & (d < D)
+        tokens += (tl.load(p + i * D, mask=inside, other=0.0).to(tl.float32),)
+    return tokens
 
 
 @triton.jit
-def _conv(u, weight, bias, t, d, T, D, K: tl.constexpr):
-    c = tl.zeros_like(_at(u, t, d, T, D)) + tl.load(bias + d, mask=d < D, other=0.0)
+def _filter(rows, d, D, K: tl.constexpr):
+    """The weights of each tap, and then the bias, each (1, CHANNELS)."""
+    values = ()
+    for i in tl.static_range(K + 1):
+        values += (tl.load(rows + i * D + d, mask=d < D, other=0.0),)
+    return values
+
+
+@triton.jit
+def _conv(us, taps, t: tl.constexpr, K: tl.constexpr):
+    """c at a strip's token t, where us begin K - 1 tokens before the strip."""
+    c = taps[K]
     for i in tl.static_range(K):
-        c += tl.load(weight + d * K + i, mask=d < D, other=0.0) * _at(u, t - K + 1 + i, d, T, D)
+        c += taps[i] * us[t + i]
     return c
 
 
 @triton.jit
-def _forward(u, weight, bias, v, T, D, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    start, t, d = _place(T, D, TOKENS, CHANNELS)
-    c = _conv(u + start, weight, bias, t, d, T, D, K)
-    value = c / (1 + tl.exp(-c))
-    tl.store(v + start + t * D + d, value.to(v.dtype.element_ty), mask=(t < T) & (d < D))
-
-
-@triton.jit
-def _conv_gradient(
-    u, weight, bias, dv, s, parts, T, D, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+def _forward(
+    u, rows, v, B, T, D,
+    K: tl.constexpr, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """s, and the program's parts (K + 1, D) of the gradients of weights and bias."""
-    start, t, d = _place(T, D, TOKENS, CHANNELS)
-    c = _conv(u + start, weight, bias, t, d, T, D, K)
-    gate = 1 / (1 + tl.exp(-c))
-    gradient = gate * (1 + c * (1 - gate)) * _at(dv + start, t, d, T, D)
-    tl.store(s + start + t * D + d, gradient.to(s.dtype.element_ty), mask=(t < T) & (d < D))
-    parts += tl.program_id(0).to(tl.int64) * (K + 1) * D
-    for i in tl.static_range(K):
-        of_tap = tl.sum(gradient * _at(u + start, t - K + 1 + i, d, T, D), axis=0, keep_dims=True)
-        tl.store(parts + i * D + d, of_tap, mask=d < D)
-    tl.store(parts + K * D + d, tl.sum(gradient, axis=0, keep_dims=True), mask=d < D)
+    first, before, left, d = _strips(B, T, D, STRIPS, TOKENS, CHANNELS)
+    taps = _filter(rows, d, D, K)
+    us = _tokens(u + first, before, left, d, D, 1 - K, TOKENS)
+    for t in tl.static_range(TOKENS):
+        c = _conv(us, taps, t, K)
+        value = c / (1 + tl.exp(-c))
+        tl.store(v + first + t * D, value.to(v.dtype.element_ty), mask=(t < left) & (d < D))
 
 
 @triton.jit
-def _input_gradient(weight, s, du, T, D, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    start, t, d = _place(T, D, TOKENS, CHANNELS)
-    value = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for i in tl.static_range(K):
-        value += tl.load(weight + d * K + i, mask=d < D, other=0.0) * _at(s + start, t + K - 1 - i, d, T, D)
-    tl.store(du + start + t * D + d, value.to(du.dtype.element_ty), mask=(t < T) & (d < D))
+def _gradients(
+    u, rows, dv, du, parts, B, T, D,
+    K: tl.constexpr, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """du, and the program's part (K + 1, D) of the filter's gradient."""
+    first, before, left, d = _strips(B, T, D, STRIPS, TOKENS, CHANNELS)
+    taps = _filter(rows, d, D, K)
+    us = _tokens(u + first, before, left, d, D, 1 - K, TOKENS + K - 1)
+    dvs = _tokens(dv + first, before, left, d, D, 0, TOKENS + K - 1)
+    zero = tl.zeros((STRIPS, CHANNELS), tl.float32)
+    sums = (zero,) * (K + 1)
+    s = ()
+    for t in tl.static_range(TOKENS + K - 1):
+        c = _conv(us, taps, t, K)
+        gate = 1 / (1 + tl.exp(-c))
+        s += (gate * (1 + c * (1 - gate)) * dvs[t],)
+        if t < TOKENS:
+            added = ()
+            for i in tl.static_range(K):
+                added += (sums[i] + s[t] * us[t + i],)
+            sums = added + (sums[K] + s[t],)
+        if t >= K - 1:
+            value = zero
+            for i in tl.static_range(K):
+                value += taps[i] * s[t - i]
+            tl.store(du + first + (t - K + 1) * D, value.to(du.dtype.element_ty), mask=(t - K + 1 < left) & (d < D))
+    parts += tl.program_id(0).to(tl.int64) * (K + 1) * D
+    for i in tl.static_range(K + 1):
+        tl.store(parts + i * D + d, tl.sum(sums[i], axis=0, keep_dims=True), mask=d < D)
 
 
 def _grid(u: Tensor) -> tuple[int, int]:
     B, T, D = u.shape
-    return B * triton.cdiv(T, TOKENS), triton.cdiv(D, CHANNELS)
+    return triton.cdiv(B * triton.cdiv(T, TOKENS), STRIPS), triton.cdiv(D, CHANNELS)
 
 
 @torch.library.custom_op("recall::silu_conv", mutates_args=())
-def silu_conv(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
-    u, (_, T, D), K = u_BTD.contiguous(), u_BTD.shape, weight_DK.shape[1]
-    v = torch.empty_like(u)
-    _forward[_grid(u)](u, weight_DK.contiguous(), bias_D, v, T, D, K, TOKENS, CHANNELS, num_warps=WARPS)
+def silu_conv(u_BTD: Tensor, filter_RD: Tensor) -> Tensor:
+    """The filter's R rows are those of the K taps and then the bias, in fp32."""
+    u, v = u_BTD.contiguous(), torch.empty_like(u_BTD, memory_format=torch.contiguous_format)
+    constants = len(filter_RD) - 1, STRIPS, TOKENS, CHANNELS
+    _forward[_grid(u)](u, filter_RD.contiguous(), v, *u.shape, *constants, num_warps=STRIPS)
     return v
 
 
 @torch.library.custom_op("recall::silu_conv_backward", mutates_args=())
-def silu_conv_backward(
-    u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor, dv_BTD: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    u, dv, weight = u_BTD.contiguous(), dv_BTD.contiguous(), weight_DK.contiguous()
-    (_, T, D), K, grid = u.shape, weight.shape[1], _grid(u)
-    s, du = torch.empty_like(u), torch.empty_like(u)
-    parts = u.new_empty(grid[0], K + 1, D, dtype=torch.float32)
-    _conv_gradient[grid](u, weight, bias_D, dv, s, parts, T, D, K, TOKENS, CHANNELS, num_warps=WARPS)
-    _input_gradient[grid](weight, s, du, T, D, K, TOKENS, CHANNELS, num_warps=WARPS)
-    of_weight, of_bias = parts.sum(0).split([K, 1])
-    return du, of_weight.T.contiguous(), of_bias[0].clone()
+def silu_conv_backward(u_BTD: Tensor, filter_RD: Tensor, dv_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    u, dv = u_BTD.contiguous(), dv_BTD.contiguous()
+    du, parts = torch.empty_like(u), filter_RD.new_empty(_grid(u)[0], *filter_RD.shape)
+    constants = len(filter_RD) - 1, STRIPS, TOKENS, CHANNELS
+    _gradients[_grid(u)](u, filter_RD.contiguous(), dv, du, parts, *u.shape, *constants, num_warps=STRIPS)
+    return du, parts.sum(0)
 
 
 @silu_conv.register_fake
-def _(u_BTD, weight_DK, bias_D):
+def _(u_BTD, filter_RD):
     return torch.empty_like(u_BTD, memory_format=torch.contiguous_format)
 
 
 @silu_conv_backward.register_fake
-def _(u_BTD, weight_DK, bias_D, dv_BTD):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (u_BTD, weight_DK, bias_D))
+def _(u_BTD, filter_RD, dv_BTD):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (u_BTD, filter_RD))
 
 
 def _backward(ctx, dv_BTD):

@@ -144,19 +144,22 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 33, 128), (2, 70, 130), (1, 2, 16)])  # also in part a program's
-def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape):
+@pytest.mark.parametrize(
+    ("shape", "taps"),  # full strips and parts of them, several sequences a program, and fewer tokens than taps
+    [((2, 64, 64), 4), ((2, 33, 128), 4), ((2, 70, 130), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
+)
+def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape, taps):
     """On a CPU, in Triton's interpreter."""
     torch.manual_seed(0)
     u = torch.randn(shape, dtype=dtype, requires_grad=True)
-    weight, bias = torch.randn(shape[2], 4, requires_grad=True), torch.randn(shape[2], requires_grad=True)
+    weight, bias = torch.randn(shape[2], taps, requires_grad=True), torch.randn(shape[2], requires_grad=True)
     exact = [t.detach().double().requires_grad_() for t in (u, weight, bias)]
-    of_conv = F.conv1d(exact[0].mT, exact[1].unsqueeze(1), exact[2], padding=3, groups=shape[2])
+    of_conv = F.conv1d(exact[0].mT, exact[1].unsqueeze(1), exact[2], padding=taps - 1, groups=shape[2])
     expected = F.silu(of_conv[..., : shape[1]]).mT
     dv = torch.randn(shape).to(dtype)
     gradients = torch.autograd.grad(expected, exact, dv.double())
     rounding = 1e-5 if dtype == torch.float32 else 0.01
-    for function in (causal_conv.silu_conv, causal_conv.silu_of_shifted_products):
+    for function in (causal_conv.silu_by_kernels, causal_conv.silu_of_shifted_products):
         found = function(u, weight, bias)
         assert found.dtype == dtype
         for a, b in zip((found, *torch.autograd.grad(found, (u, weight, bias), dv)), (expected, *gradients)):
