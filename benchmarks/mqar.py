@@ -63,6 +63,7 @@ LAYERS = 2
 DROPOUT = 0.1  # attention's
 LEARNED = 90.0  # percent: a run that ends above has learned the task
 DATA_SEED = 123
+PIECE = 8192  # parameters that a multiprocessor updates: AdamW's kernel would give it 65,536 of one tensor
 STEPS_A_TURN = 16  # steps that a run queues before the next run's turn
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()
@@ -306,10 +307,15 @@ class Training:
         self.rate, self.total_loss, self.largest_norm = zero(), zero(), zero()
         self.first, self.places = zero(dtype=torch.long), torch.arange(run.batch, device=device)
         self.gradients = FlatGradients(self.model.parameters())
+        self.weights = torch.zeros_like(self.gradients.flat)
+        for parameter, view in zip(self.gradients.parameters, self.gradients.views(self.weights)):
+            parameter.data = view.copy_(parameter.data)
+        pieces = self.weights.split(PIECE)
+        for piece, gradient in zip(pieces, self.gradients.flat.split(PIECE)):
+            piece.grad = gradient
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), self.rate, weight_decay=run.weight_decay, fused=True,
-            capturable=device.type == "cuda",
-        )  # fmt: skip
+            pieces, self.rate, weight_decay=run.weight_decay, fused=True, capturable=device.type == "cuda"
+        )
         self.step = self._tried(self._step)
 
     def _step(self) -> None:
@@ -356,10 +362,9 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
-        named = {}
-        for name, parameter in self.model.named_parameters():
-            named[name] = parameter.detach()
-            named |= {f"{name}/{of}": value for of, value in self.optimizer.state[parameter].items()}
+        named = {"weights": self.weights}
+        for i, state in enumerate(self.optimizer.state.values()):
+            named |= {f"{of}/{i}": value for of, value in state.items()}
         return named
 
     def save(self, path: Path) -> None:

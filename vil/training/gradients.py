@@ -25,10 +25,14 @@ class FlatGradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         if other := {p.dtype for p in self.parameters} - {torch.float32}:
             raise TypeError(f"parameters must be float32 to be trained, not {', '.join(map(str, other))}")
-        sizes = [p.numel() + -p.numel() % ALIGNMENT for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)
-        for parameter, view in zip(self.parameters, self.flat.split(sizes)):
-            parameter.grad = view[: parameter.numel()].view_as(parameter)
+        self.sizes = [p.numel() + -p.numel() % ALIGNMENT for p in self.parameters]
+        self.flat = torch.zeros(sum(self.sizes), device=self.parameters[0].device)
+        for parameter, view in zip(self.parameters, self.views(self.flat)):
+            parameter.grad = view
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The places that the parameters have in a tensor of the size of `flat`, in their shapes."""
+        return [part[: p.numel()].view_as(p) for p, part in zip(self.parameters, flat.split(self.sizes))]
 
     def add(self, loss: Tensor) -> None:
         """Adds the gradients of a loss, all at once: `backward` would, one after the other."""
