@@ -33,7 +33,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,7 +70,9 @@ def main() -> None:
     parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
     parser.add_argument("--models", nargs="+", default=MODELS, help="the first is compared with the others")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, each with GPUs of its own where there are as many"
+    )
     parser.add_argument("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
     parser.add_argument("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
@@ -81,8 +85,9 @@ def main() -> None:
     jobs = [(model, seed) for seed in range(options.seeds) for model in options.models]
     with nullcontext(options.folder) if options.folder else TemporaryDirectory() as folder:
         folder = Path(folder)
+        gpus = share_gpus(visible_gpus(), options.jobs, options.processes or 1)
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda job: train(options, *job, training_options, folder, deadline), jobs))
+            list(pool.map(lambda job: train(options, *job, training_options, folder, deadline, gpus), jobs))
         done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job))]
         runs = [read_run(folder, *job) for job in done]
         if options.test_split and done:
@@ -113,14 +118,32 @@ def name_of(model: str, seed: int) -> str:
     return f"{model}-{seed}"
 
 
+def visible_gpus() -> list[str]:
+    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
+    """The GPUs of `jobs` runs at a time, each of as many processes: none is shared as long as there are others."""
+    groups = [",".join(names[i : i + processes]) for i in range(0, len(names) - processes + 1, processes)]
+    queue: SimpleQueue[str] = SimpleQueue()
+    for group, _ in zip(cycle(groups or [",".join(names)]), range(jobs)):
+        queue.put(group)
+    return queue
+
+
 def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
     """Model and seed of the runs in a folder, by model and then by seed."""
     found = [(model, path.name.removeprefix(f"{model}-")) for model in models for path in folder.glob(f"{model}-*")]
     return sorted(((m, int(s)) for m, s in found if s.isdecimal()), key=lambda run: (models.index(run[0]), run[1]))
 
 
-def train(options, model: str, seed: int, training_options: list[str], folder: Path, deadline: float) -> None:
-    """What is missing of one run of train_imagenet.py; it is asked to stop when the time is up."""
+def train(
+    options, model: str, seed: int, training_options: list[str], folder: Path, deadline: float, gpus: SimpleQueue[str]
+) -> None:
+    """What is missing of one run of train_imagenet.py, on GPUs that are free; it is asked to stop when time is up."""
     path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
     if is_done(path) or time.monotonic() > deadline:
         return
@@ -135,14 +158,16 @@ def train(options, model: str, seed: int, training_options: list[str], folder: P
     if arguments:
         command += ["--model-kwargs", *(f"{name}={value}" for name, value in arguments.items())]
     path.mkdir(parents=True, exist_ok=True)
-    start, stopped = time.monotonic(), False
+    start, stopped, mine = time.monotonic(), False, gpus.get()
     with open(path / "log.txt", "ab") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": mine}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
         try:
             status = process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
             status, stopped = process.wait(), True
+    gpus.put(mine)
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
         sessions.write(json.dumps(row) + "\n")

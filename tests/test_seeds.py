@@ -79,6 +79,22 @@ def test_a_run_that_fails_is_named_with_what_it_said(kept, tmp_path, monkeypatch
         call(command, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("names", "jobs", "processes", "expected"),
+    [
+        (["0", "1", "2", "3"], 2, 1, ["0", "1"]),
+        (["4", "7"], 3, 1, ["4", "7", "4"]),
+        (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
+        (["0", "1", "2"], 2, 2, ["0,1", "0,1"]),
+        (["0"], 1, 2, ["0"]),  # too few: it is for train_imagenet.py to say so
+        ([], 2, 1, ["", ""]),
+    ],
+)
+def test_runs_at_a_time_have_gpus_of_their_own(names, jobs, processes, expected):
+    shared = seeds.share_gpus(names, jobs, processes)
+    assert [shared.get_nowait() for _ in range(shared.qsize())] == expected
+
+
 def test_images_that_one_model_alone_gets_right_decide():
     targets = np.zeros(100, dtype=int)
     first, second, other_seed = (np.r_[np.zeros(n, dtype=int), np.ones(100 - n, dtype=int)] for n in (80, 70, 5))
