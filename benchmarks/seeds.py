@@ -75,6 +75,7 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
     parser.add_argument("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
+    parser.add_argument("--earlier", type=Path, help="--out of a call before, whose runs are added and not done again")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
     parser.add_argument("--test-split", help="judges all runs on this split of the data")
     parser.add_argument("--out", type=Path, help="JSON of all runs; the predictions go beside it")
@@ -82,40 +83,56 @@ def main() -> None:
     options, training_options = parser.parse_known_args()
     deadline = time.monotonic() + 60 * options.minutes
 
+    config = yaml.safe_load(options.config.read_text())
+    runs, parts = read_results(options.earlier, config, training_options) if options.earlier else ([], [])
+    have = {job_of(run) for run in runs}
     jobs = [(model, seed) for seed in range(options.seeds) for model in options.models]
     with nullcontext(options.folder) if options.folder else TemporaryDirectory() as folder:
         folder = Path(folder)
         gpus = share_gpus(visible_gpus(), options.jobs, options.processes or 1)
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda job: train(options, *job, training_options, folder, deadline, gpus), jobs))
-        done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job))]
-        runs = [read_run(folder, *job) for job in done]
-        if options.test_split and done:
-            predictions = judge(folder, runs, options.test_split)
-            for run, right in zip(runs, predictions.right_NM.T):
-                run["top1"] = 100 * float(right.mean())
+            to_do = [job for job in jobs if job not in have]
+            list(pool.map(lambda job: train(options, *job, training_options, folder, deadline, gpus), to_do))
+        done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job)) and job not in have]
+        new = [read_run(folder, *job) for job in done]
+        if options.test_split and new:
+            parts.append(judge(folder, new, options.test_split))
+    models = [*dict.fromkeys(run["model"] for run in [*runs, *new])]
+    runs = sorted([*runs, *new], key=lambda run: (models.index(run["model"]), run["seed"]))
+    if options.test_split and runs:
+        predictions = joined(parts, [name_of(*job_of(run)) for run in runs])
+        for run, right in zip(runs, predictions.right_NM.T):
+            run["top1"] = 100 * float(right.mean())
     machine = dict(
         commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, processes=options.processes,
         jobs=options.jobs, options=training_options,
     )  # fmt: skip
     print(machine, "\n\n" + report(runs))
-    if options.test_split and done:
+    if options.test_split and runs:
         print(compare_images(runs, predictions))
-    if options.out and done:
-        config = yaml.safe_load(options.config.read_text())
+    if options.out and runs:
         write_atomically(options.out, json.dumps(dict(machine, config=config, runs=runs), indent=1) + "\n")
         if options.test_split:
-            predictions.write(options.out.with_suffix(".csv.gz"), [name_of(r["model"], r["seed"]) for r in runs])
-    if options.plot and done:
+            predictions.write(predictions_of(options.out))
+    if options.plot and runs:
         write_atomically(options.plot, plot(runs))
-    if missing := [name_of(*job) for job in jobs if job not in done]:
+    if missing := [name_of(*job) for job in jobs if job not in map(job_of, runs)]:
         print(f"not done yet: {', '.join(missing)}; the same command goes on", file=sys.stderr)
         sys.exit(PREEMPTED)
 
 
 def name_of(model: str, seed: int) -> str:
     return f"{model}-{seed}"
+
+
+def job_of(run: dict[str, Any]) -> tuple[str, int]:
+    return run["model"], run["seed"]
+
+
+def predictions_of(results: Path) -> Path:
+    """The file of predictions beside a JSON file of results."""
+    return results.with_suffix(".csv.gz")
 
 
 def visible_gpus() -> list[str]:
@@ -169,6 +186,7 @@ def train(
             status, stopped = process.wait(), True
     gpus.put(mine)
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
+    row |= dict(commit=git_commit(), processes=options.processes, jobs=options.jobs)
     with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
@@ -221,27 +239,63 @@ def read_run(folder: Path, model: str, seed: int) -> dict[str, Any]:
     }
 
 
+def read_results(
+    path: Path, config: dict[str, Any], training_options: list[str]
+) -> tuple[list[dict[str, Any]], list[Judged]]:
+    """The runs that an earlier call wrote, and their predictions, if it judged them.
+
+    Raises:
+        SystemExit: That call had another recipe.
+    """
+    study = json.loads(path.read_text())
+    for name, value in (("config", config), ("options", training_options)):
+        if study[name] != value:
+            sys.exit(f"{path} is of runs with other {name}: {study[name]}, not {value}")
+    return study["runs"], [Judged.read(file) for file in [predictions_of(path)] if file.exists()]
+
+
 def open_split_of(saved: dict[str, Any], split: str):
     return data.open_split(saved["data_dir"], saved["dataset"], split)
 
 
 class Judged:
-    """Targets (N,) and what M runs predict (N, M) for the images of a split, in its order."""
+    """Targets (N,) and what M runs predict (N, M) for the images of a split, in its order; names of images and runs."""
 
-    def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, names: list[str]):
-        self.targets_N, self.predicted_NM, self.names = targets_N, predicted_NM, names
+    def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, images: list[str], runs: list[str]):
+        self.targets_N, self.predicted_NM, self.images, self.runs = targets_N, predicted_NM, images, runs
 
     @property
     def right_NM(self) -> np.ndarray:
         return self.predicted_NM == self.targets_N[:, None]
 
-    def write(self, path: Path, runs: list[str]) -> None:
+    def write(self, path: Path) -> None:
         """A row for each image: its file, its class and what each run takes it for."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["image", "target", *runs])
-        writer.writerows(zip(self.names, self.targets_N.tolist(), *self.predicted_NM.T.tolist()))
+        writer.writerow(["image", "target", *self.runs])
+        writer.writerows(zip(self.images, self.targets_N.tolist(), *self.predicted_NM.T.tolist()))
         write_atomically(path, gzip.compress(text.getvalue().encode(), mtime=0))
+
+    @classmethod
+    def read(cls, path: Path) -> Judged:
+        (_, _, *runs), *rows = csv.reader(gzip.decompress(path.read_bytes()).decode().splitlines())
+        numbers = np.array([row[1:] for row in rows], dtype=np.int64)
+        return cls(numbers[:, 0], numbers[:, 1:], [row[0] for row in rows], runs)
+
+
+def joined(parts: list[Judged], runs: list[str]) -> Judged:
+    """The predictions of these runs, in this order, of all parts.
+
+    Raises:
+        SystemExit: The parts are of other images, or a run was not judged.
+    """
+    for part in parts[1:]:
+        if part.images != parts[0].images or not np.array_equal(part.targets_N, parts[0].targets_N):
+            sys.exit("the earlier runs were judged on other images; give no --earlier, or render those images again")
+    columns = {name: part.predicted_NM[:, i] for part in parts for i, name in enumerate(part.runs)}
+    if missing := [name for name in runs if name not in columns]:
+        sys.exit(f"the earlier call did not judge {', '.join(missing)}: it had no --test-split; give none here either")
+    return Judged(parts[0].targets_N, np.stack([columns[name] for name in runs], axis=1), parts[0].images, runs)
 
 
 def judge(folder: Path, runs: list[dict[str, Any]], split: str) -> Judged:
@@ -263,8 +317,8 @@ def judge(folder: Path, runs: list[dict[str, Any]], split: str) -> Judged:
     precision = autocast(device, saved["amp"], saved["amp_dtype"])
     Evaluator(models, data_config, device, precision, EVALUATED_AT_ONCE)(loader, predictions)
     targets_N, best_NMK = predictions.gather()
-    names = [images.filename(i) for i in range(len(images))]
-    return Judged(targets_N, best_NMK[..., 0], names)
+    files = [images.filename(i) for i in range(len(images))]
+    return Judged(targets_N, best_NMK[..., 0], files, [name_of(*job_of(run)) for run in runs])
 
 
 def report(runs: list[dict[str, Any]]) -> str:

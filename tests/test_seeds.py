@@ -72,6 +72,46 @@ def test_a_study_that_is_out_of_time_goes_on_and_ends_once(kept, monkeypatch, ca
     assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_results_of_a_folder_that_is_gone_are_added(kept, tmp_path, monkeypatch):
+    root, command = kept
+    out = tmp_path / "more.json"
+    changed = {
+        str(root / "runs"): tmp_path / "runs",
+        str(root / "out.json"): out,
+        str(root / "out.png"): tmp_path / "more.png",
+    }
+    command = [str(changed.get(word, word)) for word in command]
+    command[command.index("--models") + 2] = "--earlier"  # in place of the second model
+    command.insert(command.index("--earlier") + 1, str(root / "out.json"))
+    command[command.index("--seeds") + 1] = "2"
+    call(command, monkeypatch)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["vil_tiny-1"]
+    before, after = (json.loads(path.read_text())["runs"] for path in (root / "out.json", out))
+    assert [(run["model"], run["seed"]) for run in after] == [("vil_tiny", 0), ("vil_tiny", 1), ("vim_tiny", 0)]
+    assert [after[0], after[2]] == before
+    old, new = (
+        list(csv.reader(gzip.decompress(path.with_suffix(".csv.gz").read_bytes()).decode().splitlines()))
+        for path in (root / "out.json", out)
+    )
+    assert [[*row[:3], row[4]] for row in new] == old
+    right = np.mean([row[1] == row[3] for row in new[1:]])
+    assert after[1]["top1"] == pytest.approx(100 * right)
+
+    with pytest.raises(SystemExit, match="other options: .*cpu.*not .*--lr"):
+        call([*command, "--lr", "1e-2"], monkeypatch)
+    out.with_suffix(".csv.gz").unlink()
+    command[command.index("--earlier") + 1] = str(out)
+    with pytest.raises(SystemExit, match="did not judge vil_tiny-0, vil_tiny-1, vim_tiny-0"):
+        call(command, monkeypatch)
+
+
+def test_predictions_of_other_images_are_not_joined():
+    targets, predicted = np.zeros(2, dtype=int), np.zeros((2, 1), dtype=int)
+    parts = [seeds.Judged(targets, predicted, images, [run]) for images, run in ((["a", "b"], "x"), (["a", "c"], "y"))]
+    with pytest.raises(SystemExit, match="other images"):
+        seeds.joined(parts, ["x", "y"])
+
+
 def test_a_run_that_fails_is_named_with_what_it_said(kept, tmp_path, monkeypatch):
     _, command = kept
     command = [word.replace("small.yaml", "missing.yaml") for word in command]
@@ -98,7 +138,8 @@ def test_runs_at_a_time_have_gpus_of_their_own(names, jobs, processes, expected)
 def test_images_that_one_model_alone_gets_right_decide():
     targets = np.zeros(100, dtype=int)
     first, second, other_seed = (np.r_[np.zeros(n, dtype=int), np.ones(100 - n, dtype=int)] for n in (80, 70, 5))
-    judged = seeds.Judged(targets, np.stack([first, second, other_seed], axis=1), [str(i) for i in range(100)])
+    images, names = [str(i) for i in range(100)], ["a-3", "b-3", "b-4"]
+    judged = seeds.Judged(targets, np.stack([first, second, other_seed], axis=1), images, names)
     runs = [dict(model="a", seed=3), dict(model="b", seed=3), dict(model="b", seed=4)]
     (line,) = seeds.compare_images(runs, judged).splitlines()[2:]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
