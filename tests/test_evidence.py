@@ -50,8 +50,25 @@ def test_the_published_results_are_those_of_the_files(request):
     docs = request.config.rootpath / "docs"
     text = (docs / "results.md").read_text()
     assert mqar.markdown(json.loads((docs / "results" / "mqar.json").read_text())["runs"]) in text
-    for name in ("digits", "digits_few", "rehearsal"):
+    for name in ("digits", "digits_few", "rehearsal", "rehearsal2"):
         assert seeds.report(json.loads((docs / "results" / f"{name}.json").read_text())["runs"]) in text
+
+
+def test_the_published_repetition_differs_in_time_alone(request):
+    results = request.config.rootpath / "docs" / "results"
+    first, again = (
+        json.loads((results / f"{name}.json").read_text())["runs"] for name in ("rehearsal2", "rehearsal2_again")
+    )
+    timed = {"epoch_seconds", "training_seconds", "evaluation_seconds", "sessions"}
+    assert len(first) == 5
+    for one, other in zip(first, again, strict=True):
+        assert {k: v for k, v in one.items() if k not in timed | {"curves"}} == {
+            k: v for k, v in other.items() if k not in timed | {"curves"}
+        }
+        assert one["training_seconds"] != other["training_seconds"]
+        for name, values in one["curves"].items():
+            assert len(values) == 12
+            assert (values == other["curves"][name]) == (not name.endswith("images_per_second"))
 
 
 def read_tables(text):
