@@ -29,6 +29,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,7 +59,7 @@ from vil.training.digits import picture, split_digits, write_digits
 from vil.training.evaluation import known_device
 from vil.training.files import write_atomically
 from vil.training.models import create_model
-from vil.training.processes import join_processes
+from vil.training.processes import end_with_parent, join_processes
 from vil.training.workers import SHARED_MEMORY
 
 sys.path.insert(0, str(ROOT))
@@ -185,7 +186,12 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
         return nullcontext()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, context, initializer=logging.disable, initargs=(logging.WARNING,))
+    return ProcessPoolExecutor(jobs, context, initializer=begin_process)
+
+
+def begin_process() -> None:
+    end_with_parent(signal.SIGKILL)  # a run that is asked to stop would end, and its process wait for the next
+    logging.disable(logging.WARNING)
 
 
 def outcomes(pool: Executor | None, function: Callable[[Run], dict], runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:

@@ -2,9 +2,13 @@
 
 import json
 import math
+import multiprocessing
+import os
 import runpy
+import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -257,6 +261,39 @@ def test_p_values_are_corrected_for_their_number():
     # by hand: 3 x 0.01, then 2 x 0.04, and the last no less than that before it
     assert transfer.holm([0.04, 0.01, 0.05]) == pytest.approx([0.08, 0.03, 0.08])
     assert transfer.holm([0.9, 0.8]) == [1, 1]
+
+
+def as_a_run_that_tells_its_process(path):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as training does until it has written a checkpoint
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def start_two_and_wait(folder):
+    with transfer.processes(2) as pool:
+        for i in range(2):
+            pool.submit(as_a_run_that_tells_its_process, folder / str(i))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_processes_of_a_killed_benchmark_end_too(tmp_path):
+    parent = multiprocessing.get_context("spawn").Process(target=start_two_and_wait, args=(tmp_path,))
+    parent.start()
+    told = [tmp_path / "0", tmp_path / "1"]
+    while not all(path.exists() and path.read_text() for path in told):
+        assert parent.is_alive()
+        time.sleep(0.1)
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 20
+    while any(is_running(int(path.read_text())) for path in told):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(process):
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_outcomes_come_as_they_are_done_and_an_error_calls_off_the_rest():

@@ -26,9 +26,8 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 def join_processes(device: str) -> tuple[torch.device, int, int]:
     """Meets the other processes, if there are any; returns this one's device, its rank and their number."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # where torchrun itself is killed, its processes would go on, beside those of the next start
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # where torchrun itself is killed, its processes would go on, beside those of the next start
     # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
@@ -39,6 +38,12 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
         sum_over_processes(torch.zeros(()))  # or one that has an error to tell would end while another still joins
         _watch.start()
     return chosen, process.rank, process.world_size
+
+
+def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """On Linux this process gets a signal when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def is_first_process() -> bool:
