@@ -47,6 +47,7 @@ def folder(tmp_path, monkeypatch):
         words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "2", "--warmup-epochs", "0"]
         words += ["--workers", "0", "--device", "cpu", "--global-batch-size", "200"]
         Trainer(load_config("", words), *join_processes("cpu")).run()
+    (tmp_path / "weights").symlink_to(ROOT / "weights")
     return tmp_path
 
 
@@ -62,6 +63,8 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     assert found["patches"].shape == (2, 16, 64)
     assert found["class_token"].shape == (2, 1, 64)
     assert found["loss"].isfinite()
+    assert torch.equal(found["started"].blocks[5].mixer.in_proj.weight, found["shipped"].blocks[5].mixer.in_proj.weight)
+    assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 1000]
     with torch.inference_mode():
         expected = found["model"](found["images"])
     torch.testing.assert_close(torch.from_numpy(found["logits"]), expected, rtol=1e-4, atol=1e-5)

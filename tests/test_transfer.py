@@ -1,9 +1,11 @@
 """Weights to hand on, and the benchmark that says what they are worth: its draws, its choices, its statistics."""
 
+import hashlib
 import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -114,6 +116,24 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
         assert own["head.weight"].shape == (10, 32)
         assert all(torch.equal(own[n], weights[n].half().float()) for n in own if not n.startswith("head."))
     assert f"{len(weights) - 2} of {len(weights)} tensors as they are; new: head.weight, head.bias" in caplog.text
+
+
+def test_the_weights_that_are_shipped_are_those_of_their_card(request):
+    folder = request.config.rootpath / "weights"
+    cells = r"`(\S+)` \| `(\w+)`, (\d+) pixels, ([\d,]+) classes \| ([\d,]+) \| ([\d.]+) MB \| `(\w+)`"
+    (row,) = re.findall(cells, (folder / "README.md").read_text())
+    name, model, size, classes, parameters, megabytes, digest = row
+    data = (folder / name).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == digest
+    assert f"{len(data) / 1e6:.1f}" == megabytes
+    loaded = vil.from_checkpoint(folder / name)
+    assert f"{sum(p.numel() for p in loaded.parameters()):,}" == parameters
+    assert (f"{loaded.num_classes:,}", loaded.pretrained_cfg["input_size"][1:]) == (classes, (int(size), int(size)))
+    overlay = dict(file=str(folder / name))
+    started = timm.create_model(model, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=10)
+    for key, tensor in loaded.state_dict().items():
+        assert tensor.isfinite().all()
+        assert key.startswith("head.") or torch.equal(tensor, started.state_dict()[key])
 
 
 def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
