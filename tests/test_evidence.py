@@ -1,5 +1,6 @@
 """The benchmarks behind docs/results.md: their data, models and statistics."""
 
+import hashlib
 import json
 import math
 import re
@@ -9,7 +10,7 @@ import timm
 import torch
 from scipy.stats import t as student
 
-from benchmarks import mqar, seeds
+from benchmarks import mqar, seeds, transfer
 from benchmarks import scan as published_scans
 from vil.published import PUBLISHED
 
@@ -52,6 +53,10 @@ def test_the_published_results_are_those_of_the_files(request):
     assert mqar.markdown(json.loads((docs / "results" / "mqar.json").read_text())["runs"]) in text
     for name in ("digits", "digits_few", "rehearsal", "rehearsal2"):
         assert seeds.report(json.loads((docs / "results" / f"{name}.json").read_text())["runs"]) in text
+    transferred = json.loads((docs / "results" / "transfer.json").read_text())
+    assert transfer.report(transferred["runs"]) in text
+    digest = hashlib.sha256((docs.parent / "weights" / "vil_tiny_fractals.safetensors").read_bytes()).hexdigest()
+    assert transferred["sha256 of the weights"] == digest
 
 
 def test_the_published_repetition_differs_in_time_alone(request):
