@@ -19,7 +19,7 @@ from .config import ConfigError
 from .images import UNREADABLE, Unreadable, read_image
 
 LOCAL = "local-shards"  # scheme of the files that webdataset may open
-NUMBERS = 2**16
+NUMBERS = 2**20
 
 
 class Shards(ReaderWds):
