@@ -1,7 +1,6 @@
 """What pre-trained weights are worth where real images are few: scikit-learn's digits, 20 and 5 a class to learn from.
 
-    python -m vil.export --checkpoint output/rehearsal/vil_tiny-0/best.pt --out output/fractals.safetensors
-    python benchmarks/transfer.py --weights output/fractals.safetensors --jobs 12 --out docs/results/transfer.json
+    python benchmarks/transfer.py --weights weights/vil_tiny_fractals.safetensors --jobs 12 --out transfer.json
 
 A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
 one budget and recipe (configs/transfer.yaml): they differ in the start alone. What counts is the top-1 of the weights'
