@@ -109,6 +109,15 @@ def test_results_of_a_folder_that_is_gone_are_added(kept, tmp_path, monkeypatch)
         call(command, monkeypatch)
 
 
+def test_predictions_are_joined_by_the_names_of_runs():
+    targets, images = np.zeros(2, dtype=int), ["a", "b"]
+    parts = [
+        seeds.Judged(targets, np.array([[1, 2], [3, 4]]), images, ["x", "z"]),
+        seeds.Judged(targets, np.array([[5], [6]]), images, ["y"]),
+    ]
+    assert seeds.joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
+
+
 def test_predictions_of_other_images_are_not_joined():
     targets, predicted = np.zeros(2, dtype=int), np.zeros((2, 1), dtype=int)
     parts = [seeds.Judged(targets, predicted, images, [run]) for images, run in ((["a", "b"], "x"), (["a", "c"], "y"))]
