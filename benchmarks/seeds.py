@@ -8,10 +8,11 @@ Every run is `train_imagenet.py` with the same config, budget and recipe; what c
 epoch. A seed decides the initial weights, the order of the images and how they are augmented. The models are compared
 by the paired t-test over the seeds.
 
-With `--folder` the runs are kept there: called again, it goes on where it was stopped (by `--minutes`, Ctrl-C or a lost
-machine), with what is missing of each run and with the runs that are missing. `--test-split` has the last weights of
-all runs judged on images that no run has seen and nothing was chosen on; whose predictions are right is compared image
-by image, by McNemar's test.
+With `--folder` the runs are kept there: called again, it goes on where it was stopped (by `--minutes`, Ctrl-C, SIGTERM
+or a lost machine), with what is missing of each run and with the runs that are missing. `--test-split` has the last
+weights of all runs judged on images that no run has seen and nothing was chosen on; whose predictions are right is
+compared image by image, by McNemar's test. Runs of another recipe or of other images (by the names and sizes of their
+files) are refused, in the folder as in what `--earlier` adds.
 
     python benchmarks/seeds.py -c configs/rehearsal.yaml --folder output/rehearsal --processes 4 --test-split test \\
         --out docs/results/rehearsal.json --plot docs/results/rehearsal.png
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import hashlib
 import io
 import json
 import math
@@ -37,6 +39,7 @@ from itertools import cycle
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, median, stdev
+from tarfile import TarInfo
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -50,9 +53,10 @@ import vil  # noqa: F401  registers the models
 from vil.info import git_commit
 from vil.training import data
 from vil.training.comparison import Paired, Predictions, markdown_table
+from vil.training.config import ConfigError, load_config
 from vil.training.evaluation import Evaluator, autocast, default_device
 from vil.training.files import write_atomically
-from vil.training.interruption import PREEMPTED
+from vil.training.interruption import PREEMPTED, SCHEDULERS_SIGNALS
 from vil.training.models import create_model, load_model
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +72,7 @@ EVALUATED_AT_ONCE = 250
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
+    parser.add_argument("--data-dir", help="of the images (default: the config's), wherever they are now")
     parser.add_argument("--models", nargs="+", default=MODELS, help="the first is compared with the others")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0")
     parser.add_argument(
@@ -81,22 +86,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of all runs; the predictions go beside it")
     parser.add_argument("--plot", type=Path, help="PNG of the accuracy by epoch and by GPU time")
     options, training_options = parser.parse_known_args()
-    deadline = time.monotonic() + 60 * options.minutes
+    deadline = Deadline(options.minutes)
 
-    config = yaml.safe_load(options.config.read_text())
-    runs, parts = read_results(options.earlier, config, training_options) if options.earlier else ([], [])
+    words = [*training_options, *(["--data-dir", options.data_dir] if options.data_dir else [])]
+    train_set, val_set, test_set = open_splits(options.config, words, options.test_split)
+    recipe = dict(
+        config=yaml.safe_load(options.config.read_text()), options=training_options,
+        images=[digest_of(train_set), digest_of(val_set)],
+    )  # fmt: skip
+    study = recipe | dict(test_split=options.test_split, test_images=digest_of(test_set) if test_set else None)
+    runs, parts = read_results(options.earlier, study) if options.earlier else ([], [])
     have = {job_of(run) for run in runs}
     jobs = [(model, seed) for seed in range(options.seeds) for model in options.models]
     with nullcontext(options.folder) if options.folder else TemporaryDirectory() as folder:
         folder = Path(folder)
+        keep_recipe(folder, recipe)
         gpus = share_gpus(visible_gpus(), options.jobs, options.processes or 1)
-        with ThreadPoolExecutor(options.jobs) as pool:
+        with deadline, ThreadPoolExecutor(options.jobs) as pool:
             to_do = [job for job in jobs if job not in have]
-            list(pool.map(lambda job: train(options, *job, training_options, folder, deadline, gpus), to_do))
+            list(pool.map(lambda job: train(options, *job, words, folder, deadline, gpus), to_do))
         done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job)) and job not in have]
-        new = [read_run(folder, *job) for job in done]
+        new = [read_run(folder, *job, len(train_set), len(val_set)) for job in done]
         if options.test_split and new:
-            parts.append(judge(folder, new, options.test_split))
+            parts.append(judge(folder, new, test_set))
     models = [*dict.fromkeys(run["model"] for run in [*runs, *new])]
     runs = sorted([*runs, *new], key=lambda run: (models.index(run["model"]), run["seed"]))
     if options.test_split and runs:
@@ -106,20 +118,100 @@ def main() -> None:
     machine = dict(
         commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, processes=options.processes,
-        jobs=options.jobs, options=training_options,
+        jobs=options.jobs,
     )  # fmt: skip
-    print(machine, "\n\n" + report(runs))
+    print(machine | dict(options=training_options), "\n\n" + report(runs))
     if options.test_split and runs:
         print(compare_images(runs, predictions))
     if options.out and runs:
-        write_atomically(options.out, json.dumps(dict(machine, config=config, runs=runs), indent=1) + "\n")
+        write_atomically(options.out, json.dumps(machine | study | dict(runs=runs), indent=1) + "\n")
         if options.test_split:
             predictions.write(predictions_of(options.out))
     if options.plot and runs:
         write_atomically(options.plot, plot(runs))
     if missing := [name_of(*job) for job in jobs if job not in map(job_of, runs)]:
-        print(f"not done yet: {', '.join(missing)}; the same command goes on", file=sys.stderr)
+        how = "the same command goes on" if options.folder else "without --folder nothing of them is kept"
+        print(f"not done yet: {', '.join(missing)}; {how}", file=sys.stderr)
         sys.exit(PREEMPTED)
+
+
+class Deadline:
+    """When runs are to stop: after so many minutes, or, inside `with`, as soon as a signal asks this process to end."""
+
+    def __init__(self, minutes: float):
+        self.time = time.monotonic() + 60 * minutes
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.time
+
+    def __enter__(self) -> None:
+        self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULERS_SIGNALS}
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def _pass(self, *_) -> None:
+        self.time = -math.inf
+
+
+def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
+    """What the runs train on, what they are validated on, and what they are judged on in the end, if that is given.
+
+    Raises:
+        SystemExit: An option is wrong, or a split is missing.
+    """
+    try:
+        chosen = load_config("", ["-c", str(config), *words])
+        names = (chosen.train_split, chosen.val_split, test_split)
+        return [data.open_split(chosen.data_dir, chosen.dataset, name) if name else None for name in names]
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def digest_of(images) -> str:
+    """What tells a split from others: its files' names and sizes, or, where they are not known, how many there are."""
+    samples = getattr(images.reader, "samples", None)
+    if samples is None:
+        return f"{len(images)} images"
+    digest = hashlib.sha256()
+    for i, (file, *_) in enumerate(samples):
+        size = file.size if isinstance(file, TarInfo) else os.stat(file).st_size
+        digest.update(f"{images.filename(i)}\0{size}\n".encode())
+    return digest.hexdigest()
+
+
+def keep_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Notes in a folder the recipe of its runs.
+
+    Raises:
+        SystemExit: There are runs of another recipe.
+    """
+    file = folder / "study.json"
+    if file.exists():
+        check_same(file, json.loads(file.read_text()), recipe, "give the same as then, or another --folder")
+    elif any(folder.glob("*/config.yaml")):
+        sys.exit(
+            f"{folder} has runs, and no {file.name} that says by which recipe: an earlier version made them; give "
+            "another --folder"
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(recipe, indent=1) + "\n")
+
+
+def check_same(file: Path, found: dict[str, Any], expected: dict[str, Any], remedy: str) -> None:
+    """Compares what a file says of its runs with what is expected of them.
+
+    Raises:
+        SystemExit: They differ.
+    """
+    for name, value in expected.items():
+        if name not in found:
+            sys.exit(f"{file} does not say the {name} of its runs: an earlier version wrote it; {remedy}")
+        if found[name] != value:
+            sys.exit(f"{file} is of runs with other {name}: {found[name]}, not {value}; {remedy}")
 
 
 def name_of(model: str, seed: int) -> str:
@@ -158,33 +250,36 @@ def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
 
 
 def train(
-    options, model: str, seed: int, training_options: list[str], folder: Path, deadline: float, gpus: SimpleQueue[str]
+    options, model: str, seed: int, words: list[str], folder: Path, deadline: Deadline, gpus: SimpleQueue[str]
 ) -> None:
     """What is missing of one run of train_imagenet.py, on GPUs that are free; it is asked to stop when time is up."""
     path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
-    if is_done(path) or time.monotonic() > deadline:
+    if is_done(path) or deadline.passed:
         return
     arguments = dict(config.get("model_kwargs") or {})
     if "embed_dim" in arguments and model.startswith("deit"):
         arguments["num_heads"] = arguments["embed_dim"] // HEAD_WIDTH
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
     launcher = launcher if options.processes else []
-    command = [sys.executable, *launcher, "train_imagenet.py", "-c", str(options.config.resolve()), "--model", model]
-    command += ["--seed", str(seed), "--output", str(folder.resolve()), "--experiment", path.name, "--resume", "auto"]
-    command += training_options
+    command = [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(options.config.resolve())]
+    command += ["--model", model, "--seed", str(seed), "--resume", "auto"]
+    command += ["--output", str(folder.resolve()), "--experiment", path.name, *words]
     if arguments:
         command += ["--model-kwargs", *(f"{name}={value}" for name, value in arguments.items())]
     path.mkdir(parents=True, exist_ok=True)
-    start, stopped, mine = time.monotonic(), False, gpus.get()
-    with open(path / "log.txt", "ab") as log:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": mine}
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
-        try:
-            status = process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    start, mine = time.monotonic(), gpus.get()
+    try:
+        with open(path / "log.txt", "ab") as log:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": mine}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        while process.poll() is None and not deadline.passed:
+            time.sleep(0.1)
+        if stopped := process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            status, stopped = process.wait(), True
-    gpus.put(mine)
+        status = process.wait()
+    finally:
+        gpus.put(mine)
+    stopped |= status == PREEMPTED  # by a signal that did not come from here
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     row |= dict(commit=git_commit(), processes=options.processes, jobs=options.jobs)
     with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
@@ -212,16 +307,18 @@ def saved_config(path: Path) -> dict[str, Any]:
     return yaml.safe_load((path / "config.yaml").read_text())
 
 
-def read_run(folder: Path, model: str, seed: int) -> dict[str, Any]:
-    """What a run that is done has left: numbers after the last epoch, its curves, and the time it took."""
+def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
+    """What a run that is done has left: numbers after the last epoch, its curves, and the time it took.
+
+    `images` and `evaluated` are the images of the training and of the validation split.
+    """
     path = folder / name_of(model, seed)
     rows, saved = read_summary(path), saved_config(path)
     size = {"img_size": saved["img_size"]} if saved["img_size"] else {}
     built = create_model(model, num_classes=saved["num_classes"], **size, **(saved["model_kwargs"] or {}))
-    images, batch = len(open_split_of(saved, saved["train_split"])), saved["global_batch_size"]
+    batch = saved["global_batch_size"]
     images -= images % batch
-    evaluated = len(open_split_of(saved, saved["val_split"]))
-    sessions = [json.loads(line) for line in (path / "sessions.jsonl").read_text().splitlines()]
+    sessions = path / "sessions.jsonl"  # missing where this process ended before the run did
     return {
         "model": model,
         "seed": seed,
@@ -234,28 +331,24 @@ def read_run(folder: Path, model: str, seed: int) -> dict[str, Any]:
         "epoch_seconds": median(images / row["images_per_second"] for row in rows),
         "training_seconds": sum(images / row["images_per_second"] for row in rows),
         "evaluation_seconds": sum(evaluated / row["eval_images_per_second"] for row in rows),
-        "sessions": sessions,
+        "sessions": [json.loads(line) for line in sessions.read_text().splitlines()] if sessions.exists() else [],
         "curves": {name: [row[name] for row in rows] for name in CURVES if name in rows[0]},
     }
 
 
-def read_results(
-    path: Path, config: dict[str, Any], training_options: list[str]
-) -> tuple[list[dict[str, Any]], list[Judged]]:
-    """The runs that an earlier call wrote, and their predictions, if it judged them.
+def read_results(path: Path, study: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Judged]]:
+    """The runs that an earlier call wrote, and their predictions, if they were judged.
 
     Raises:
-        SystemExit: That call had another recipe.
+        SystemExit: That call had another recipe, other images or another split to judge on, or predictions are missing.
     """
-    study = json.loads(path.read_text())
-    for name, value in (("config", config), ("options", training_options)):
-        if study[name] != value:
-            sys.exit(f"{path} is of runs with other {name}: {study[name]}, not {value}")
-    return study["runs"], [Judged.read(file) for file in [predictions_of(path)] if file.exists()]
-
-
-def open_split_of(saved: dict[str, Any], split: str):
-    return data.open_split(saved["data_dir"], saved["dataset"], split)
+    found, remedy = json.loads(path.read_text()), "leave --earlier out"
+    check_same(path, found, study, remedy)
+    if not study["test_split"]:
+        return found["runs"], []
+    if not (file := predictions_of(path)).exists():
+        sys.exit(f"{file} is missing, the predictions of the runs in {path}; {remedy}")
+    return found["runs"], [joined([Judged.read(file)], [name_of(*job_of(run)) for run in found["runs"]])]
 
 
 class Judged:
@@ -294,11 +387,11 @@ def joined(parts: list[Judged], runs: list[str]) -> Judged:
             sys.exit("the earlier runs were judged on other images; give no --earlier, or render those images again")
     columns = {name: part.predicted_NM[:, i] for part in parts for i, name in enumerate(part.runs)}
     if missing := [name for name in runs if name not in columns]:
-        sys.exit(f"the earlier call did not judge {', '.join(missing)}: it had no --test-split; give none here either")
+        sys.exit(f"there are no predictions of {', '.join(missing)} beside the earlier results; leave --earlier out")
     return Judged(parts[0].targets_N, np.stack([columns[name] for name in runs], axis=1), parts[0].images, runs)
 
 
-def judge(folder: Path, runs: list[dict[str, Any]], split: str) -> Judged:
+def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     """Has the last weights of the runs, not their averages, classify the images of a split, all in one pass."""
     device = torch.device(default_device())
     models = []
@@ -310,7 +403,6 @@ def judge(folder: Path, runs: list[dict[str, Any]], split: str) -> Judged:
         models.append(load_model(run["model"], str(path / "last.pt"), **arguments).to(device).eval())
     chosen = {name: saved[name] for name in ("img_size", "crop_pct", "interpolation")}
     data_config = resolve_data_config(chosen, model=models[0])
-    images = open_split_of(saved, split)
     data.share_cores(device, saved["workers"])
     loader = data.evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
     predictions = Predictions()
