@@ -138,7 +138,7 @@ def silu_conv(u_BTD: Tensor, filter_RD: Tensor) -> Tensor:
     """The filter's R rows are those of the K taps and then the bias, in fp32."""
     u, v = u_BTD.contiguous(), torch.empty_like(u_BTD, memory_format=torch.contiguous_format)
     constants = len(filter_RD) - 1, STRIPS, TOKENS, CHANNELS
-    _forward[_grid(u)](u, filter_RD.contiguous(), v, *u.shape, *constants, num_warps=STRIPS)
+    _forward[_grid(u)](u, filter_RD.contiguous(), v, *u.shape, *constants, num_warps=STRIPS, enable_fp_fusion=True)
     return v
 
 
@@ -147,7 +147,9 @@ def silu_conv_backward(u_BTD: Tensor, filter_RD: Tensor, dv_BTD: Tensor) -> tupl
     u, dv = u_BTD.contiguous(), dv_BTD.contiguous()
     du, parts = torch.empty_like(u), filter_RD.new_empty(_grid(u)[0], *filter_RD.shape)
     constants = len(filter_RD) - 1, STRIPS, TOKENS, CHANNELS
-    _gradients[_grid(u)](u, filter_RD.contiguous(), dv, du, parts, *u.shape, *constants, num_warps=STRIPS)
+    _gradients[_grid(u)](
+        u, filter_RD.contiguous(), dv, du, parts, *u.shape, *constants, num_warps=STRIPS, enable_fp_fusion=True
+    )
     return du, parts.sum(0)
 
 

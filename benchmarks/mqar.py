@@ -6,15 +6,19 @@
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law; at each repeated
 key the model must name its value. A run is a mixer, a width, a length, a learning rate and a seed. What `--out` holds
 is not run again; what is unfinished when the time is up goes on from its last epoch with the next call, from files in
-the folder FILE.states. One process a GPU trains several runs at a time, each as CUDA graphs on a stream of its own.
+the folder FILE.states. One call at a time writes to a file: calls side by side have files of their own, which
+`--report` joins. One process a GPU trains several runs at a time, each as CUDA graphs on a stream of its own.
 
-The harness follows Zoology's at d88d6f5 (2026-01): two layers of width C for every mixer; Mamba's block with RMSNorm;
-attention with a LayerNorm before and one behind it, position embeddings, dropout of 0.1 on embeddings and attention;
-LayerNorm and the tied embedding as head; its initialisation; AdamW with weight decay 0.1 on everything; a cosine by
-epochs to 0 without warm-up; 64 epochs of the same batches in the same order; the end of a run above 99%. Data are the
-same for all runs: the seed decides on weights and dropout. What differs:
+The harness follows Zoology's at d88d6f5 (2026-01) with its configuration of figure 2 (iclr24_zoology_figure2): two
+layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and one behind
+it, position embeddings, dropout of 0.1 on embeddings and attention; LayerNorm and the tied embedding as head; its
+initialisation; token 0 between queries; AdamW with weight decay 0.1 on everything; a cosine by epochs to 0 without
+warm-up; 64 epochs of the same batches in the same order; the end of a run above 99%. Data are the same for all runs:
+the seed decides on weights and dropout, whatever runs beside it. What differs:
+  - the loss is that of logits: that commit's forward returns embeddings, so that it cannot train on tokens as it is;
+  - the length of 512 tokens is among the lengths: that configuration has commented it out;
   - products and activations are bf16 (`--precision fp32`: TF32 products); the residual stream, weights, norms and
-    states are fp32 as there, and accuracy is measured in fp32;
+    states are fp32 as there, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
   - sequences that fill no whole batch are left out: the last 32 of the 100,000 at 512 tokens;
   - the random numbers are others: of the data one draw that follows the same distribution;
   - Longhorn, which Zoology does not have, takes the place of Mamba's recurrence with the weights of this package's
@@ -27,6 +31,7 @@ same for all runs: the seed decides on weights and dropout. What differs:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -43,6 +48,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from causal_conv import silu_of_causal_conv
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -293,12 +299,35 @@ class Run:
 SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("parameters")]
 
 
+@functools.cache
+def shared_examples(
+    count: int, length: int, pairs: int, seed: int, device: torch.device, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """What `recall_examples` returns, made once for all runs of a process."""
+    examples = recall_examples(count, length, pairs, seed, device, vocabulary)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # all streams read them
+    return examples
+
+
+def examples_of(run: Run, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
+    """What the run trains on, and what it is tested on."""
+    counts = (run.train_examples, DATA_SEED), (run.test_examples, DATA_SEED + 1)
+    return tuple(shared_examples(count, run.length, run.pairs, seed, device, run.vocabulary) for count, seed in counts)
+
+
 class Training:
     """A run's model and optimizer on a device, and a step of them over the training examples."""
 
     def __init__(self, run: Run, examples: tuple[Tensor, ...], device: torch.device):
-        torch.manual_seed(run.seed)
         self.run, self.examples, self.device = run, examples, device
+        self.generator = torch.default_generator
+        if device.type == "cuda":
+            # In PyTorch 2.11 all graphs of a generator's state read seed and offset in one place on the device, where
+            # each replay, on whatever stream, writes its own. A graph that is captured from here on has the run's.
+            self.generator = torch.Generator(device)
+            torch.cuda.default_generators[device.index].graphsafe_set_state(self.generator)
+        torch.manual_seed(run.seed)
         self.model = RecallModel(run.mixer, run.width, run.length, run.vocabulary).to(device)
         run.parameters = sum(p.numel() for p in self.model.parameters())
         self.loss_of, zero = RecallModel.loss, functools.partial(torch.zeros, (), device=device)
@@ -352,10 +381,13 @@ class Training:
         return step
 
     def begin_epoch(self, epoch: int) -> None:
-        torch.manual_seed(1_000_003 * self.run.seed + epoch)  # dropout after a resumption is what it had been
         self.rate.fill_(self.epoch_rate(epoch))
         for sums in (self.first, self.total_loss, self.largest_norm):
             sums.zero_()
+
+    def begin_turn(self, step: int) -> None:
+        """Dropout from here on follows from the run and the step, whatever others have drawn in their turns."""
+        self.generator.manual_seed(1_000_003 * self.run.seed + step)
 
     def epoch_rate(self, epoch: int) -> float:
         return self.run.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.run.epochs))
@@ -418,13 +450,15 @@ def train(
         epoch = len(run.accuracy)
         training.begin_epoch(epoch)
         for i in range(steps):
+            if i % STEPS_A_TURN == 0:
+                training.begin_turn(epoch * steps + i)
             done = (epoch * steps + i + 1) / steps
             if done <= run.warmup:
                 training.rate.fill_(training.epoch_rate(epoch) * done / run.warmup)
             elif done - 1 / steps < run.warmup:
                 training.rate.fill_(training.epoch_rate(epoch))
             training.step()
-            if i % STEPS_A_TURN == 0:
+            if (i + 1) % STEPS_A_TURN == 0:
                 before, turn = turn, queued(device)
                 yield from ended(before)
                 yield
@@ -480,17 +514,7 @@ def work(
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 1000  # it counts every shape of every mixer
 
-    @functools.cache
-    def made(count: int, length: int, pairs: int, seed: int, vocabulary: int) -> tuple[Tensor, ...]:
-        examples = recall_examples(count, length, pairs, seed, device, vocabulary)
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # all streams read them
-        return examples
-
-    def examples(run: Run) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        counts = (run.train_examples, DATA_SEED), (run.test_examples, DATA_SEED + 1)
-        return tuple(made(count, run.length, run.pairs, seed, run.vocabulary) for count, seed in counts)
-
+    examples = functools.partial(examples_of, device=device)
     waiting, reported = list(reversed(hands[index])), time.time()
     active: list[tuple[Run, Iterator[None], torch.cuda.Stream | None]] = []
     while active or (waiting and time.time() < deadline):
@@ -704,8 +728,15 @@ def main() -> None:
     if options.report:
         finished = merged(options.report)
     else:
-        finished = merged([options.out]) if options.out and options.out.exists() else []
-        run_all(options, finished)
+        lock = FileLock(options.out.with_suffix(".lock"), timeout=0) if options.out else contextlib.nullcontext()
+        try:
+            with lock:
+                finished = merged([options.out]) if options.out and options.out.exists() else []
+                run_all(options, finished)
+        except Timeout:
+            parser.error(
+                f"another call writes to {options.out}: wait for it, or give another --out, and join both with --report"
+            )
         print(f"{time.perf_counter() - start:.0f} s\n")
     if options.report and options.out:
         write(finished, options.out)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import queue
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from figures import kept_figures
+from filelock import FileLock
 from PIL import Image
 from scipy.stats import hypergeom
 from vil.kernels import longhorn_scan, selective_scan
@@ -19,6 +21,7 @@ from vil.kernels import longhorn_scan, selective_scan
 from benchmarks import mqar
 
 CPU = torch.device("cpu")
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 def a_run(**changes):
@@ -27,9 +30,13 @@ def a_run(**changes):
     return mqar.Run(**{**settings, **changes})
 
 
-def trained(run, deadline=math.inf, state=None, count=64):
+def trained(run, deadline=math.inf, state=None, count=64, beside=()):
+    """The run, in turns with those beside it."""
     shown = mqar.recall_examples(count, run.length, run.pairs, 0, CPU)
-    list(mqar.train(run, lambda run: (shown, shown), CPU, deadline, state))
+    others = [mqar.train(other, lambda _: (shown, shown), CPU, math.inf) for other in beside]
+    for _ in mqar.train(run, lambda _: (shown, shown), CPU, deadline, state):
+        for other in others:
+            next(other, None)
     return run
 
 
@@ -68,6 +75,14 @@ def test_examples_follow_from_their_seed_and_differ_between_seeds():
     assert not torch.equal(same, other)
 
 
+def test_all_runs_share_their_examples_and_are_tested_on_others():
+    equal = dict(train_examples=64, test_examples=64)
+    (shown, queries), (asked, _) = mqar.examples_of(a_run(**equal), CPU)
+    assert shown.shape == asked.shape == (64, 4)
+    assert not {tuple(row) for row in shown.tolist()} & {tuple(row) for row in asked.tolist()}
+    assert torch.equal(mqar.examples_of(a_run(**equal, seed=1, mixer="mamba"), CPU)[0][1], queries)
+
+
 def test_pairs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="5 pairs and their queries need an even length of at least 20, not 16"):
         mqar.recall_examples(1, 16, 5, 0, CPU)
@@ -88,18 +103,33 @@ def test_embeddings_are_those_of_the_sequence_and_so_are_their_gradients():
 
 
 @pytest.mark.parametrize("mixer", mqar.MIXERS)
-def test_the_loss_is_that_of_all_tokens_of_the_model_at_the_queries(mixer):
-    """The last block computes queries alone; here it computes everything, and tokens are gathered at the end."""
+def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
+    """There a block adds what the one before it returns. The last one here computes queries alone, there everything."""
     torch.manual_seed(0)
     model = mqar.RecallModel(mixer, 16, 24).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # of which some would be all zeros or ones
+            parameter.add_(0.1 * torch.randn_like(parameter))
     pairs, queries = mqar.recall_examples(4, 24, 3, 0, CPU)
     loss = model.loss(pairs, queries)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     x = F.embedding(sequences(pairs, queries, 24), model.embedding.weight)
-    x = x if model.positions is None else x + model.positions
+    attends, residual = mixer == "attention", 0
+    if attends:
+        x = x + model.positions
+
+    def layer_norm(residual, norm):
+        return F.layer_norm(residual, (16,), norm.weight, norm.bias, 1e-5)
+
     for block in model.blocks:
-        x = block(x)
-    logits = F.linear(model.norm(x), model.embedding.weight)
+        residual = residual + x
+        if attends:
+            residual = residual + block.mixer(layer_norm(residual, block.norm))
+            x = layer_norm(residual, block.second_norm)
+        else:
+            scale = (residual.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+            x = block.mixer(residual * scale * block.norm.weight)
+    logits = F.linear(layer_norm(residual + x, model.norm), model.embedding.weight)
     parts = [
         -F.log_softmax(logits[row, place], dim=-1)[value]
         for row in range(4)
@@ -175,11 +205,44 @@ def test_attention_is_softmax_of_products():
     torch.testing.assert_close(module(h), module.out_proj(weights @ v))
 
 
+def test_attention_drops_a_tenth_of_its_weights():
+    """Queries of zeros attend evenly to all tokens up to theirs, and values that are unit vectors show it."""
+    module, count = mqar.Attention(64), 64
+    with torch.no_grad():
+        module.in_proj.weight.copy_(torch.cat([torch.zeros(2 * count, count), torch.eye(count)]))
+        module.out_proj.weight.copy_(torch.eye(count))
+    h = torch.eye(count).expand(8, -1, -1)
+    even = (torch.ones(count, count).tril() / torch.arange(1, count + 1).unsqueeze(1)).expand(8, -1, -1)
+    torch.testing.assert_close(module.eval()(h), even)
+    torch.manual_seed(0)
+    shown = module.train()(h)
+    kept = shown != 0
+    assert kept[even != 0].float().mean().item() == pytest.approx(0.9, abs=0.01)
+    torch.testing.assert_close(shown[kept], even[kept] / 0.9)
+
+
+@pytest.mark.parametrize("mixer", mqar.MIXERS)
+def test_a_tenth_of_attentions_embeddings_is_dropped_and_none_of_others(mixer):
+    torch.manual_seed(0)
+    examples = mqar.recall_examples(16, 24, 3, 0, CPU)
+    model, seen = mqar.RecallModel(mixer, 16, 24), []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model.eval()(*examples)
+    model.train()(*examples)
+    plain, shown = seen
+    dropout = 0.1 if mixer == "attention" else 0.0
+    kept = shown != 0
+    assert kept.float().mean().item() == pytest.approx(1 - dropout, abs=dropout / 5)
+    torch.testing.assert_close(shown[kept], plain[kept] / (1 - dropout))
+
+
 def test_initialisation_is_zoologys():
     torch.manual_seed(0)
     attention, mamba = (mqar.RecallModel(mixer, 128, 64) for mixer in ("attention", "mamba"))
     for model in (attention, mamba):
         assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert attention.positions.std().item() == pytest.approx(0.02, rel=0.03)
+    assert mamba.positions is None
     mixer = attention.blocks[0].mixer
     assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert mixer.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.03)
@@ -254,11 +317,13 @@ def test_a_value_that_is_not_finite_is_recorded_and_ends_the_run():
 
 
 @pytest.mark.parametrize("mixer", mqar.MIXERS)
-def test_a_run_cut_short_and_continued_equals_one_in_a_piece(mixer, tmp_path):
+def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer, tmp_path, monkeypatch):
+    monkeypatch.setattr(mqar, "STEPS_A_TURN", 3)  # of the four that an epoch has
     whole = trained(a_run(mixer=mixer, epochs=4))
     calls = 0
     while True:
-        part = trained(a_run(mixer=mixer, epochs=4), deadline=0.0, state=tmp_path / "run.safetensors")
+        others = [a_run(mixer=other, seed=calls) for other in ("attention", "longhorn")]
+        part = trained(a_run(mixer=mixer, epochs=4), deadline=0.0, state=tmp_path / "run.safetensors", beside=others)
         calls += 1
         assert len(part.accuracy) == calls
         if part.ended:
@@ -269,6 +334,24 @@ def test_a_run_cut_short_and_continued_equals_one_in_a_piece(mixer, tmp_path):
     other = a_run(mixer=mixer, epochs=4, lr=1e-3)
     with pytest.raises(ValueError, match=r"run.safetensors is the state of another run \(.*lr 0.01, seed 0"):
         trained(other, state=tmp_path / "run.safetensors")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@torch._dynamo.config.patch(recompile_limit=8)  # mqar.work sets it; pytest's monkeypatch would leave it deleted
+def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatch):
+    """At a rate of 0, where losses differ by dropout alone."""
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+
+    def losses(seeds, at_a_time):
+        runs, done = [a_run(mixer="attention", lr=0.0, seed=seed, train_examples=640) for seed in seeds], queue.Queue()
+        mqar.work(0, device, [runs], done, at_a_time, math.inf, None)
+        assert done.qsize() == len(runs) + 1
+        return [run.loss for run in runs]
+
+    together = losses([0, 1, 2], at_a_time=3)
+    for alone, found in zip(losses([0, 1, 2], at_a_time=1), together):
+        assert found == pytest.approx(alone, rel=1e-6)
+        assert found[0] != pytest.approx(found[1], rel=1e-6)  # other steps, other dropout
 
 
 def test_every_setting_has_a_state_of_its_own(tmp_path):
@@ -327,6 +410,32 @@ def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(mqar, "train_all", None)  # nothing is left for it
     run_main(monkeypatch, *settings)
     assert "2 runs, of which 0 are to do" in capfd.readouterr().out
+
+
+def test_a_file_is_written_by_one_call_at_a_time(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(mqar, "run_all", lambda options, finished: mqar.write([a_run(accuracy=[1.0])], options.out))
+    with FileLock(tmp_path / "out.lock"), pytest.raises(SystemExit):
+        run_main(monkeypatch, "--out", out)
+    assert f"another call writes to {out}: wait for it, or give another --out" in capsys.readouterr().err
+    assert not out.exists()
+    run_main(monkeypatch, "--out", out)
+    assert out.exists()
+
+
+def test_what_is_not_given_is_as_in_zoologys_figure_2(monkeypatch):
+    asked = []
+    monkeypatch.setattr(mqar, "train_all", lambda runs, *_: asked.extend(runs))
+    run_main(monkeypatch, "--device", "cpu")
+    assert {(run.length, run.pairs, run.batch) for run in asked} == {
+        (64, 4, 512),
+        (128, 8, 512),
+        (256, 16, 256),
+        (512, 64, 128),
+    }
+    rest = {(r.epochs, r.train_examples, r.test_examples, r.weight_decay, r.stop_at, r.vocabulary) for r in asked}
+    assert rest == {(64, 100_000, 3_000, 0.1, 99.0, 8_192)}
+    assert {(run.warmup, run.clip, run.width) for run in asked} == {(0.0, None, 64)}
 
 
 def in_this_process(runs, device, at_a_time, minutes, out, done):
