@@ -13,8 +13,9 @@ regression, are those with the best mean over seeds that are not reported, on tr
 every way has a list of its own length to choose from, RATES or PENALTIES. The ways are compared by the paired t-test
 over the seeds.
 
-Runs that are done are in the JSON file, and a second call goes on with the others. Options that are not known here go
-to `train_imagenet.py`, such as --device cpu.
+Runs that are done are in the JSON file, and a second call goes on with the others, also where a list of settings has
+grown; what a call that was stopped has left without a comparison is not reported. Options that are not known here go to
+`train_imagenet.py`, such as --device cpu.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ from train_imagenet import DivergenceError, Trainer
 
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
-RATES = (3e-4, 1e-3, 3e-3)  # learning rates
-PENALTIES = (0.01, 0.1, 1.0, 10.0)  # C of the logistic regression: the larger, the weaker the penalty
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
+PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the logistic regression: the larger, the weaker the penalty
 SETTINGS = {
     SCRATCH: RATES, FINE_TUNED: RATES, PROBE: PENALTIES, PROBE_OF_RANDOM: PENALTIES, PROBE_OF_PIXELS: PENALTIES,
 }  # fmt: skip
@@ -92,7 +93,7 @@ class Results:
     """The rows of runs that are done, in a JSON file as well if there is one.
 
     Raises:
-        SystemExit: The file is of other weights or settings.
+        SystemExit: The file is of other weights, another recipe or other options.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any]):
@@ -120,7 +121,8 @@ class Results:
 
     def write(self) -> None:
         if self.path:
-            content = {**self.machine, "seconds": round(self.seconds), **self.about, "runs": self.rows}
+            content = {**self.machine, "seconds": round(self.seconds), **self.about, "settings": SETTINGS}
+            content["runs"] = self.rows
             write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 
 
@@ -140,7 +142,6 @@ def main() -> None:
         "sha256 of the weights": hashlib.sha256(options.weights.read_bytes()).hexdigest(),
         "config": yaml.safe_load(options.config.read_text()),
         "options": training_options,
-        "settings": SETTINGS,
         "choice_seeds": CHOICE_SEEDS,
     }
     machine = dict(
@@ -294,15 +295,27 @@ def linear_probe(features: Features, run: Run) -> dict[str, Any]:
 
 
 def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
-    """The setting with the best mean over the seeds to choose on, the first of several."""
+    """Of the settings that were tried, the one with the best mean over the seeds to choose on, the least of several."""
     rows = [row for row in rows if row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
-    return max(SETTINGS[way], key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))
+    tried = sorted({row["setting"] for row in rows})
+    return max(tried, key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))
 
 
-def by_seed(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> dict[int, float]:
-    """The top-1 of the reported runs."""
-    own = [row for row in rows if not row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
+def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[int, float]:
+    """The top-1 of the reported runs at the chosen setting."""
+    run = (way, per_class, chosen(rows, way, per_class), False)
+    own = [row for row in rows if (row["way"], row["per_class"], row["setting"], row["rehearse"]) == run]
     return {row["seed"]: row["top1"] for row in sorted(own, key=lambda row: row["seed"])}
+
+
+def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
+    """The top-1 by images a class, way and seed, of seeds that all ways have: a call that was stopped leaves others."""
+    found = {}
+    for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
+        ways = {way: by_seed(rows, way, per_class) for way in SETTINGS}
+        if seeds := set.intersection(*map(set, ways.values())):
+            found[per_class] = {way: {s: top1 for s, top1 in own.items() if s in seeds} for way, own in ways.items()}
+    return found
 
 
 class Difference(NamedTuple):
@@ -332,18 +345,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """Markdown: mean and deviation of every way over the reported seeds, and the differences of those compared."""
-    sizes = list(dict.fromkeys(row["per_class"] for row in rows))
+    """Markdown: mean and deviation of every way over the `complete` seeds, and the differences of those compared."""
+    top1 = complete(rows)
     table = [["images a class", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
-    for per_class in sizes:
-        for way in SETTINGS:
-            values = list(by_seed(rows, way, per_class).values())
+    for per_class, ways in top1.items():
+        for way, own in ways.items():
+            values = list(own.values())
             deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
             listed = " ".join(f"{value:.2f}" for value in values)
             setting = f"{chosen(rows, way, per_class):g}"
             table.append([str(per_class), way, setting, f"{mean(values):.2f}{deviation}", listed])
-    pairs = [(per_class, *pair) for per_class in sizes for pair in COMPARED]
-    found = [difference(by_seed(rows, first, n), by_seed(rows, second, n)) for n, first, second in pairs]
+    pairs = [(per_class, *pair) for per_class in top1 for pair in COMPARED]
+    found = [difference(top1[n][first], top1[n][second]) for n, first, second in pairs]
     compared = [["images a class", "first", "less", "points (95% interval)", "p", "p, corrected by Holm"]]
     for (n, first, second), gap, corrected in zip(pairs, found, holm([gap.p_value for gap in found])):
         points = f"{gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})"

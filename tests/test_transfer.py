@@ -259,11 +259,41 @@ def rows(way, per_class, top1, rehearse=False, setting=1e-3):
 
 
 def test_a_setting_is_chosen_by_the_rehearsals_of_its_way_and_size_alone():
-    low, middle, high = transfer.RATES
+    lowest, low, high, highest = transfer.RATES
     own = (transfer.SCRATCH, 5)
-    found = rows(*own, [10, 90], True, low) + rows(*own, [60, 60], True, middle) + rows(*own, [59, 60], True, high)
-    others = rows(transfer.FINE_TUNED, 5, [99], True, low) + rows(transfer.SCRATCH, 20, [99], True, low)
-    assert transfer.chosen(found + others + rows(*own, [100, 100], False, low), *own) == middle
+    found = rows(*own, [10, 90], True, lowest) + rows(*own, [60, 60], True, low) + rows(*own, [59, 60], True, high)
+    found += rows(*own, [1, 2], True, highest)
+    others = rows(transfer.FINE_TUNED, 5, [99], True, lowest) + rows(transfer.SCRATCH, 20, [99], True, lowest)
+    assert transfer.chosen(found + others + rows(*own, [100, 100], False, lowest), *own) == low
+
+
+def test_a_setting_that_was_tried_later_and_is_better_takes_the_place_of_the_one_before():
+    *before, last = transfer.RATES
+    own = (transfer.SCRATCH, 5)
+    found = [row for rate in before for row in rows(*own, [50], True, rate)] + rows(
+        *own, [40, 41, 42], False, before[0]
+    )
+    worse, better = (found + rows(*own, [top1], True, last) + rows(*own, [70, 71], False, last) for top1 in (49, 51))
+    assert transfer.by_seed(worse, *own) == {0: 40, 1: 41, 2: 42}
+    assert transfer.by_seed(better, *own) == {0: 70, 1: 71}
+
+
+def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
+    def size(per_class, *seeds_of_ways):
+        found = [row for way in transfer.SETTINGS for row in rows(way, per_class, [50], True)]
+        for i, (way, seeds) in enumerate(zip(transfer.SETTINGS, seeds_of_ways, strict=True)):
+            found += rows(way, per_class, [60 + seed + i * (seed + 1) for seed in range(seeds)])
+        return found
+
+    whole = size(20, 2, 2, 2, 2, 2)
+    expected = transfer.report(whole)
+    assert expected.count("| 20 | ") == len(transfer.SETTINGS) + len(transfer.COMPARED)
+    assert "| 60.50 ± 0.71 | 60.00 61.00 |" in expected
+    assert f"| 20 | {transfer.FINE_TUNED} | {transfer.SCRATCH} | +1.50 (" in expected
+    assert transfer.report(rows(transfer.SCRATCH, 5, [60, 70], True) + whole) == expected  # stopped while choosing
+    assert transfer.report(size(5, 4, 3, 0, 0, 0) + whole) == expected  # while training
+    assert transfer.report(size(20, 4, 3, 2, 2, 2)) == expected  # more seeds than before
+    assert "| 5 | " in transfer.report(size(5, 3, 3, 3, 3, 3) + whole)
 
 
 def test_differences_are_of_pairs_by_students_distribution():
@@ -399,6 +429,42 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, packed, tmp_path, 
         SystemExit, match=r"found.json has results of another sha256 of the weights: give --out another"
     ):
         small_benchmark(other)
+
+
+def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, packed, monkeypatch):
+    trained = []
+
+    class Recorder:
+        steps, plan = 7, "none"
+
+        def __init__(self, config, *process):
+            self.folder = Path(config.output) / config.experiment
+            self.folder.mkdir()
+            images = [Path(config.data_dir).glob(f"{split}/*/*.png") for split in ("train", "validation")]
+            trained.append((config, [{int(image.stem[:4]) for image in some} for some in images]))
+
+        def run(self):
+            config, _ = trained[-1]
+            reached = dict(eval_top1=99.0, eval_top1_ema=1000 * config.lr, eval_loss=0.0, eval_loss_ema=4.0)
+            self.history = [dict.fromkeys([*reached, "train_loss"], 50.0), reached | dict(train_loss=5.0)]
+
+    ways = {transfer.SCRATCH: None, transfer.FINE_TUNED: str(packed[0])}
+    lower, higher = transfer.RATES[:2]
+    monkeypatch.setattr(transfer, "Trainer", Recorder)
+    monkeypatch.setattr(transfer, "SETTINGS", dict.fromkeys(ways, (lower, higher)))
+    monkeypatch.setattr(transfer, "COMPARED", transfer.COMPARED[:1])
+    runs = small_benchmark()["runs"]
+    expected = {(way, rate, 100, True) for way in ways for rate in (lower, higher)}
+    expected |= {(way, higher, seed, False) for way in ways for seed in (0, 1)}
+    assert {(run["way"], run["setting"], run["seed"], run["rehearse"]) for run in runs} == expected
+    own = dict.fromkeys(("lr", "seed", "pretrained_path", "data_dir", "experiment"))
+    for run, (config, images) in zip(runs, trained, strict=True):
+        assert (config.pretrained_path, config.lr, config.seed) == (ways[run["way"]], run["setting"], run["seed"])
+        assert images == sets(1, seed=run["seed"], rehearse=run["rehearse"])
+        assert asdict(config) | own == asdict(trained[0][0]) | own
+        assert (config.epochs, config.device, config.drop_path) == (1, "cpu", 0.1)  # of the command, and of the file
+        outcome = run["top1"], run["loss"], run["train_loss"], run["updates"]
+        assert outcome == (1000 * config.lr, 4, 5, 7)  # of the average, after the last epoch
 
 
 def test_a_run_that_is_lost_has_nothing_right_and_says_so(tmp_path, packed, monkeypatch):
