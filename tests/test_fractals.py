@@ -21,7 +21,9 @@ from vil.training.files import FolderInUseError
 from vil.training.fractals import (
     BURN_IN,
     CHAINS,
+    CLASSES,
     CLUTTER,
+    CLUTTER_SYSTEMS,
     SPLITS,
     Fractals,
     Place,
@@ -51,8 +53,15 @@ def systems():
 
 @pytest.fixture
 def drawn(systems, monkeypatch):
-    """No test draws the classes of its folder again."""
-    monkeypatch.setattr(module, "draw_systems", lambda count, *_: np.resize(systems, (count, 8, 7)))
+    """No test draws the classes of its folder again; what was asked for is listed."""
+    asked = []
+
+    def draw(count, *of):
+        asked.append((count, *of))
+        return np.resize(systems, (count, 8, 7))
+
+    monkeypatch.setattr(module, "draw_systems", draw)
+    return asked
 
 
 def naive_play(system, start, points, table):
@@ -170,6 +179,21 @@ def test_classes_are_drawn_and_judged_as_published(systems):
         assert (naive_render(np.array(points[50:]), np.zeros(100_000), centre, 512) > 0).mean() > 0.19
 
 
+def test_candidates_have_2_to_8_maps_with_uniform_coefficients(monkeypatch):
+    monkeypatch.setattr(module, "play", lambda systems, *_: (torch.zeros(len(systems), 1, 2), None))
+    monkeypatch.setattr(module, "filling_rate", lambda points, size: torch.ones(len(points)))  # all are classes
+    candidates = draw_systems(7000, seed=0)
+    exists = candidates[..., 6] > 0
+    numbers = np.bincount(exists.sum(1), minlength=10)
+    assert numbers.sum() == numbers[2:9].sum() == 7000
+    assert np.abs(numbers[2:9] - 1000).max() < 5 * np.sqrt(1000)
+    for coefficients in candidates[exists][:, :6].T:
+        counts, _ = np.histogram(coefficients, 40, (-1, 1))
+        assert counts.sum() == exists.sum()
+        assert np.abs(counts / counts.mean() - 1).max() < 5 / np.sqrt(counts.mean())
+    assert not candidates[~exists].any()
+
+
 def test_the_first_classes_do_not_depend_on_their_number(systems):
     assert np.array_equal(draw_systems(1, seed=0), systems[:1])
     assert not np.isin(draw_systems(1, seed=0, purpose=CLUTTER)[..., 0], [0, *systems[..., 0].ravel()]).all()
@@ -277,6 +301,25 @@ def test_plain_images_are_grey_on_black_and_reach_the_margin(systems):
         assert all(-1 <= where.min() - 1 <= 2 and 125 <= where.max() + 1 <= 128 for where in (rows, columns))
 
 
+def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):
+    corners = np.zeros((1, 8, 7))  # maps that take every point to one of three corners, where the patch is then seen
+    corners[0, 1, 4] = corners[0, 2, 5] = 1
+    corners[0, :3, 6] = 1 / 3
+    monkeypatch.setattr(module, "KEPT", 0)
+    options = Fractals(**SMALL | dict(size=128, variation=0, points=1000))
+    images = render_images(corners, corners, options, places(200))[..., 0] > 0
+    low, high = slice(3), slice(125, 128)
+    seen = torch.stack([images[:, rows, columns] for rows in (low, high) for columns in (low, high)], dim=1)
+    assert (seen.sum((1, 2, 3)) == images.sum((1, 2))).all()
+    empty = ~seen.any(-1).any(-1)
+    assert (empty.sum(1) == 1).all()
+    assert (empty.sum(0) > 25).all()  # of 200, by the four flips
+    patches = seen[empty.roll(1, dims=1)]
+    assert (seen[~empty].view(200, 3, 3, 3) == patches[:, None]).all()
+    assert len(patches.unique(dim=0)) > 100
+    assert (abs(patches.float().mean(0) - 0.5) < 0.18).all()
+
+
 def test_a_class_has_a_palette_from_which_its_images_keep_their_distance(systems):
     wanted = [Place(split, number, image) for split in SPLITS for number in range(3) for image in range(10)]
     grey, pure, moved = (
@@ -355,11 +398,15 @@ def test_clutter_is_behind(systems, colours):
     assert (pieces.amax(-1) == pieces.amin(-1)).all() == (colours is None)
     assert colours or cluttered.max() == 127
     assert len(cluttered[0].flatten(0, 1).unique(dim=0)) > len(plain[0].flatten(0, 1).unique(dim=0)) + 1
+    others = render_images(systems, padded(FERN)[None], Fractals(**options | dict(clutter=4)), places(4))
+    assert (others == cluttered)[front].all()
+    assert (others != cluttered).any()
 
 
 def test_training_opens_the_folder(tmp_path, drawn):
     small = ["--classes=3", "--per-class=4", "--val-per-class=2", "--test-per-class=1", "--size=32", "--points=2000"]
-    main([str(tmp_path / "out"), *small, "--device=cpu", "--clutter=1", "--colours=0.2"])
+    main([str(tmp_path / "out"), *small, "--device=cpu", "--seed=5", "--clutter=1", "--colours=0.2"])
+    assert [asked[:3] for asked in drawn] == [(3, 5, CLASSES), (CLUTTER_SYSTEMS, 5, CLUTTER)]
     train, val, classes = open_splits(Config(data_dir=str(tmp_path / "out")))
     assert (len(train), len(val), classes) == (12, 6, 3)
     test, _, _ = open_splits(Config(data_dir=str(tmp_path / "out"), train_split="test"))
@@ -479,7 +526,9 @@ def test_other_options_need_another_folder(tmp_path, drawn, capsys):
         ("--size=5000", "size is 5000 but must be at most 4096"),
         ("--colours=-0.1", "colours is -0.1 but must be between 0 and 1"),
         ("--test-per-class=-1", "test_per_class is -1 but must be at least 0"),
-        ("--device=cuda", "PyTorch finds no GPU here: choose cpu"),
+        ("--device=cuda", "device 'cuda': there is none that PyTorch can use on this machine; try --device cpu"),
+        ("--device=meta", "device 'meta': there is none that PyTorch can use"),
+        ("--device=foo", "device 'foo' is unknown to PyTorch: try cuda or cpu"),
     ],
 )
 def test_wrong_options_are_named(option, message, tmp_path, capsys, monkeypatch):

@@ -21,6 +21,7 @@ from torch import Tensor
 from .checkpoints import CHUNK, boundaries
 
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
+FUSE = True  # a product and a sum in one instruction: Triton's default until 3.9, which warns that 3.10 has another
 CHANNELS = 2**16  # of all sequences: what fills a large GPU in blocks of 64
 
 
@@ -301,7 +302,8 @@ def forward(
             before = _summarize(recurrence, x, logits, k, q, rates_GDN, bias_GD, reverse, gradients=False)
         _forward_kernel[(G * B * segments * triton.cdiv(D, block_d),)](
             x, logits, k, q, rates_GDN, skip_GD, bias_GD, before, y, states, B, L, D, span, _mask(reverse), N, block_d,
-            CHUNK, recurrence == "longhorn", keep, skip_GD is not None, bias_GD is not None, segments > 1, num_warps=1,
+            CHUNK, recurrence == "longhorn", keep, skip_GD is not None, bias_GD is not None, segments > 1,
+            num_warps=1, enable_fp_fusion=FUSE,
         )  # fmt: skip
     return y, states
 
@@ -332,7 +334,8 @@ def backward(
         _backward_kernel[(programs,)](
             dy, x, logits, k, q, rates_GDN, skip_GD, bias_GD, states_GBSND, after, scratch, dx, dlogits, dkeys,
             dchannels, drates, G, B, L, D, span, _mask(reverse), N, min(N, 128 // block_d), block_d, CHUNK,
-            recurrence == "longhorn", skip_GD is not None, bias_GD is not None, segments > 1, num_warps=1,
+            recurrence == "longhorn", skip_GD is not None, bias_GD is not None, segments > 1,
+            num_warps=1, enable_fp_fusion=FUSE,
         )  # fmt: skip
     dk, dq = (t.sum(0).to(x.dtype) for t in dkeys.unbind(-2))
     return dx, dlogits, dk, dq, drates if rates_GDN is None else drates.sum(1), dchannels.sum(1)
@@ -345,9 +348,11 @@ def _summarize(recurrence, values, logits, k, q, rates, biases, reverse, *, grad
     ends, decays = values.new_empty((2, G, B, segments, N, D), dtype=torch.float32)
     _summary_kernel[(G * B * segments * triton.cdiv(D, block_d),)](
         values, logits, k, q, rates, biases, ends, decays, B, L, D, span, _mask(reverse), N, block_d, CHUNK,
-        recurrence == "longhorn", biases is not None, gradients, num_warps=1,
+        recurrence == "longhorn", biases is not None, gradients, num_warps=1, enable_fp_fusion=FUSE,
     )  # fmt: skip
-    _combine_kernel[(G * B, triton.cdiv(N * D, 128))](ends, decays, segments, N * D, 128, gradients, num_warps=4)
+    _combine_kernel[(G * B, triton.cdiv(N * D, 128))](
+        ends, decays, segments, N * D, 128, gradients, num_warps=4, enable_fp_fusion=FUSE
+    )
     return ends
 
 

@@ -14,9 +14,10 @@ uniform in [-1, 1], applied with probabilities in proportion to |det|; a system 
 least 0.2 of 512 x 512 pixels; points are scaled to the image, each axis by itself, with a margin of 6 pixels in 512,
 drawn as 3x3 patches of grey 127 on black, and flipped. Not so: their 1,000 images of a class are 25 weights of it, one
 parameter of all its maps at a time, by 4 flips, by 10 draws of patches; here every coefficient of every image has a
-weight of its own, as in 1p-frac (2024). An image has one patch, where their code draws one for every point. Many short
-chains take the place of one long one, without the points before they come to the attractor. An image whose points fill
-next to nothing, as where its maps no longer contract, is drawn again.
+weight of its own, as in 1p-frac (2024). An image has one patch, which only adds grey; their code draws another for
+every point and pastes it, black pixels too, over what is there: their fractals are grainy and fill about half as much,
+ours are solid. Many short chains take the place of one long one, without the points before they come to the attractor.
+An image whose points fill next to nothing, as where its maps no longer contract, is drawn again.
 
 What makes classes easier or harder to tell apart:
 
@@ -61,6 +62,7 @@ from torch import Tensor
 
 from ..info import environment
 from .config import ConfigError
+from .evaluation import default_device, known_device
 from .files import FolderInUseError, write_atomically
 
 MOST_MAPS = 8
@@ -457,12 +459,11 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
         device: Where to render.
 
     Raises:
-        ConfigError: The folder holds other images, or as of `render_images`.
+        ConfigError: The folder holds other images, PyTorch has no such device here, or as of `render_images`.
         FolderInUseError: Another run writes there.
         OSError: A file could not be written, which it names.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, but PyTorch finds no GPU here: choose cpu")
+    known_device(str(device))
     out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(out / ".lock", timeout=0):
@@ -492,7 +493,7 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
     if not record.exists():
         write_atomically(record, json.dumps(about | {"images": 0}, indent=1))
     if not classes_file.exists():  # those of a run that is gone on with: another device might draw others
-        print(f"{out}: {fractals.classes} classes are drawn", flush=True)
+        print(f"{out}: drawing {fractals.classes} classes", flush=True)
         systems = draw_systems(fractals.classes, fractals.seed, CLASSES, device)
         write_atomically(classes_file, lambda file: np.save(file, systems))
     systems = np.load(classes_file, allow_pickle=False)
@@ -586,7 +587,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--clutter", type=int, default=default.clutter, help="pieces of unlabelled fractals behind")
     add("--placement", action="store_true", help="turn, shrink and move the fractal at random")
     add("--colours", type=float, metavar="SHARE", help="0 to 1: colours by map, off by so much; grey if not given")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default=default_device())
     options = vars(parser.parse_args(arguments))
     out, device = (options.pop(name) for name in ("out", "device"))
     try:
