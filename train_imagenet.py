@@ -49,7 +49,7 @@ from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
 from vil.training import checkpoint, data
-from vil.training.config import Config, ConfigError, load_config
+from vil.training.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.training.cuda_graphs import Replayed, unchanged
 from vil.training.evaluation import Evaluator, autocast, known_device
 from vil.training.files import FolderInUseError, FolderLock
@@ -152,7 +152,7 @@ class Trainer:
             min_lr=config.min_lr,
         )
         self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay) if config.model_ema else None
-        self.warn_of_a_slow_average()
+        self.warn_of_a_short_run()
         self.precision = autocast(device, config.amp, config.amp_dtype)
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
@@ -160,9 +160,14 @@ class Trainer:
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck()
+        self.label_names = checkpoint.labels_of(data.class_names(train_set))
         self.saved_config = dataclasses.asdict(config) | {"num_classes": num_classes}
         if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
             self.saved_config["data_dir"] = str(Path(config.data_dir).resolve())
+        try:
+            options_of_checkpoint(self.saved_config, self.folder / "last.pt")
+        except ConfigError as error:
+            raise ConfigError(f"this run's checkpoints could not be read: {error}") from error
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
@@ -174,8 +179,14 @@ class Trainer:
         self.network = torch.compile(self.model) if config.torchcompile else self.model
         self.fit_to_device(data_config["input_size"], num_classes)
 
-    def warn_of_a_slow_average(self) -> None:
-        steps, decay = self.config.epochs * self.batches.steps, self.config.model_ema_decay
+    def warn_of_a_short_run(self) -> None:
+        epochs, warmup_epochs = self.config.epochs, self.config.warmup_epochs
+        if self.rank == 0 and warmup_epochs >= epochs and self.config.warmup_lr < self.config.lr:
+            logging.warning(
+                "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",
+                warmup_epochs, epochs, self.config.lr,
+            )  # fmt: skip
+        steps, decay = epochs * self.batches.steps, self.config.model_ema_decay
         if self.ema and self.rank == 0 and steps * (1 - decay) < 1:
             logging.warning(
                 "model_ema_decay %s averages over some %.0f steps, and this run has %d: its average will hardly leave "
@@ -231,6 +242,7 @@ class Trainer:
         report = None
         if self.rank == 0:
             report = Reporter(self.folder, self.config, self.saved_config, self.plan)
+            report.catch_up(self.history)
             logging.warning(self.plan)
         epochs, batch = self.config.epochs, self.config.global_batch_size
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
@@ -352,6 +364,7 @@ class Trainer:
             "arch": self.config.model,
             "epoch": len(self.history),
             "config": self.saved_config,
+            "label_names": self.label_names or None,
             "num_images": self.batches.num_images,
             "history": self.history,
             "progress": self.meter.state_dict(),
@@ -387,9 +400,9 @@ class Trainer:
             for parameter, state in self.optimizer.state.items():
                 if any(t.dim() and t.shape != parameter.shape for t in state.values() if isinstance(t, Tensor)):
                     raise ValueError(f"the optimizer's state of a parameter {tuple(parameter.shape)} has another shape")
-            self.history = [{str(name): float(value) for name, value in row.items()} for row in saved["history"]]
+            self.history = [{str(name): as_number(value) for name, value in row.items()} for row in saved["history"]]
             self.meter.load_state_dict(saved["progress"])
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise checkpoint.CheckpointError(f"{path} does not fit this run: {reason}") from error
         if self.history:
@@ -400,12 +413,17 @@ class Trainer:
                 place = f"step {self.meter.steps} of {steps} of epoch {len(self.history) + 1} of {epochs}"
                 logging.warning("going on after %s, from %s", place, path)
             else:
-                logging.warning("%s has trained its %d epochs: --epochs N trains on", path, epochs)
+                logging.warning("%s has trained its %d epochs: --epochs N trains on", path, len(self.history))
 
     def parts(self) -> dict:
         """What a run learns and a checkpoint holds, under timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
+
+
+def as_number(value: float) -> float:
+    """Of a row that a checkpoint holds: a count stays one."""
+    return int(float(value)) if isinstance(value, int) else float(value)
 
 
 def best_top1(row: dict) -> float:

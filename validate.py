@@ -28,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import timm
 import torch
 import torch.distributed as dist
 from timm.data import resolve_data_config
@@ -38,15 +39,16 @@ import vil  # noqa: F401  registers the models
 from vil.published import IMAGENET_CLASSES, published_for
 from vil.training import checkpoint, data
 from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
-from vil.training.config import ConfigError, confirm_dataset, parse_key_values
+from vil.training.config import ConfigError, Parser, confirm_dataset, parse_key_values
 from vil.training.evaluation import Evaluation, Evaluator, autocast, known_device
 from vil.training.files import write_atomically
 from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.training.models import create_model, load_model
+from vil.training.processes import is_first_process
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="timm model; the checkpoint's if it says")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--checkpoint", help="weights; timm's pretrained ones if not given")
@@ -85,8 +87,8 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    options = parse_options()
     try:
+        options = parse_options()
         device = init_distributed_device(process := SimpleNamespace(device=known_device(options.device)))
         runs = [resolve_settings(options, "--model")]
         if options.against:
@@ -146,7 +148,10 @@ def model_of(settings: dict[str, Any]) -> torch.nn.Module:
     arguments |= settings["model_kwargs"]
     if path := settings["checkpoint"]:
         return load_model(settings["model"], path, settings["use_ema"], **arguments)
-    return create_model(settings["model"], pretrained=True, **arguments)
+    name = settings["model"]
+    if timm.is_model(name) and not timm.is_model_pretrained(name) and "pretrained_cfg_overlay" not in arguments:
+        raise ConfigError(f"timm has no weights of {name}: give --checkpoint FILE, or --against FILE for the second")
+    return create_model(name, pretrained=True, **arguments)
 
 
 @dataclass
@@ -172,6 +177,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
     confirm_dataset(settings, vars(options), settings["checkpoint"])
     images, classes = open_test_split(settings["data_dir"], settings["dataset"], settings["split"], num_classes)
+    for path in filter(None, (run["checkpoint"] for run in runs)):
+        warn_of_other_classes(images, path)
     notes = ["the moving average of its weights"] if settings["use_ema"] else []
     if classes:
         judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
@@ -197,6 +204,21 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         speeds = [measure_speed(model, batch, precision) for model in models]
     names = {number: name for name, number in data.class_names(images).items()}
     return Outcome(results, notes, names, comparison, speeds)
+
+
+def warn_of_other_classes(images, path: str) -> None:
+    """Says so where the classes of a dataset are not called what a checkpoint's are."""
+    learned, numbers = dict(enumerate(checkpoint.label_names(path))), data.class_names(images)
+    if len(learned) == IMAGENET_CLASSES and all(name == str(number) for name, number in numbers.items()):
+        return  # ImageNet-V2, whose folders are numbered
+    pairs = [(checkpoint.label_of(name), learned.get(number)) for name, number in numbers.items()]
+    others = [pair for pair in pairs if pair[0] != pair[1]]
+    if learned and others and is_first_process():
+        logging.warning(
+            "%d of the %d classes here have another name than in %s, such as %r for %r: the accuracy says nothing "
+            "unless they mean the same",
+            len(others), len(numbers), path, *others[0],
+        )  # fmt: skip
 
 
 def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, Any]) -> torch.nn.Module:

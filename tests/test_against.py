@@ -265,13 +265,13 @@ def test_folders_named_by_class_numbers_keep_them_as_in_imagenet_v2(tmp_path):
 
 def test_other_folders_must_have_the_classes_of_the_model(image_folder, imagenet_like, tmp_path):
     assert open_test_split(str(image_folder), "", "val", 4)[1] is None
-    with pytest.raises(ConfigError, match="has 4 classes but num_classes is 1000"):
+    with pytest.raises(ConfigError, match="has 4 classes but the model 1000"):
         open_test_split(str(image_folder), "", "val", 1000)
-    with pytest.raises(ConfigError, match="has 2 classes but num_classes is 21"):  # not ImageNet's, by any name
+    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):  # not ImageNet's, by any name
         open_test_split(str(imagenet_like), "", "some", 21)
     shutil.copytree(imagenet_like / "some", tmp_path / "some")
     shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # which ImageNet has not
-    with pytest.raises(ConfigError, match="has 3 classes but num_classes is 1000"):
+    with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
         open_test_split(str(tmp_path), "", "some", 1000)
 
 

@@ -165,11 +165,19 @@ def test_no_option_has_the_name_of_another():
         ("--weight-deacy 1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
         ("--weight-deacy=1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
         ("--epoch 3", "unknown option 'epoch' on the command line; did you mean 'epochs'"),
-        ("vil_tiny", "unknown option 'vil_tiny' on the command line"),
+        ("vil_tiny", "'vil_tiny' on the command line belongs to no option"),
         ("--lr fast", "option 'lr' in the command line must be float, not 'fast'"),
         ("--epochs 2.5", "option 'epochs' in the command line must be int, not '2.5'"),
         ("--model-kwargs depth", "'depth' is not of the form KEY=VALUE"),
         ("-c nowhere.yaml", "cannot read the config nowhere.yaml: No such file"),
+        ("--resume", "^argument --resume: expected one argument$"),
+        (
+            "--model-kwargs depth=2 drop_path_rate=0.1",
+            "model_kwargs has drop_path_rate, .* of its own: give --drop-path$",
+        ),
+        ("--model-kwargs num_classes=3", "model_kwargs has num_classes, an option of its own: give --num-classes$"),
+        ("--model-kwargs img_size=32", "model_kwargs has img_size, an option of its own: give --img-size$"),
+        ("--model-kwargs in_chans=1", "model_kwargs has in_chans 1, but images here have three channels"),
     ],
 )
 def test_a_wrong_command_line_is_refused(words, message):

@@ -484,12 +484,19 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' has classes that training has not: \['wasp'\]"):
         data.open_splits(config)
-    with pytest.raises(ConfigError, match="the split 'train' of .* has 4 classes but num_classes is 1000"):
+    with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
         data.open_splits(small_config(image_folder, num_classes=1000))
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
     train, val, num_classes = data.open_splits(config)
     assert (len(train), num_classes) == (4 * TRAIN_IMAGES, 4)
     assert {os.path.dirname(val.filename(i)): val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
+
+
+def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(image_folder / split / "ant", tmp_path / split)
+    with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
+        data.open_splits(small_config(tmp_path))
 
 
 def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):

@@ -102,6 +102,7 @@ def relative(found, truth):
 @pytest.mark.parametrize(("name", "ending"), [("vil_tiny", "onnx"), ("vim_tiny", "onnx"), ("vim_tiny", "pt2")])
 def test_a_file_computes_the_model_where_the_package_is_not(name, ending, tmp_path):
     model = small(name)
+    model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     path = tmp_path / f"model.{ending}"
     report = export_model(model, path, features=[1, 0], crop_pct=0.5)
@@ -122,10 +123,26 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, tmp_pa
     assert metadata == {
         "model": name, "num_classes": 5, "input_size": [3, 16, 24], "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225], "crop_pct": 0.5, "crop_mode": "center", "interpolation": "bicubic",
+        "label_names": ["n2", "n10", "é", "a, b", ""],
     }  # fmt: skip
     # the model is left as it was
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert relative(model(images).detach(), logits) < 1e-5
+
+
+def test_names_of_other_classes_than_the_heads_are_left_out():
+    model = small("vil_tiny", depth=1)
+    for names in (None, (), ["ant"] * 4, "names"):
+        model.pretrained_cfg["label_names"] = names
+        assert "label_names" not in export.describe(model, {})
+    model.pretrained_cfg["label_names"] = [7, "a\nb", *"cdefgh"][: model.num_classes]
+    assert export.describe(model, {})["label_names"] == ["7", "a?b", *"cdefgh"][: model.num_classes]
+    model.pretrained_cfg["label_names"] = None
+    with pytest.raises(ExportError, match=r"label_names in the metadata is for the model itself to say"):
+        export_model(model, "weights.safetensors", metadata={"label_names": "ant, bee"})
+    model.reset_classifier(0)
+    model.pretrained_cfg["label_names"] = []
+    assert "label_names" not in export.describe(model, {})
 
 
 def test_onnx_files_are_of_standard_operators_any_number_of_images_and_no_traces_of_this_machine(tmp_path):
@@ -196,6 +213,20 @@ def test_recurrences_in_onnxruntime_against_the_definition(selects, recurrence):
             assert relative(torch.from_numpy(found).permute(1, 2, 0, 3), truth) < 2e-6
 
 
+def test_the_command_exports_features_of_a_checkpoint_with_classes(tmp_path, monkeypatch):
+    exported, model = [], small("vil_tiny", depth=1, img_size=16)
+    config = dict(model="vil_tiny", model_kwargs=dict(embed_dim=32, depth=1, patch_size=8), img_size=16, num_classes=5)
+    torch.save(dict(version=3, config=config, state_dict=model.state_dict()), tmp_path / "best.pt")
+    words = ["--checkpoint", str(tmp_path / "best.pt"), "--num-classes", "0", "--out", str(tmp_path / "x.safetensors")]
+    monkeypatch.setattr(sys, "argv", ["vil.export", *words])
+    with pytest.raises(SystemExit, match="error: weights keep their head: without it they are loaded by"):
+        export.main()
+    monkeypatch.setattr(export, "export_model", lambda found, *_, **__: exported.append(found))
+    export.main()
+    images = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(model.head(exported[0](images)), model(images))
+
+
 def test_linear_attention_is_onnxruntimes_operator(tmp_path):
     model = small("vil_tiny", depth=1)
     export_model(model, tmp_path / "model.onnx", runtime="onnxruntime")
@@ -223,7 +254,7 @@ def test_linear_attention_is_onnxruntimes_operator(tmp_path):
             dict(path="model.safetensors"),
             "does not say with which arguments it was built, as those of vil.from_checkpoint do",
         ),
-        (dict(metadata={"mean": "0", "data": "x"}), "^mean in the metadata is what the model itself says"),
+        (dict(metadata={"mean": "0", "data": "x"}), "^mean in the metadata is for the model itself to say"),
         (dict(features=[0, 2, -1]), r"features \[-1, 2\] are not of the model's blocks 0 to 0"),
         (dict(opset=17), "opset 17 cannot be written: .* ReduceMean of opset 18, Split of opset 18; use 18"),
         (dict(opset=99), "opset 99 cannot be written"),
@@ -284,13 +315,31 @@ def test_a_missing_package_is_named_with_the_remedy(missing, tmp_path, monkeypat
         export_model(small("vil_tiny"), tmp_path / "model.onnx")
 
 
-def test_the_command_takes_model_size_and_preprocessing_from_a_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ([], "; of random weights, as no --checkpoint was given"),
+        (["--model-kwargs", "pretrained=true"], ""),
+        (["--checkpoint", "best.pt"], ""),
+    ],
+    ids=["neither", "pretrained", "checkpoint"],
+)
+def test_the_command_says_when_weights_are_random(words, end, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "_model_of", lambda options: None)
+    monkeypatch.setattr(export, "export_model", lambda *_, **__: "written")
+    monkeypatch.setattr(sys, "argv", ["vil.export", "--model", "vil_tiny", *words, "--out", str(tmp_path / "x.onnx")])
+    export.main()
+    assert capsys.readouterr().out == f"written{end}\n"
+
+
+def test_the_command_takes_model_size_and_preprocessing_from_a_checkpoint(tmp_path, capsys):
     kwargs = dict(embed_dim=32, depth=1, patch_size=8)
     model = small("vil_tiny", depth=1, img_size=16, num_classes=3)
     config = dict(
         model="vil_tiny", model_kwargs=kwargs, img_size=16, num_classes=3, crop_pct=0.9, interpolation="bilinear"
     )
-    torch.save(dict(version=3, config=config, state_dict=model.state_dict()), tmp_path / "best.pt")
+    parts = dict(config=config, state_dict=model.state_dict(), label_names=["ant", "bee", "cat"])
+    torch.save(dict(version=3, **parts), tmp_path / "best.pt")
     command = ["-m", "vil.export", "--checkpoint", str(tmp_path / "best.pt")]
     out = tmp_path / "model.onnx"
     done = run([sys.executable, *command, "--features", "0", "--out", str(out)])
@@ -317,6 +366,7 @@ def test_the_command_takes_model_size_and_preprocessing_from_a_checkpoint(tmp_pa
     exec(code, variables := {})
     transform = create_transform(**{**resolve_data_config(model=model), **variables_of(metadata)})
     torch.testing.assert_close(torch.from_numpy(variables["images"][0]), transform(picture))
+    assert capsys.readouterr().out == ["ant", "bee", "cat"][variables["logits"].argmax()] + "\n"
 
     for arguments, message in (
         (["--checkpoint", str(tmp_path / "none.pt"), "--out", str(out)], "error: there is no checkpoint"),

@@ -6,11 +6,13 @@ import naive_model
 import pytest
 import timm
 import torch
+from conftest import CLASSES
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 import vil
-from vil.training.checkpoint import CheckpointError
+from vil.export import export_model
+from vil.training.checkpoint import CheckpointError, label_names
 from vil.training.config import ConfigError
 
 
@@ -80,6 +82,17 @@ def test_arguments_win_over_the_file_and_another_size_resamples(trained, size):
     assert model.blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
 
 
+def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_it(trained, tmp_path):
+    model = vil.from_checkpoint(trained[0])
+    assert model.pretrained_cfg["label_names"] == list(CLASSES)
+    export_model(model, tmp_path / "weights.safetensors")
+    assert vil.from_checkpoint(tmp_path / "weights.safetensors").pretrained_cfg["label_names"] == list(CLASSES)
+    assert "label_names" not in vil.from_checkpoint(trained[0], num_classes=0).pretrained_cfg
+    older = changed(trained, tmp_path, label_names=None)
+    assert label_names(older) == []
+    assert "label_names" not in vil.from_checkpoint(older).pretrained_cfg
+
+
 def test_weights_of_others_need_the_name_of_their_model(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=32, depth=2, grid=(3, 3), num_classes=7)}, path)
@@ -91,6 +104,23 @@ def test_weights_of_others_need_the_name_of_their_model(tmp_path):
         vil.from_checkpoint(path, "vim_tiny", embed_dim=32, depth=2, img_size=48)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         vil.from_checkpoint(tmp_path / "nowhere.pt")
+
+
+def test_without_classes_a_model_gives_what_its_head_would_read(trained, tmp_path):
+    """Also of the files of others, with their head or without."""
+    path, saved = trained
+    weights, arguments = saved["state_dict"], dict(img_size=16, **saved["config"]["model_kwargs"])
+    torch.save(weights, tmp_path / "plain.pth")
+    torch.save({name: t for name, t in weights.items() if "head" not in name}, tmp_path / "headless.pth")
+    models = [vil.from_checkpoint(path, num_classes=0)]
+    for name in ("plain", "headless"):
+        models.append(vil.from_checkpoint(tmp_path / f"{name}.pth", "vil_tiny", num_classes=0, **arguments))
+    whole, images = vil.from_checkpoint(path), torch.rand(2, 3, 16, 16)
+    for model in models:
+        assert not model.training
+        assert model.num_classes == model.pretrained_cfg["num_classes"] == 0
+        with torch.inference_mode():
+            torch.testing.assert_close(whole.head(model(images)), whole(images))
 
 
 def test_any_model_of_timm_is_loaded(tmp_path):

@@ -70,6 +70,25 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     torch.testing.assert_close(torch.from_numpy(found["logits"]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_mixer_of_ones_own_runs_as_it_is_written():
+    found: dict = {}
+    (idea,) = snippets("CONTRIBUTING.md")
+    exec(
+        compile(idea.replace('"vil_tiny", ', '"vil_tiny", depth=1, num_classes=0, '), "CONTRIBUTING.md", "exec"), found
+    )
+    images = torch.randn(2, 3, 224, 224)
+    mixer = found["model"].blocks[0].mixer
+    with torch.inference_mode():
+        before = found["model"](images)
+        for direction in mixer.directions:  # a key of norm 1 does not know how long it was
+            rank, states, _ = direction.split
+            direction.x_proj.weight[rank : rank + states] *= 3
+        torch.testing.assert_close(found["model"](images), before, rtol=1e-4, atol=1e-5)
+        plain = timm.create_model("vil_tiny", depth=1, num_classes=0)
+        plain.load_state_dict(found["model"].state_dict())
+        assert (plain(images) - before).abs().max() > 1e-3
+
+
 def test_the_readmes_models_are_made(monkeypatch):
     """With one block each; files that only ImageNet's users have are for test_checkpoints.py."""
     create = timm.create_model

@@ -5,6 +5,7 @@ FUZZ=500 python -m pytest tests/test_hostile_checkpoints.py    tries as many of 
 
 import copy
 import io
+import json
 import math
 import os
 import pathlib
@@ -21,10 +22,11 @@ import yaml
 from processes import ROOT, SMALL
 
 import validate
+import vil
 from train_imagenet import FORESEEN, Trainer
 from vil.training import checkpoint
 from vil.training.checkpoint import CheckpointError
-from vil.training.config import Config, ConfigError, load_config
+from vil.training.config import Config, ConfigError, load_config, options_of_checkpoint
 
 COUNT = int(os.environ.get("FUZZ", 60))
 KWARGS = SMALL["model_kwargs"]
@@ -71,7 +73,8 @@ def error_of_validation(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(dataset="wds/x", data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
+        (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
+        (dict(dataset="wds/x", data_dir="pipe:touch MARKER"), "the dataset 'wds/x': to have it read, give --data-dir"),
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
         (dict(dataset="wds/x"), "is of the dataset 'wds/x': to have it read, give --data-dir"),
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
@@ -89,6 +92,7 @@ def error_of_validation(monkeypatch):
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
         (dict(model_kwargs=dict(embed_dim="32")), "has embed_dim '32'"),
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
+        (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
         (dict(num_classes=10**9), "has num_classes 1000000000, and may have at most 1000000"),
         (dict(num_classes=-4), "option 'num_classes' in the checkpoint .*given.pt must be at least 1, not -4"),
         (dict(img_size=10**6), "has img_size 1000000, and may have at most 8192"),
@@ -135,6 +139,50 @@ def test_data_that_the_command_line_confirms_are_read(write, dataset, words, dat
     assert (config.dataset, config.data_dir) == (dataset, data_dir)
     with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
         load_config("", ["--resume", str(path), "--lr", "1"], checkpoint.saved_config)
+
+
+@pytest.mark.parametrize("place", ["/root/.ssh", "https://host/shards", "pipe:touch x"])
+@pytest.mark.parametrize("dataset", ["wds/x", "WDS/x", "hfds/x", "tfds/x"])
+def test_where_a_dataset_lies_and_is_written_to_is_never_a_checkpoints_choice(write, dataset, place):
+    path = write(dict(dataset=dataset, data_dir=place))
+    assert "data_dir" not in checkpoint.saved_config(path)
+    assert load_config("", ["--resume", str(path), "--dataset", dataset], checkpoint.saved_config).data_dir is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "splits"),
+    [
+        ("", "../x x/../y .. . ... /x x//y x/ x:y x|5 x{0..3} x[:10%] $HOME ~/x \\x x\n"),
+        ("wds/x", "../{0..3}.tar {0..3}/../x.tar /x.tar x:y a::b a{b,c} {.,x}./x.tar {a..z} {0..3}{0..3} {0..999999}"),
+        ("wds/x", "{0..3..1} ${HOME}/x.tar {WDS_X}.tar x|a x|5|5 x|5/../y pipe:x x[:10%] {" + "0" * 200 + "1..2}"),
+        ("hfds/x", "train[/x] train[a] https://x/y ../x x{0..3} x|5"),
+    ],
+)
+def test_splits_are_names_inside_the_folder(dataset, splits):
+    for split in splits.split(" "):
+        with pytest.raises(ConfigError, match="the checkpoint x has val_split .*, which is no plain name"):
+            options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
+
+
+def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
+    """By what webdataset makes of them."""
+    from webdataset.shardlists import expand_urls
+
+    words = [*"./|0a,-{}:$", "..", "tar", "{0..3}", "{000..009}", "{0..299}", "{0..999999}", "{HOME}", "{.,a}", "|36"]
+    words += ["::", "pipe:"]
+    rng, accepted = random.Random(0), 0
+    for _ in range(100 * COUNT):
+        split = "".join(rng.choices(words, k=rng.randint(1, 6)))
+        try:
+            options_of_checkpoint(dict(dataset="wds/x", train_split=split), "x")
+        except ConfigError:
+            continue
+        accepted += 1
+        files = expand_urls(split.split("|")[0])
+        assert len(files) <= 10**5
+        assert all(os.path.normpath(os.path.join("/data", name)).startswith("/data/") for name in files), split
+        assert not any(":" in name for name in files)
+    assert accepted > COUNT
 
 
 # weights
@@ -264,6 +312,41 @@ def test_parts_of_another_kind_are_nothing_to_go_on_from(write, image_folder, tm
             resumed(write(**part), image_folder, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "abcd",
+        4,
+        ["a"] * 3,
+        ["a"] * 5,
+        [],
+        {"a": 0},
+        ["a", "b", "c", 4],
+        ["a\n"] * 4,
+        ["\x1b[31m"] * 4,
+        ["x" * 1001] * 4,
+    ],
+)
+@pytest.mark.parametrize("container", ["pt", "safetensors"])
+def test_names_of_classes_are_as_many_short_lines(write, small, tmp_path, names, container):
+    path = write(label_names=names)
+    if container == "safetensors":
+        path = tmp_path / "given.safetensors"
+        config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4)
+        path.write_bytes(checkpoint.pack_weights(small, config, dict(label_names=json.dumps(names))))
+    with pytest.raises(CheckpointError, match="label_names that are not a name for each of its 4 classes") as refused:
+        vil.from_checkpoint(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_names_of_classes_that_are_no_json_are_refused(small, tmp_path):
+    for text in ("ant", "", "[" * 10**5, "[1"):
+        path = tmp_path / "given.safetensors"
+        path.write_bytes(checkpoint.pack_weights(small, dict(model="vil_tiny"), dict(label_names=text)))
+        with pytest.raises(CheckpointError, match="label_names that are not a name for each"):
+            checkpoint.label_names(path)
+
+
 POOL = [
     None,
     -1,
@@ -313,7 +396,17 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         rng, state = random.Random(seed), whole
         for _ in range(rng.choice([1, 1, 2, 5])):
             key = rng.choice(
-                ["config", "history", "progress", "optimizer", "state_dict", "state_dict_ema", "version", None]
+                [
+                    "config",
+                    "label_names",
+                    "history",
+                    "progress",
+                    "optimizer",
+                    "state_dict",
+                    "state_dict_ema",
+                    "version",
+                    None,
+                ]
             )
             state = {**state, key: mutated(state[key], rng, POOL)} if key in state else mutated(state, rng, POOL)
             if not isinstance(state, dict) or not state:
@@ -323,6 +416,7 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         try:
             for read in (checkpoint.saved_config, checkpoint.says_average_is_best, checkpoint.read_weights):
                 read(path)
+            checkpoint.label_names(path)
             trainer = resumed(path, image_folder, tmp_path)
             trainer.meter.collect()
         except FORESEEN as error:

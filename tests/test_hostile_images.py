@@ -555,6 +555,8 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
     [
         ("wds/x", "data_dir is not given"),
         ("torch/cifar10", r"dataset 'torch/cifar10' is none of wds/\.\.\., hfds/\.\.\., "),
+        ("cifar10", r"dataset 'cifar10' is none of .*, tfds/\.\.\.: leave it out for folders and tar files"),
+        ("hfds/", "dataset 'hfds/' is none of "),
         ("hfds/x", "cannot open the split 'train' of None: "),
     ],
 )

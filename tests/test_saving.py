@@ -4,7 +4,9 @@ import argparse
 import logging
 import os
 import random
+import re
 import resource
+import shlex
 
 import pytest
 import timm
@@ -14,7 +16,7 @@ from safetensors.torch import save_file
 import vil  # noqa: F401  registers the models
 from vil.training import checkpoint
 from vil.training.checkpoint import CheckpointError, find_resumed
-from vil.training.config import ConfigError
+from vil.training.config import ConfigError, load_config
 from vil.training.models import create_model
 
 TINY = dict(embed_dim=16, depth=2, patch_size=8, img_size=16)
@@ -29,6 +31,17 @@ def save(path, epoch, **kwargs):
 
 def epochs(*paths):
     return [checkpoint.read_checkpoint(path)["epoch"] for path in paths]
+
+
+# names of classes
+
+
+def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
+    numbers = {"n10": 1, "n9": 0, "a\x1b[31m\nb\u202e": 3, "é, ß": 2, "x" * 2000: 4, "\udcff": 5}
+    names = checkpoint.labels_of(numbers)
+    assert names == ["n9", "n10", "é, ß", "a?[31m?b?", "x" * 1000, "?"]
+    checkpoint.save_checkpoint(PARTS | dict(config=dict(num_classes=6), label_names=names), tmp_path / "best.pt")
+    assert checkpoint.label_names(tmp_path / "best.pt") == names
 
 
 # writing
@@ -270,6 +283,38 @@ def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(t
     torch.save(headless, tmp_path / "headless.pth")
     model = create_model("vil_tiny", str(tmp_path / "headless.pth"), num_classes=4, **TINY)
     assert torch.equal(model.pos_embed, source.pos_embed)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])
+def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_need(packed, tmp_path, monkeypatch):
+    path, kwargs = tmp_path / "best.pt", dict(embed_dim=32, depth=2, patch_size=[8, 8], drop_path_rate=0.1)
+    source = timm.create_model("vil_tiny", num_classes=4, img_size=16, **kwargs)
+    config = dict(model="vil_tiny", img_size=16, num_classes=4, model_kwargs=kwargs)
+    checkpoint.save_checkpoint(dict(config=config, state_dict=source.state_dict()), path)
+    if packed:
+        path = tmp_path / "weights.safetensors"
+        path.write_bytes(checkpoint.pack_weights(source.state_dict(), config, {}))
+    built = r"embed_dim 32 and depth 2, the model .*; it was built with (--model vil_tiny --model-kwargs .*)$"
+    with pytest.raises(ConfigError, match=built) as refused:
+        create_model("vil_tiny", str(path), num_classes=4)
+    words = shlex.split(re.search(built, str(refused.value))[1])
+    chosen = load_config("", ["--img-size", "16", *words])
+    assert chosen.model_kwargs == dict(embed_dim=32, depth=2, patch_size=[8, 8])
+    model = create_model(chosen.model, str(path), num_classes=4, img_size=16, **chosen.model_kwargs)
+    assert torch.equal(model.head.weight, source.head.weight)
+
+
+def test_a_checkpoint_that_does_not_say_its_arguments_has_none_to_name(tmp_path):
+    weights = timm.create_model("vil_tiny", num_classes=4, **TINY).state_dict()
+    path, config = tmp_path / "best.pt", dict(model="vil_tiny", model_kwargs=dict(checkpoint_path="x"))
+    for content, end in (
+        (weights, r"\)"),
+        (dict(version=3, config=config, state_dict=weights), r"\)"),
+        (dict(version=3, config=dict(model="vil_tiny"), state_dict=weights), r"\); it was built with --model vil_tiny"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(ConfigError, match=rf"keys: .* of another shape \([^()]*{end}$"):
+            create_model("vil_tiny", str(path), **TINY | dict(embed_dim=24))
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,7 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, monkeypatch, no_
     config, saved = Config(log_wandb=True, experiment="mine"), dict(epochs=3)
     for epochs in ((1, 2), (3,)):
         report = Reporter(tmp_path / "run", config, saved, "1 x cpu")
+        report.catch_up(HISTORY[: epochs[0] - 1])  # nothing that it has not
         for epoch in epochs:
             report(HISTORY[:epoch])
     Reporter(tmp_path / "other", config, saved, "1 x cpu")
@@ -376,6 +377,19 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, monkeypatch, no_
     assert first == second != other
     assert re.fullmatch(r"\w{8,}", first)
     assert [rows for _, rows in pages] == [[(1, HISTORY[0]), (2, HISTORY[1])], [(3, HISTORY[2])], []]
+
+
+def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, monkeypatch, no_pictures):
+    rows = []
+    page = SimpleNamespace(log=lambda values, step: rows.append((step, type(step), values)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: page))
+    report = Reporter(tmp_path, Config(log_wandb=True), {}, "1 x cpu")
+    report(HISTORY[:1])
+    restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]  # as of a checkpoint
+    for _ in range(2):
+        Reporter(tmp_path, Config(log_wandb=True), {}, "1 x cpu").catch_up(restored[:2])
+    assert rows == [(1, int, HISTORY[0]), (2, int, restored[1])]  # wandb takes no other steps
+    assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
 
 
 def test_a_log_that_fails_does_not_stop_a_run(tmp_path, monkeypatch, no_pictures, caplog):

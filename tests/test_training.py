@@ -242,6 +242,40 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes(whol
     assert_same_end(folder, whole)
 
 
+def test_what_is_counted_stays_a_count(image_folder, tmp_path, no_pictures):
+    trained(image_folder, tmp_path, epochs=1)
+    trained(image_folder, tmp_path, resume="auto", epochs=2)
+    with open(tmp_path / "run" / "summary.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["epoch"], row["unreadable_images"]) for row in rows] == [("1", "0"), ("2", "0")]
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(epochs=4, warmup_epochs=5), True), (dict(epochs=4, warmup_epochs=4), True),
+    (dict(epochs=4, warmup_epochs=3), False), (dict(epochs=4, warmup_epochs=5, warmup_lr=1e-3), False),
+])  # fmt: skip
+def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, options, said):
+    trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
+    expected = f"warmup_epochs {options['warmup_epochs']} is not less than epochs 4: the learning rate never reaches lr"
+    assert (expected in caplog.text) is said
+    rates = []
+    for epoch in range(4):
+        trainer.scheduler.step(epoch)
+        rates.append(trainer.rate)
+    assert (rates == sorted(rates) and rates[-1] < trainer.config.lr) is said
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_reported(image_folder, tmp_path, no_pictures):
+    trained(image_folder, tmp_path, epochs=2)
+    summary = tmp_path / "run" / "summary.csv"
+    head, *rows = csv.reader(summary.read_text().splitlines())
+    summary.write_text("".join(summary.read_text().splitlines(keepends=True)[:2]))
+    trained(image_folder, tmp_path, epochs=2, resume="auto")
+    again, *reported = csv.reader(summary.read_text().splitlines())
+    assert again == head
+    assert [[float(value) for value in row] for row in reported] == [[float(value) for value in row] for row in rows]
+
+
 def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder, tmp_path, no_pictures):
     (tmp_path / "first").mkdir()
     rows, _ = trained(image_folder, tmp_path / "first", epochs=1)
@@ -264,6 +298,9 @@ def test_a_run_says_where_it_goes_on_and_that_it_is_finished(whole, image_folder
     assert f"going on after step 2 of 4 of epoch 2 of 2, from {last}" in caplog.text
     before = last.read_bytes()
     trained(image_folder, tmp_path, resume="auto")
+    assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
+    caplog.clear()
+    trained(image_folder, tmp_path, resume="auto", epochs=1)
     assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
     assert last.read_bytes() == before
 

@@ -74,7 +74,8 @@ def models(tmp_path_factory, folders):
         config = dict(model="vil_tiny", model_kwargs=SMALL["model_kwargs"], img_size=16, num_classes=classes)
         config |= dict(data_dir=str(folders), dataset="", val_split="other", crop_pct=0.8, interpolation="bilinear")
         states = dict(state_dict=weights.state_dict(), state_dict_ema=ema.state_dict())
-        torch.save(dict(version=3, config=config, **states), root / f"{name}.pt")
+        names = list(NUMBERS) if classes == 12 else ImageNetInfo().label_names()
+        torch.save(dict(version=3, config=config, label_names=names, **states), root / f"{name}.pt")
     models["larger"] = small_model("vil_tiny", 0, 12, **VIL | dict(img_size=24))
     models["larger"].load_state_dict(models["vil"].state_dict())
     for name, classes in (("vit", 12), ("more vit", 1000)):
@@ -176,13 +177,53 @@ def logits_of_imagenet(model, folders, **options):
     return names, targets, naive.only(logits, list(WORDNET.values()))
 
 
+def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog, tmp_path):
+    """Of the two that are compared, the second; its names are in another order."""
+    other = torch.load(models[0] / "vil.pt", weights_only=True)
+    other["label_names"][10:] = ["class11", "class10"]
+    torch.save(other, tmp_path / "other.pt")
+    command("--checkpoint", "{models}/vil.pt", "--against", "{tmp}/other.pt")
+    assert caplog.messages == [
+        f"2 of the 12 classes here have another name than in {tmp_path}/other.pt, such as 'class10' for 'class11': the "
+        "accuracy says nothing unless they mean the same"
+    ]
+
+
+WORDNET_IDS = ImageNetInfo().label_names()
+
+
+@pytest.mark.parametrize(
+    ("here", "learned", "others"),
+    [
+        (["ant", "bee"], ["ant", "bee"], 0),
+        (["ant", "bee"], ["bee", "ant"], 2),
+        (["ant", "bee"], ["ant", "cat"], 1),
+        (["ant", "bee"], None, 0),  # an older checkpoint
+        ([], ["ant", "bee"], 0),  # a dataset that does not say
+        (["ant", "bee"], ["ant"], 1),
+        (["a\nb", "bee"], ["a?b", "bee"], 0),  # as training wrote it
+        (["a\nb", "bee"], ["a", "bee"], 1),
+        (["0", "1"], ["6", "7"], 2),
+        ([str(number) for number in range(1000)], WORDNET_IDS, 0),  # ImageNet-V2
+        (WORDNET_IDS[1:] + WORDNET_IDS[:1], WORDNET_IDS, 1000),
+    ],
+)
+def test_classes_by_other_names_are_counted(here, learned, others, caplog, monkeypatch):
+    images = SimpleNamespace(reader=SimpleNamespace(class_to_idx={name: number for number, name in enumerate(here)}))
+    state = dict(version=3, config=dict(num_classes=len(learned or here)), label_names=learned)
+    monkeypatch.setattr("vil.training.checkpoint._content", lambda path: state)
+    validate.warn_of_other_classes(images, "best.pt")
+    assert [message.split(" ")[0] for message in caplog.messages] == [str(others)] * bool(others)
+    assert not any("\n" in message for message in caplog.messages)
+
+
 def real_labels(folders, names):
     labels = json.loads((folders / "real.json").read_text())
     return [labels[int(name[15:23]) - 1] for name in names]
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["targets", "ReaL"])
-def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, command, real):
+def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, command, caplog, real):
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
@@ -190,6 +231,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     result, printed = command("--checkpoint", "{models}/more.pt", "--split", "imagenet", *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
+    assert "another name" not in caplog.text  # the classes are called what the checkpoint's are
     assert result["published"] == {"ViL-tiny": [76.4, None], "ViM-tiny": [76.1, 93.0]}
     assert "judged among the 12 classes of this split" in printed
     assert "1 unreadable images were left out" in printed
@@ -390,12 +432,10 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
 
 
 @pytest.mark.parametrize("word", ["--against-model", "--csv", "--plot"])
-def test_a_comparison_needs_a_second_model(word, monkeypatch, capsys):
+def test_a_comparison_needs_a_second_model(word, monkeypatch):
     monkeypatch.setattr("sys.argv", ["validate.py", "--model", "vil_tiny", word, "vim_tiny"])
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match="^error: .* are for a comparison: give --against$"):
         validate.main()
-    assert error.value.code == 2
-    assert "give --against" in capsys.readouterr().err
 
 
 VIL_PT = ["--checkpoint", "{models}/vil.pt"]
@@ -405,12 +445,19 @@ VIL_PT = ["--checkpoint", "{models}/vil.pt"]
     ("words", "message"),
     [
         ([], "--model is not given"),
-        (["--model", "vil_tiny"], "No pretrained weights exist for vil_tiny"),
+        (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
+        (
+            [*VIL_PT, "--against", "vim_tiny"],
+            "timm has no weights of vim_tiny: give --checkpoint FILE, or --against FILE",
+        ),
+        ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
+        ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; here it is 'workers'"),
+        ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
-        ([*VIL_PT, "--data-dir", "{tmp}/less"], "has 11 classes but num_classes is 12"),
+        ([*VIL_PT, "--data-dir", "{tmp}/less"], "has 11 classes but the model 12 (num_classes)"),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         *(

@@ -115,6 +115,7 @@ class BidirectionalMixer(nn.Module):
         )
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
+    # Of LonghornMixer and MambaMixer the fused kernels take the place of this: an edit shows after set_fused(False)
     def forward(self, h_BLC: Tensor) -> Tensor:
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         forward, backward = self.directions[0](u_BLD), self.directions[1](u_BLD)

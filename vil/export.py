@@ -109,8 +109,8 @@ def export_model(
     _check_options(path, runtime, opset, features)
     exported = Exported(model, features, scan_by_steps if runtime == "any" else scan_by_linear_attention)
     described = describe(model, preprocessing)
-    if taken := described.keys() & (metadata or {}).keys():
-        raise ExportError(f"{', '.join(sorted(taken))} in the metadata is what the model itself says")
+    if taken := {*described, "label_names"} & (metadata or {}).keys():
+        raise ExportError(f"{', '.join(sorted(taken))} in the metadata is for the model itself to say (pretrained_cfg)")
     described |= metadata or {}
     tolerance = TOLERANCE
     if path.suffix == ".safetensors":
@@ -219,11 +219,14 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
     if unknown := preprocessing.keys() - set(PREPROCESSING):
         raise ExportError(f"{', '.join(sorted(unknown))} is none of {', '.join(PREPROCESSING)}")
     config = resolve_model_data_config(model) | {name: v for name, v in preprocessing.items() if v is not None}
+    names = model.pretrained_cfg.get("label_names")  # of a head that has been replaced, perhaps
+    known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
     return {
         "model": model.pretrained_cfg.get("architecture", type(model).__name__),
         "num_classes": model.num_classes,
         "input_size": [model.in_chans if hasattr(model, "in_chans") else 3, *image_size(model)],
         **{name: config[name] for name in PREPROCESSING},
+        **({"label_names": [checkpoint.label_of(str(name)) for name in names]} if known else {}),
     }
 
 
@@ -424,8 +427,10 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
     """The content of a file of weights in half precision, and what runs the model that it says.
 
     Raises:
-        ExportError: A weight is too large, or the model does not say how it was built.
+        ExportError: A weight is too large, or the model has no head or does not say how it was built.
     """
+    if not model.num_classes:
+        raise ExportError("weights keep their head: without it they are loaded by vil.from_checkpoint(num_classes=0)")
     weights = {name: t.half() if t.is_floating_point() else t for name, t in as_evaluated(model).state_dict().items()}
     if too_large := [name for name, t in weights.items() if not t.isfinite().all()]:
         raise ExportError(f"half precision cannot hold {', '.join(too_large[:3])}: values must be below 65504")
@@ -489,7 +494,9 @@ def main() -> None:
         _check_options(options.out, options.runtime, options.opset, options.features)
         arguments = dict(features=options.features, runtime=options.runtime, opset=options.opset)
         arguments["metadata"] = dict(options.metadata)
-        print(export_model(_model_of(options), options.out, **arguments))
+        report = export_model(_model_of(options), options.out, **arguments)
+        trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")  # timm's own weights
+        print(report if trained else f"{report}; of random weights, as no --checkpoint was given")
     except (ConfigError, checkpoint.CheckpointError, ExportError, OSError) as error:
         sys.exit(f"error: {error}")
 

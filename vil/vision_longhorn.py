@@ -461,8 +461,7 @@ class VisionLonghorn(nn.Module):
             if classes not in (0, self.num_classes):
                 raise RuntimeError(
                     f"the checkpoint has {classes} classes but the model {self.num_classes}: create the model with "
-                    f"num_classes={classes}, or let timm replace the head by create_model(..., pretrained=True, "
-                    f"num_classes={self.num_classes}, pretrained_cfg_overlay=dict(file=..., num_classes={classes}))"
+                    f"num_classes={classes}, and then call its reset_classifier({self.num_classes})"
                 )
         return super().load_state_dict(resample(state_dict, self), strict, assign)
 

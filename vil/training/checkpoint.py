@@ -34,6 +34,7 @@ PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,
 }  # fmt: skip
+LONGEST_LABEL = 1000  # characters of the name of a class
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
 
@@ -105,6 +106,37 @@ def saved_config(path: str | Path) -> dict[str, Any]:
     return options_of_checkpoint(checkpoint["config"], path) if _is_ours(checkpoint) else {}
 
 
+def label_names(path: str | Path) -> list[str]:
+    """The names of the classes, by their numbers, of the run that wrote a checkpoint; none where it does not say them.
+
+    Raises:
+        CheckpointError: The file is missing or corrupt, or has other than a name for each class (see `label_of`).
+        ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
+    """
+    checkpoint = _content(path)
+    names = checkpoint.get("label_names") if _is_ours(checkpoint) else None
+    if names is None:
+        return []
+    classes = options_of_checkpoint(checkpoint["config"], path).get("num_classes")
+    are_labels = isinstance(names, list) and all(isinstance(name, str) and name == label_of(name) for name in names)
+    if not are_labels or len(names) != classes:
+        raise CheckpointError(
+            f"{path} has label_names that are not a name for each of its {classes} classes, of at most {LONGEST_LABEL} "
+            "printable characters"
+        )
+    return names
+
+
+def label_of(name: str) -> str:
+    """The name of a class as a checkpoint holds it, which can be shown in a line wherever it comes from."""
+    return "".join(character if character.isprintable() else "?" for character in name[:LONGEST_LABEL])
+
+
+def labels_of(numbers: dict[str, int]) -> list[str]:
+    """The names of classes in the order of their numbers, as a checkpoint holds them."""
+    return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]
+
+
 def says_average_is_best(path: str | Path) -> bool | None:
     """Whether the moving average of a best.pt is better than its model; None if the file does not say.
 
@@ -139,10 +171,11 @@ def _load_metadata(path: str | Path) -> dict[str, Any]:
         metadata = file.metadata() or {}
     if metadata.get("producer") != PRODUCER:
         return {}
-    config: Any = metadata.get("config", "")
-    with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at options to refuse
-        config = json.loads(config)
-    return {"version": VERSION, "config": config}
+    said: dict[str, Any] = {"config": metadata.get("config", ""), "label_names": metadata.get("label_names")}
+    for name, text in said.items():
+        with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at it to refuse
+            said[name] = text and json.loads(text)
+    return {"version": VERSION, **said}
 
 
 def _load(path: str | Path):

@@ -132,6 +132,11 @@ class Config:
 
     def __post_init__(self):
         self.model_kwargs = self.model_kwargs or {}
+        for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
+            if name in self.model_kwargs:
+                raise ConfigError(f"model_kwargs has {name}, an option of its own: give --{option.replace('_', '-')}")
+        if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
+            raise ConfigError(f"model_kwargs has in_chans {_shown(channels)}, but images here have three channels")
         interval = self.checkpoint_interval
         if interval is not None and not re.fullmatch(r"0*[1-9]\d*m?", interval):
             raise ConfigError(
@@ -176,11 +181,14 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 _TYPES = typing.get_type_hints(Config)
 # what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what
 NOT_FROM_CHECKPOINTS = {"output", "experiment", "resume", "pretrained_path", "device", "log_tensorboard", "log_wandb"}
-# the arguments of models that it may name, and how large they may be
-MODEL_KWARGS = {
+# the arguments of models that it may name, and how large they may be, or which words
+MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
-    "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192,
+    "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
+    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # of DeiT and its like
 }  # fmt: skip
+PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
+DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 
 # what other programs call them
 SYNONYMS = {
@@ -224,6 +232,22 @@ SYNONYMS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, but what is wrong is a ConfigError of a line, and an unknown option is answered with the nearest."""
+
+    def parse_args(self, args=None, namespace=None):
+        options, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                raise ConfigError(f"{_shown(word)} on the command line belongs to no option")
+            name = word.split("=")[0].lstrip("-").replace("-", "_")
+            raise ConfigError(_unknown_option(name, "on the command line", vars(options)))
+        return options
+
+    def error(self, message):
+        raise ConfigError(message)
+
+
 def load_config(
     description: str,
     arguments: Sequence[str] | None = None,
@@ -241,7 +265,7 @@ def load_config(
     """
     # one option for each field; the values are checked like those of the file, by `_checked`
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
+    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
     for name, field in FIELDS.items():
         flag, kind = "--" + name.replace("_", "-"), _kind(name)[0]
@@ -252,10 +276,7 @@ def load_config(
             bare = field.metadata["bare"]
             nargs = "+" if kind in (tuple, dict) else "?" if bare else None
             parser.add_argument(flag, nargs=nargs, const=bare, metavar="VALUE", help=help)
-    options, unknown = parser.parse_known_args(arguments)
-    for word in unknown:
-        raise ConfigError(_unknown_option(word.split("=")[0].lstrip("-").replace("-", "_"), "on the command line"))
-    values = vars(options)
+    values = vars(parser.parse_args(arguments))
     path = values.pop("config")
     from_file = _checked(_read_yaml(path), path) if path else {}
     given = _checked({name: value for name, value in values.items() if value is not None}, "the command line")
@@ -285,25 +306,46 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
             f"{where} is of a model {_shown(options['model'])}, which is none of timm's or this package's"
         )
     for name, value in (options.get("model_kwargs") or {}).items():
+        if (allowed := MODEL_KWARGS.get(name)) is None:
+            raise ConfigError(
+                f"{where} has an argument {_shown(name)} of its model, which a checkpoint may not give; it may give "
+                + ", ".join(MODEL_KWARGS)
+            )
+        if isinstance(allowed, tuple):
+            if value not in allowed:
+                raise ConfigError(f"{where} has {name} {_shown(value)}, and may have {', '.join(map(repr, allowed))}")
+            continue
         numbers = value if isinstance(value, (list, tuple)) else [value]
-        if name not in MODEL_KWARGS:
-            raise ConfigError(f"{where} has an argument {_shown(name)} of its model, which a checkpoint may not give")
-        if len(numbers) > 2 or not all(isinstance(v, (int, float)) and 0 <= v <= MODEL_KWARGS[name] for v in numbers):
-            raise ConfigError(f"{where} has {name} {_shown(value)}, and may have at most {MODEL_KWARGS[name]}")
+        if len(numbers) > 2 or not all(isinstance(v, (int, float)) and 0 <= v <= allowed for v in numbers):
+            raise ConfigError(f"{where} has {name} {_shown(value)}, and may have at most {allowed}")
     for name, choices in _choices().items():
         if options.get(name) is not None and options[name] not in choices:
             raise ConfigError(f"{where} has {name} {_shown(options[name])}, which is unknown")
     for name, most in (("num_classes", 10**6), ("img_size", 8192)):
         if (options.get(name) or 0) > most:
             raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
+    dataset = options.get("dataset", "")
+    if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
+        raise ConfigError(f"{where} has dataset {_shown(dataset)}, which is no plain name of one")
     for name in ("train_split", "val_split"):
-        if not re.fullmatch(r"[\w.-]+", options.get(name, "x")):
-            raise ConfigError(f"{where} has {name} {_shown(options[name])}, which is no plain name")
-    if not re.fullmatch(r"|(wds|hfds|tfds|torch)/[\w./-]+", options.get("dataset", "")):
-        raise ConfigError(f"{where} has dataset {_shown(options['dataset'])}, which is no plain name")
+        if not _is_plain_split(options.get(name, "x"), dataset):
+            raise ConfigError(f"{where} has {name} {_shown(options[name])}, which is no plain name: {PLAIN_NAMES}")
+    if dataset:  # it may lie at an address, and packages write to their folder: whoever has it read says where
+        options.pop("data_dir", None)
     if re.search(r"^pipe:|://|[\0-\x1f]", options.get("data_dir") or ""):
         raise ConfigError(f"{where} has data_dir {_shown(options['data_dir'])}, which is no path of a folder")
     return options
+
+
+def _is_plain_split(split: str, dataset: str) -> bool:
+    """Whether it is names inside a folder, joined by /, or of a dataset what its kind has beside names."""
+    if len(split) > 200:
+        return False
+    if dataset.lower().startswith("wds/"):  # some numbered shards and how many images: x-{0000..0099}.tar|50000
+        split = re.sub(r"\{0*\d{1,5}\.\.0*\d{1,5}\}", "0", re.sub(r"\|\d{1,12}$", "", split), count=1)
+    elif dataset:  # a part of a split: train[:10%]
+        split = re.sub(r"\[[\d:%]*\]", "", split)
+    return all(re.fullmatch(r"[\w .+-]+", n) and n.strip(".") for n in split.split("/"))
 
 
 def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
@@ -311,7 +353,7 @@ def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
     dataset = saved.get("dataset")
     if not dataset or given.get("dataset") or (dataset.startswith("wds/") and given.get("data_dir")):
         return
-    confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}"
+    confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
     raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")
 
 
@@ -356,7 +398,7 @@ def _checked(values: dict[str, Any], source: str) -> dict[str, Any]:
     """The values of known options, converted to their types."""
     for name in values:
         if name not in FIELDS:
-            raise ConfigError(_unknown_option(name, f"in {source}"))
+            raise ConfigError(_unknown_option(name, f"in {source}", FIELDS))
     return {name: _convert(name, value, source) for name, value in values.items()}
 
 
@@ -366,12 +408,12 @@ def _shown(value: Any) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def _unknown_option(name: Any, where: str) -> str:
+def _unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
     unknown, words = f"unknown option {_shown(name)} {where}", re.sub(r"^no_(?=.)", "", str(name).lower())
     for ours, synonyms in SYNONYMS.items():
-        if words in synonyms.split():
+        if ours in options and words in synonyms.split():
             return f"{unknown}; here it is {ours!r}: {FIELDS[ours].metadata['help']}"
-    return unknown + _nearest(str(name), FIELDS)
+    return unknown + _nearest(str(name), options)
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .augmentation import BatchAugmentation  # noqa: F401  a run has all of these from here
-from .config import Config, ConfigError
+from .config import DATASETS, Config, ConfigError
 from .device_loader import (
     DeviceLoader,
     DrawingTransform,
@@ -69,7 +69,6 @@ _logger = logging.getLogger(__name__)
 
 STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
-DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 TAR_READERS = (ReaderImageTar, ReaderImageInTar)
 SAMPLE = 32  # files that are looked at before a split is loaded
@@ -83,9 +82,10 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
         ConfigError: The split is not there or cannot be opened, or it does not have `num_classes` classes; the message
             says what is there.
     """
-    kind = dataset.lower().partition("/")[0] if "/" in dataset else ""
-    if kind not in ("", *DATASETS):
-        raise ConfigError(f"dataset {dataset!r} is none of {', '.join(f'{name}/...' for name in DATASETS)}")
+    kind, _, name = dataset.lower().partition("/")
+    if dataset and not (kind in DATASETS and name):
+        known = ", ".join(f"{name}/..." for name in DATASETS)
+        raise ConfigError(f"dataset {dataset!r} is none of {known}: leave it out for folders and tar files")
     try:
         if kind == "wds":
             from .shards import Shards  # webdataset is an optional dependency
@@ -103,7 +103,9 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
         raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
-        raise ConfigError(f"the split {split!r} of {data_dir} has {classes} classes but num_classes is {num_classes}")
+        raise ConfigError(
+            f"the split {split!r} of {data_dir} has {classes} classes but the model {num_classes} (num_classes)"
+        )
     return images
 
 
@@ -138,6 +140,11 @@ def open_splits(config: Config):
     num_classes = len(class_names(train)) or config.num_classes
     if not num_classes:
         raise ConfigError(f"the dataset {config.dataset} does not say how many classes it has: give num_classes")
+    if num_classes < 2:
+        raise ConfigError(
+            f"the split {config.train_split!r} of {config.data_dir} has one class: each class needs a folder of its "
+            "images"
+        )
     if class_names(train) != class_names(val):
         if unknown := sorted(set(class_names(val)) - set(class_names(train))):
             raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {unknown[:5]}")
@@ -153,7 +160,7 @@ def open_splits(config: Config):
 
 def class_names(images) -> dict[str, int]:
     """The number of each class by name; empty where a dataset does not know."""
-    reader = images.reader  # timm's reader of tar files has a name of its own for them
+    reader = getattr(images, "reader", None)  # timm's reader of tar files has a name of its own for them
     return dict(getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {})
 
 

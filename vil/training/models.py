@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +35,35 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     """
     if pretrained_path:
         weights = checkpoint.read_weights(pretrained_path)
-        classes = len(weights["head.bias"]) if "head.bias" in weights else -1  # timm: -1 for a new head
+        classes = _classes_of(weights) or -1  # timm: -1 for a new head
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
         created = timm.create_model(model, **arguments)
     except RuntimeError as error:
-        raise ConfigError(f"cannot create the model {model}: {error}{_nearest(model)}") from error
+        remedy = _nearest(model) + _how_it_was_built(pretrained_path)
+        raise ConfigError(f"cannot create the model {model}: {error}{remedy}") from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if pretrained_path and is_first_process():
         _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
     return created
+
+
+def _how_it_was_built(path: str | None) -> str:
+    """The options that make the model of a file, where it says them."""
+    saved = {}
+    with suppress(ConfigError):  # of options that it may not have
+        saved = checkpoint.saved_config(path) if path else {}
+    if "model" not in saved:
+        return ""
+    not_of_weights = ("img_size", "drop_rate", "drop_path_rate")
+    arguments = [(name, v) for name, v in (saved.get("model_kwargs") or {}).items() if name not in not_of_weights]
+    words = ["--model-kwargs", *(f"{name}={json.dumps(value)}" for name, value in arguments)] if arguments else []
+    return "; it was built with " + shlex.join(["--model", saved["model"], *words])
+
+
+def _classes_of(weights: dict[str, Tensor]) -> int:
+    return weights["head.bias"].numel() if "head.bias" in weights else 0
 
 
 def _nearest(model: str) -> str:
@@ -81,17 +102,19 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
 def from_checkpoint(
     path: str | Path, model: str | None = None, *, use_ema: bool | None = None, **arguments: Any
 ) -> nn.Module:
-    """A trained model, on the CPU and in evaluation mode, which knows what images it is for.
+    """A trained model, on the CPU and in evaluation mode, which knows what images it is for and what its classes are.
 
     `timm.data.resolve_model_data_config(model)` gives their size, mean, standard deviation, crop and interpolation, as
-    `validate.py` prepares them.
+    `validate.py` prepares them; `model.pretrained_cfg["label_names"]` are the names of the classes by their numbers,
+    where the file says them.
 
     Args:
         path: A checkpoint of train_imagenet.py or a file of weights of `vil.export`, which say their model with its
             arguments, or any other file of weights.
         model: timm's name of the model, where the file does not say it.
         use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
-        arguments: Of the model, in place of what the file says; with `img_size` it is fitted to images of another size.
+        arguments: Of the model, in place of what the file says; with `img_size` it is fitted to images of another size,
+            with `num_classes=0` it gives pooled features, without the file's head (if that is called `head`).
 
     Raises:
         ConfigError: The file does not say its model and `model` is not given, there is no such model, or it does not
@@ -104,14 +127,22 @@ def from_checkpoint(
         raise ConfigError(f"{path} does not say its model: give the name as well, such as model='vim_tiny'")
     said = {option: saved[option] for option in ("num_classes", "img_size") if saved.get(option)}
     arguments = said | (saved.get("model_kwargs") or {}) | arguments
+    without_head = arguments.get("num_classes") == 0
+    if without_head:  # it is loaded with the head that the file has
+        arguments["num_classes"] = said.get("num_classes") or _classes_of(checkpoint.read_weights(path))
     if use_ema is None:
         use_ema = bool(checkpoint.says_average_is_best(path))
     loaded: Any = load_model(name, str(path), use_ema, **arguments).eval()
+    if without_head:
+        loaded.reset_classifier(0)
     config = {key: value for key, value in loaded.pretrained_cfg.items() if not key.startswith("test_")}
     channels, *size = config["input_size"]
     size = to_2tuple(arguments.get("img_size") or size)
     config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
     config["model_args"] = {name: value for name, value in arguments.items() if name != "num_classes"}  # timm's name
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
+    names = checkpoint.label_names(path)
+    if names and len(names) == loaded.num_classes:
+        config["label_names"] = names
     loaded.pretrained_cfg = loaded.default_cfg = config
     return loaded

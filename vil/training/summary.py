@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,14 @@ class Reporter:
         except OSError as error:
             _logger.warning("could not write %s: %s", folder, error)
 
+    def catch_up(self, history: list[dict[str, Any]]) -> None:
+        """Reports the epochs of a checkpoint that the run did not live to report."""
+        rows = 0
+        with suppress(OSError):  # also where there is none
+            rows = len((self.folder / "summary.csv").read_bytes().splitlines()[1:])
+        if rows < len(history):  # else the logs would get what they have
+            self(history)
+
     def __call__(self, history: list[dict[str, Any]]) -> None:
         try:
             write_summary(history, self.folder)
@@ -234,7 +243,7 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
         nonlocal run
         run = run or wandb.init(project="vision-longhorn", **settings)
         if row:
-            run.log(row, step=row["epoch"])
+            run.log(row, step=int(row["epoch"]))  # a float in checkpoints that an earlier version resumed
 
     try:
         weights_and_biases()
