@@ -67,7 +67,7 @@ from train_imagenet import DivergenceError, Trainer
 
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
 PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the logistic regression: the larger, the weaker the penalty
 SETTINGS = {
     SCRATCH: RATES, FINE_TUNED: RATES, PROBE: PENALTIES, PROBE_OF_RANDOM: PENALTIES, PROBE_OF_PIXELS: PENALTIES,

@@ -259,7 +259,7 @@ def rows(way, per_class, top1, rehearse=False, setting=1e-3):
 
 
 def test_a_setting_is_chosen_by_the_rehearsals_of_its_way_and_size_alone():
-    lowest, low, high, highest = transfer.RATES
+    lowest, low, high, *_, highest = transfer.RATES
     own = (transfer.SCRATCH, 5)
     found = rows(*own, [10, 90], True, lowest) + rows(*own, [60, 60], True, low) + rows(*own, [59, 60], True, high)
     found += rows(*own, [1, 2], True, highest)
