@@ -413,6 +413,11 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     return Judged(targets_N, best_NMK[..., 0], files, [name_of(*job_of(run)) for run in runs])
 
 
+def epoch_seconds(runs: list[dict[str, Any]]) -> float:
+    """Seconds of training that an epoch of one model takes: the median of its runs, some of which may be disturbed."""
+    return median(run["epoch_seconds"] for run in runs)
+
+
 def report(runs: list[dict[str, Any]]) -> str:
     """Markdown: mean and deviation of every model over the seeds, and its paired difference to the first model."""
     models = list(dict.fromkeys(run["model"] for run in runs))
@@ -437,13 +442,12 @@ def report(runs: list[dict[str, Any]]) -> str:
             difference = f"{mean(first) - mean(second):+.2f} ({low:+.2f} to {high:+.2f}), p = {test.pvalue:.3g}"
         deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
         listed = " ".join(f"{value:.2f}" for value in values)
-        seconds = mean(run["epoch_seconds"] for run in own)
         row = [
             model,
             f"{own[0]['parameters']:,}",
             f"{mean(values):.2f}{deviation}",
             listed,
-            f"{seconds:.2f}",
+            f"{epoch_seconds(own):.2f}",
             difference,
         ]
         table.append(row)
@@ -467,18 +471,18 @@ def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
 
 
 def plot(runs: list[dict[str, Any]]) -> bytes:
-    """A PNG: the accuracy on the validation split after each epoch, by epochs and by the GPU's time for training."""
+    """A PNG: the accuracy on the validation split by epochs and by the time of training, at `epoch_seconds` each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for color, model in enumerate(dict.fromkeys(run["model"] for run in runs)):
-        for i, run in enumerate(run for run in runs if run["model"] == model):
-            top1, count = run["curves"]["eval_top1"], run["images"] / run["epochs"]
-            seconds = np.cumsum([count / rate for rate in run["curves"]["images_per_second"]])
-            style = dict(color=f"C{color}", linewidth=1, label=None if i else model)
-            axes[0].plot(range(1, len(top1) + 1), top1, **style)
-            axes[1].plot(seconds, top1, **style)
+        own = [run for run in runs if run["model"] == model]
+        for i, run in enumerate(own):
+            top1, style = run["curves"]["eval_top1"], dict(color=f"C{color}", linewidth=1, label=None if i else model)
+            epochs = np.arange(1, len(top1) + 1)
+            axes[0].plot(epochs, top1, **style)
+            axes[1].plot(epochs * epoch_seconds(own), top1, **style)
     axes[0].set(xlabel="epochs", ylabel="top-1 on the validation split (%)")
     axes[1].set(xlabel="seconds of training")
     for axis in axes:
