@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
     parser.add_argument("--test-split", help="judges all runs on this split of the data")
     parser.add_argument("--out", type=Path, help="JSON of all runs; the predictions go beside it")
-    parser.add_argument("--plot", type=Path, help="PNG of the accuracy by epoch and by GPU time")
+    parser.add_argument("--plot", type=Path, help="PNG of the accuracy by epoch and by a model's time of training")
     options, training_options = parser.parse_known_args()
     deadline = Deadline(options.minutes)
 
@@ -466,7 +466,8 @@ def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
                 low, high = pair.interval
                 counts = (pair.both, pair.only_first, pair.only_second, pair.neither)
                 difference = f"{pair.difference:+.2f} ({low:+.2f} to {high:+.2f})"
-                table.append([f"{first}, {other}", str(seed), *map(str, counts), difference, f"{pair.p_value:.2g}"])
+                p_value = f"{pair.p_value:.2g}" if pair.p_value else "< 1e-300"
+                table.append([f"{first}, {other}", str(seed), *map(str, counts), difference, p_value])
     return markdown_table(table)
 
 

@@ -90,26 +90,32 @@ class Run(NamedTuple):
 
 
 class Results:
-    """The rows of runs that are done, in a JSON file as well if there is one.
+    """The rows of runs that are done, in a JSON file as well if there is one, which says what machine each call had.
 
     Raises:
         SystemExit: The file is of other weights, another recipe or other options.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any]):
-        self.path, self.about, self.machine, self.rows = path, json.loads(json.dumps(about)), machine, []
-        self.start = time.monotonic()
+        self.path, self.about, self.rows = path, json.loads(json.dumps(about)), []
+        self.earlier_calls, self.machine, self.start = [], machine, time.monotonic()
         if path and path.exists():
             found = json.loads(path.read_text())
             if differing := [name for name in self.about if found.get(name) != self.about[name]]:
                 sys.exit(f"error: {path} has results of another {', '.join(differing)}: give --out another file")
-            self.rows = found["runs"]
-            self.start -= found["seconds"]
+            self.rows, self.earlier_calls = found["runs"], found["calls"]
+        self.found = len(self.rows)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Machine, commit, seconds and number of runs of the calls that have trained or fitted something, in order."""
+        runs, seconds = len(self.rows) - self.found, round(time.monotonic() - self.start)
+        return [*self.earlier_calls, *([dict(self.machine, runs=runs, seconds=seconds)] if runs else [])]
 
     @property
     def seconds(self) -> float:
-        """That all calls together took."""
-        return time.monotonic() - self.start
+        """That these calls together took."""
+        return sum(call["seconds"] for call in self.calls)
 
     def __contains__(self, run: Run) -> bool:
         return any(all(row[name] == value for name, value in run._asdict().items()) for row in self.rows)
@@ -121,8 +127,7 @@ class Results:
 
     def write(self) -> None:
         if self.path:
-            content = {**self.machine, "seconds": round(self.seconds), **self.about, "settings": SETTINGS}
-            content["runs"] = self.rows
+            content = {"calls": self.calls, **self.about, "settings": SETTINGS, "runs": self.rows}
             write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 
 

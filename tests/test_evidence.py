@@ -4,10 +4,12 @@ import hashlib
 import json
 import math
 import re
+import statistics
 
 import pytest
 import timm
 import torch
+from scipy.stats import chi2
 from scipy.stats import t as student
 
 from benchmarks import mqar, seeds, transfer
@@ -71,41 +73,151 @@ def test_the_published_predictions_are_those_of_the_runs(request):
         assert seeds.compare_images(runs, judged) in text
 
 
-def test_what_is_said_of_weights_elsewhere_is_what_came_out(request):
-    """Their card, and the sentences of docs/results.md about the smaller images."""
+@pytest.fixture(scope="module")
+def pages(request):
     root = request.config.rootpath
-    top1 = {
-        pixels: transfer.complete(json.loads((root / "docs" / "results" / f"{name}.json").read_text())["runs"])
-        for pixels, name in ((224, "transfer"), (112, "transfer_112"))
+    readme = (root / "README.md").read_text().split("\n## Results\n")[1].split("\n## ")[0]
+    return readme, (root / "docs" / "results.md").read_text(), (root / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def studies(request):
+    """The top-1 by seed: of each study's models, and of the ways of transfer by pixels and images a class."""
+    results = request.config.rootpath / "docs" / "results"
+    runs = {
+        name: json.loads((results / f"{name}.json").read_text())["runs"]
+        for name in ("digits", "digits_few", "rehearsal", "rehearsal2", "transfer", "transfer_112")
     }
+    found = {
+        name: {m: {r["seed"]: r["top1"] for r in runs[name] if r["model"] == m} for m in seeds.MODELS}
+        for name in ("digits", "digits_few", "rehearsal", "rehearsal2")
+    }
+    return runs, found | {224: transfer.complete(runs["transfer"]), 112: transfer.complete(runs["transfer_112"])}
 
-    def mean(pixels, per_class, way):
-        values = list(top1[pixels][per_class][way].values())
-        return f"{sum(values) / len(values):.1f}"
 
-    card = (root / "weights" / "README.md").read_text()
-    for per_class in (20, 5):
-        (line,) = re.findall(rf"^- with {per_class} fine-tuned .*$", card, re.MULTILINE)
-        quoted = re.findall(r"(?:tuned|budget|scratch|pixels|and) ([\d.]+)(?: ± ([\d.]+))?%", line)
-        both = [mean(p, per_class, way) for p in (224, 112) for way in (transfer.FINE_TUNED, transfer.SCRATCH)]
-        assert [value for value, _ in quoted] == both
-        assert [deviation for _, deviation in quoted[:2]] == [
-            f"{torch.tensor(list(top1[224][per_class][way].values()), dtype=torch.float64).std():.1f}"
-            for way in (transfer.FINE_TUNED, transfer.SCRATCH)
-        ]
-    results = (root / "docs" / "results.md").read_text()
-    pattern = (
-        r"with 20 a class fine-tuned ([\d.]+)%, from scratch ([\d.]+)%, \+([\d.]+) points \(\+([\d.]+) to "
-        r"\+([\d.]+), p = ([\d.]+), four draws\); with 5 ([\d.]+) and ([\d.]+)%, \+([\d.]+) \((-[\d.]+) to "
-        r"\+([\d.]+), p = ([\d.]+), five draws\)"
+def compared(first, second):
+    """Mean difference over the seeds that both have, its 95% interval, and p, by the paired t-test's formulas."""
+    gaps = torch.tensor([first[seed] - second[seed] for seed in first if seed in second], dtype=torch.float64)
+    mean, error = gaps.mean().item(), gaps.std().item() / math.sqrt(len(gaps))
+    half = error * student.ppf(0.975, len(gaps) - 1)
+    return mean, mean - half, mean + half, 2 * student.sf(abs(mean) / error, len(gaps) - 1)
+
+
+def average(by_seed):
+    return sum(by_seed.values()) / len(by_seed)
+
+
+def deviation(by_seed):
+    return torch.tensor(list(by_seed.values()), dtype=torch.float64).std().item()
+
+
+def rounded_p(p):
+    return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def numbers_of(text):
+    return {n.strip(",") for n in NUMBER.findall(re.sub(r"\]\([^)]*\)|commit \w+|`[^`]*`", "", text))}
+
+
+def row_of(text, claim):
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {claim}")]
+    return line
+
+
+def test_the_claim_about_vim_says_what_the_rehearsals_say(pages, studies):
+    _, found = studies
+    ours, vim, deit = seeds.MODELS
+    gaps = {name: compared(found[name][ours], found[name][vim]) for name in ("rehearsal", "rehearsal2")}
+    p_values = [compared(found[name][ours], found[name][vim])[3] for name in ("digits", "digits_few", *gaps)]
+    lowest, second = sorted(p_values)[:2]
+    expected = {f"{average(found[name][model]):.2f}" for name in gaps for model in (ours, vim)}
+    expected |= {f"{value:.2f}" for gap in gaps.values() for value in gap[:3]} | {rounded_p(p) for p in p_values}
+    expected |= {rounded_p(4 * lowest), rounded_p(3 * second), f"{average(found['rehearsal2'][deit]):.2f}"}
+    expected |= {f"{gaps['rehearsal2'][0] - gaps['rehearsal2'][1]:.1f}"}
+    assert numbers_of(row_of(pages[1], "ViL trains as well as ViM")) == expected | {"224", "1,000", "768,000"}
+
+
+def test_the_claim_about_weights_and_the_guide_say_what_the_study_says(pages, studies, request):
+    _, found = studies
+    ways = (transfer.FINE_TUNED, transfer.SCRATCH, *list(transfer.SETTINGS)[2:])
+    expected = {f"{average(found[224][size][way]):.1f}" for size in (20, 5) for way in ways}
+    many, few = (compared(*(found[224][size][way] for way in ways[:2])) for size in (20, 5))
+    gaps = [found[224][5][ways[0]][seed] - found[224][5][ways[1]][seed] for seed in range(5)]
+    assert transfer.report(studies[0]["transfer"]).count("| 0.11 |\n") == 1  # few's, corrected
+    expected |= {f"{value:.1f}" for value in (*many[1:3], *few[1:3])} | {rounded_p(few[3]), "0.11"}
+    expected |= {f"{edge(gaps):.0f}" for edge in (min, max)} | {f"{average(found['digits_few']['vil_tiny']):.1f}"}
+    assert many[3] * 6 < 0.001
+    row = row_of(pages[1], "Pre-training on generated images")
+    assert numbers_of(row) == expected | {"224", "20", "5", "256", "0.001"}
+    guide = (request.config.rootpath / "docs" / "guide.md").read_text()
+    assert f"ends {many[0]:.0f} points above training it from scratch in the same 256 updates" in guide
+
+
+def test_what_a_reader_should_know_of_the_easier_images_follows_from_the_runs(pages, studies):
+    runs, found = studies
+    ours, vim, _ = ([run for run in runs["rehearsal2"] if run["model"] == model] for model in seeds.MODELS)
+    first, second, third = (found["rehearsal2"][model] for model in seeds.MODELS)
+    *_, p_of_three = compared({seed: first[seed] for seed in range(3)}, second)
+    _, low, high, _ = compared(first, second)
+    spread = deviation({seed: first[seed] - second[seed] for seed in first})
+    twelve, ten = (
+        epochs * statistics.median(run["epoch_seconds"] for run in own) for epochs, own in ((12, ours), (10, vim))
     )
-    expected = []
-    for per_class in (20, 5):
-        ways = [top1[112][per_class][way] for way in (transfer.FINE_TUNED, transfer.SCRATCH)]
-        gap = transfer.difference(*ways)
-        expected += [mean(112, per_class, way) for way in (transfer.FINE_TUNED, transfer.SCRATCH)]
-        expected += [*(f"{value:.1f}" for value in gap[:3]), f"{gap.p_value:.2g}"]
-    assert [*re.search(pattern, results).groups()] == expected
+    assert ten < twelve < ten * 11 / 10
+    at_ten, at_twelve, end = (
+        [run["curves"]["eval_top1"][epoch - 1] for run in own] for epoch, own in ((10, vim), (12, vim), (12, ours))
+    )
+    expected = {rounded_p(p_of_three), f"{first[2] - second[2]:.2f}", f"{first[3] - second[3]:.2f}"}
+    expected |= {f"{high - low:.1f}", f"{spread:.1f}", f"{2 * student.ppf(0.975, 6) * spread / math.sqrt(7):.1f}"}
+    expected |= {f"{spread * math.sqrt(3 / chi2.ppf(q, 3)):.1f}" for q in (0.025, 0.975)} | {f"{twelve:.0f}"}
+    expected |= {f"{edge(values):.0f}" for values in (at_ten, end) for edge in (min, max)}
+    expected |= {f"{(sum(end) - sum(values)) / 4:.1f}" for values in (at_ten, at_twelve)}
+    expected |= {f"{first[0] - third[0]:.1f}"}
+    text = pages[1].split("\n### Easier images\n")[1].split("What a reader should know:")[1].split("\n## ")[0]
+    elsewhere = {"0.11", "99.6", "98.6", "81.8", "73.4", "1.15", "1.18", "84.06", "79.51"}  # in the log, and in 6568b81
+    settings = {"0", "1", "2", "4", "10", "12", "60", "128", "300", "0.1", "0.2", "0.25", "104", "250", "25,000", "5"}
+    assert numbers_of(text) - elsewhere - settings == expected
+
+
+def test_the_card_of_the_weights_says_what_the_study_says(studies, request):
+    _, found = studies
+    scratch, tuned, features, random, pixels = transfer.SETTINGS
+    lines = (request.config.rootpath / "weights" / "README.md").read_text().splitlines()
+    for size in (20, 5):
+        _, low, high, p = compared(found[224][size][tuned], found[224][size][scratch])
+        gaps = [found[224][size][tuned][seed] - top1 for seed, top1 in found[224][size][scratch].items()]
+        expected = {f"{of(found[224][size][way]):.1f}" for of in (average, deviation) for way in (tuned, scratch)}
+        expected |= {f"{average(found[112][size][way]):.1f}" for way in (tuned, scratch)}
+        if size == 20:
+            small = average(found["digits_few"]["vil_tiny"])
+            expected |= {f"{low:.1f}", f"{high:.1f}", "0.001", "0.16", f"{small:.1f}"}
+        else:
+            expected |= {f"{min(gaps):.0f}", f"{max(gaps):.0f}", rounded_p(p), "0.11"}
+        (line,) = [line for line in lines if line.startswith(f"- with {size} fine-tuned")]
+        assert numbers_of(line) == expected | {str(size), "112"}
+    (line,) = [line for line in lines if line.startswith("- as features")]
+    ways = [found[224][size][way] for size in (20, 5) for way in (features, random, pixels)]
+    assert numbers_of(line) == {f"{of(way):.1f}" for of in (average, deviation) for way in ways} | {"20", "5"}
+
+
+def test_what_is_said_of_smaller_images_is_what_came_out(pages, studies):
+    _, found = studies
+    scratch, tuned, *_, pixels = transfer.SETTINGS
+    text = pages[1].split("\n## Weights that help\n")[1].split("\n## ")[0]
+    (badly, smaller) = (
+        re.search(rf"^- {words}.*$", text, re.MULTILINE)[0] for words in ("A good part", "At 112 pixels")
+    )
+    behind = average(found[224][20][pixels]) - average(found[224][20][scratch])
+    small = average(found["digits_few"]["vil_tiny"])
+    less = average(found[224][20][tuned]) - small
+    assert numbers_of(badly) == {f"{value:.1f}" for value in (behind, small, less)} | {"20", "0.16"}
+    expected = {"0.0012", "112", "224", "20", "5", "0.064"}  # corrected for twelve; and after three draws
+    for size in (20, 5):
+        expected |= {f"{average(found[112][size][way]):.1f}" for way in (tuned, scratch)}
+        for trained_at in (112, 224):
+            *gap, p = compared(found[trained_at][size][tuned], found[112][size][scratch])
+            expected |= {f"{value:.1f}" for value in gap} | {f"{p:.2g}"}
+    assert {number.lstrip("-") for number in numbers_of(smaller)} == {number.lstrip("-") for number in expected}
 
 
 def test_the_published_repetition_differs_in_time_alone(request):
@@ -135,13 +247,6 @@ def table(text, *head):
     """{first cell: other cells} of the table with these columns."""
     (found,) = [body for columns, *body in read_tables(text) if columns == list(head)]
     return {label: cells for label, *cells in found}
-
-
-@pytest.fixture(scope="module")
-def pages(request):
-    root = request.config.rootpath
-    readme = (root / "README.md").read_text().split("\n## Results\n")[1].split("\n## ")[0]
-    return readme, (root / "docs" / "results.md").read_text(), (root / "docs" / "benchmarks.md").read_text()
 
 
 WHOLE_MODELS = ("", "ViL", "ViM here", "ViM, published code", "DeiT")
@@ -225,7 +330,7 @@ def p_of_shares(first, of_first, second, of_second):
     return float(f"{sum(p for k in range(of_first + 1) if (p := likelihood(k)) <= found):.1g}")
 
 
-def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
+def test_what_the_readme_says_of_runs_is_what_came_out(pages, studies, request):
     """Every number of its prose is tied to where it comes from; what is left over are settings."""
     readme, results, benchmarks = pages
     text = re.sub(r"^\|.*\n", "", readme, flags=re.MULTILINE)
@@ -256,22 +361,19 @@ def test_what_the_readme_says_of_runs_is_what_came_out(pages, request):
     assert all((value >= least) == (length <= longest) for (mixer, length), value in best.items() if mixer == "mamba")
     assert all(value >= least for (_, length), value in best.items() if length <= longest)
 
+    _, found = studies
     (images,) = quoted(r"([\d,]+) images a run on one H200")
     assert {images} == {f"{run['images']:,}" for name in ("rehearsal", "rehearsal2") for run in runs[name]}
     for name, number in (("rehearsal", "three"), ("rehearsal2", "four")):
-        vil, vim, *statistics = quoted(
+        vil, vim, *of_gap = quoted(
             number + r" seeds: ViL ([\d.]+)%, ViM ([\d.]+)%, a difference of ([\d.]+) points "
             r"\(([\d.]+) to ([\d.]+), p = ([\d.]+)\)"
         )
-        top1 = [[run["top1"] for run in runs[name] if run["model"] == model] for model in ("vil_tiny", "vim_tiny")]
-        count = {"three": 3, "four": 4}[number]
-        assert [len(values) for values in top1] == [count, count]
-        assert [vil, vim] == [f"{sum(values) / count:.2f}" for values in top1]
-        differences = torch.tensor(top1[0], dtype=torch.float64) - torch.tensor(top1[1], dtype=torch.float64)
-        mean, error = differences.mean().item(), differences.std().item() / math.sqrt(count)
-        half = error * student.ppf(0.975, count - 1)
-        assert statistics[:3] == [f"{value:.2f}" for value in (mean, mean - half, mean + half)]
-        assert statistics[3] == f"{2 * student.sf(mean / error, count - 1):.3f}"
+        ours, theirs = (found[name][model] for model in ("vil_tiny", "vim_tiny"))
+        assert len(ours) == len(theirs) == {"three": 3, "four": 4}[number]
+        assert [vil, vim] == [f"{average(by_seed):.2f}" for by_seed in (ours, theirs)]
+        *gap, p = compared(ours, theirs)
+        assert of_gap == [*(f"{value:.2f}" for value in gap), f"{p:.3f}"]
     (deit,) = quoted(r"and DeiT with one seed ([\d.]+)%")
     assert [deit] == [f"{run['top1']:.2f}" for run in runs["rehearsal2"] if run["model"] == "deit_tiny_patch16_224"]
     (classes,) = quoted(r"images of ([\d,]+) classes")
