@@ -93,7 +93,7 @@ class Results:
     """The rows of runs that are done, in a JSON file as well if there is one, which says what machine each call had.
 
     Raises:
-        SystemExit: The file is of other weights, another recipe or other options.
+        SystemExit: The file is of other weights, another recipe, other options or an earlier version.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any]):
@@ -103,6 +103,8 @@ class Results:
             found = json.loads(path.read_text())
             if differing := [name for name in self.about if found.get(name) != self.about[name]]:
                 sys.exit(f"error: {path} has results of another {', '.join(differing)}: give --out another file")
+            if "calls" not in found:
+                sys.exit(f"error: {path} does not say what machine it is of (an earlier version): give --out another")
             self.rows, self.earlier_calls = found["runs"], found["calls"]
         self.found = len(self.rows)
 

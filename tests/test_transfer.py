@@ -425,6 +425,12 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, packed, tmp_path, 
     assert small_benchmark() == resumed  # which has nothing to do, and leaves the file as it is
     capsys.readouterr()
 
+    earlier = {name: value for name, value in resumed.items() if name != "calls"}
+    (tmp_path / "found.json").write_text(json.dumps(earlier))
+    with pytest.raises(SystemExit, match=r"found.json does not say what machine it is of"):
+        small_benchmark()
+    (tmp_path / "found.json").write_text(json.dumps(resumed))
+
     other = tmp_path / "other.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(packed[0]).items()}, other)
     with pytest.raises(
