@@ -1,7 +1,7 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
 # make test    sets everything up and runs the tests, in random order and on all cores
 # make lint    checks style and types
-# make mutants [PATHS="vil/training/data.py kernels"] [TESTS=tests/test_data.py] [SAMPLE=200] [JOBS=2]
+# make mutants [PATHS="vil/data/loaders.py kernels"] [TESTS=tests/data/test_data.py] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
 # make cuda-mutants [WORDS="forward_mma Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
 # make timm-tests    runs timm's own tests of its models on ours
@@ -21,7 +21,7 @@ export OMP_NUM_THREADS := 1
 
 data/digits: .venv/installed
 	rm -rf $@.tmp
-	$(BIN)/python -m vil.training.digits $@.tmp
+	$(BIN)/python -m vil.data.digits $@.tmp
 	mv $@.tmp $@
 
 demo: .venv/installed data/digits
@@ -34,18 +34,18 @@ test: .venv/installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 timm-tests: .venv/installed
-	$(BIN)/python tests/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
+	$(BIN)/python tests/model/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
 
 slurm-test: .venv/installed
 	unshare --mount --net --uts --pid --fork --kill-child --mount-proc \
-		$(BIN)/python -m pytest -p no:randomly -p no:xdist -o timeout=1500 tests/slurm/on_slurm.py
+		$(BIN)/python -m pytest -p no:randomly -p no:xdist -o timeout=1500 tests/robustness/slurm/on_slurm.py
 
 mutants: .venv/installed
 	$(BIN)/python tests/mutants/run.py $(PATHS) $(if $(TESTS),--tests $(TESTS)) $(if $(SAMPLE),--sample $(SAMPLE)) \
 		$(if $(JOBS),--jobs $(JOBS))
 
 cuda-mutants: .venv/installed
-	$(BIN)/python tests/cuda_mutants.py $(if $(JOBS),--jobs $(JOBS)) $(WORDS)
+	$(BIN)/python tests/kernels/cuda_mutants.py $(if $(JOBS),--jobs $(JOBS)) $(WORDS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -48,15 +48,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
-from vil.training import checkpoint, data
-from vil.training.config import Config, ConfigError, load_config, options_of_checkpoint
-from vil.training.cuda_graphs import Replayed, unchanged
-from vil.training.evaluation import Evaluator, autocast, known_device
-from vil.training.files import FolderInUseError, FolderLock
-from vil.training.gradients import FlatGradients
-from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
-from vil.training.models import create_model
-from vil.training.processes import (
+from vil import checkpoint
+from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+from vil.cuda_graphs import Replayed, unchanged
+from vil.data import loaders as data
+from vil.evaluation.evaluator import Evaluator, autocast, known_device
+from vil.factory import create_model
+from vil.files import FolderInUseError, FolderLock
+from vil.processes import (
     FirstProcessError,
     from_first_process,
     is_first_process,
@@ -64,6 +63,8 @@ from vil.training.processes import (
     leave_processes,
     sum_over_processes,
 )
+from vil.training.gradients import FlatGradients
+from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.summary import Bottleneck, EpochMeter, Reporter
 
 

@@ -36,15 +36,16 @@ from timm.utils import init_distributed_device
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
+from vil import checkpoint
+from vil.config import ConfigError, Parser, confirm_dataset, parse_key_values
+from vil.data import loaders as data
+from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
+from vil.evaluation.evaluator import Evaluation, Evaluator, autocast, known_device
+from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
+from vil.factory import create_model, load_model
+from vil.files import write_atomically
+from vil.processes import is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
-from vil.training import checkpoint, data
-from vil.training.comparison import Comparison, Predictions, Speed, markdown, measure_speed
-from vil.training.config import ConfigError, Parser, confirm_dataset, parse_key_values
-from vil.training.evaluation import Evaluation, Evaluator, autocast, known_device
-from vil.training.files import write_atomically
-from vil.training.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
-from vil.training.models import create_model, load_model
-from vil.training.processes import is_first_process
 
 
 def parse_options() -> argparse.Namespace:

@@ -22,7 +22,7 @@ from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from vil.kernels import augment
 
-from vil.training.batched_transforms import (
+from vil.data.batched_transforms import (
     ARGUMENTS,
     CODES,
     GEOMETRIC,

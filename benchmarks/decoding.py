@@ -20,8 +20,8 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 
 import vil  # noqa: F401  registers the models
-from vil.training import nvjpeg
-from vil.training.cuda_graphs import Replayed
+from vil.cuda_graphs import Replayed
+from vil.data import nvjpeg
 
 FLAGS = dict(nvjpeg.FLAGS)
 FILES = 256

@@ -20,7 +20,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.scan import operators
+from vil.kernels.scan import interface as operators
 
 import vil
 from vil.block import set_fused

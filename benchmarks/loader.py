@@ -28,9 +28,10 @@ import torchvision
 from PIL import Image, ImageFilter
 
 import vil  # noqa: F401  registers the models
-from vil.training import batched_transforms, data, device_loader
-from vil.training.config import Config
-from vil.training.evaluation import default_device
+from vil.config import Config
+from vil.data import batched_transforms, device_loader
+from vil.data import loaders as data
+from vil.evaluation.evaluator import default_device
 
 DATA_CONFIG = dict(input_size=(3, 224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 

@@ -17,8 +17,8 @@ import subprocess
 
 import torch
 import triton
-from vil.kernels.scan import op as gpu
-from vil.kernels.scan.checkpoints import boundaries
+from vil.kernels.scan import operator as gpu
+from vil.kernels.scan.chunks import boundaries
 
 from vil.info import git_commit
 

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import vil  # noqa: F401  registers the models
+from vil.files import write_atomically
 from vil.info import git_commit
-from vil.training.files import write_atomically
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]

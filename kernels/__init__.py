@@ -11,6 +11,6 @@
 """
 
 from . import flops
-from .scan.operators import longhorn_scan, selective_scan
+from .scan.interface import longhorn_scan, selective_scan
 
 __all__ = ["flops", "longhorn_scan", "selective_scan"]

@@ -1,6 +1,6 @@
 """Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers its models with timm."""
 
-from .training.models import from_checkpoint
+from .factory import from_checkpoint
 from .vision_longhorn import VisionLonghorn
 
 __all__ = ["VisionLonghorn", "from_checkpoint"]

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from .kernels import longhorn_scan, selective_scan
 from .kernels.block import cpu as cpu_block
-from .kernels.block import op as block_operator
+from .kernels.block import operator as block_operator
 
 
 @register_notrace_function

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
+from . import checkpoint
 from .block import BidirectionalMixer
-from .training import checkpoint
-from .training.config import MODEL_KWARGS, ConfigError, parse_key_values
-from .training.files import write_atomically
-from .training.models import create_model, from_checkpoint
+from .config import MODEL_KWARGS, ConfigError, parse_key_values
+from .factory import create_model, from_checkpoint
+from .files import write_atomically
 
 OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO have long read it
 RUNTIMES = ("any", "onnxruntime")

@@ -24,11 +24,11 @@ from PIL import Image
 from timm.data import create_transform, get_img_extensions, resolve_model_data_config
 from torch import Tensor, nn
 
+from . import checkpoint
 from .block import LonghornDirection, at_least_fp32
-from .kernels.scan.reference import RECURRENCES
-from .training import checkpoint
-from .training.config import ConfigError
-from .training.models import create_model, from_checkpoint
+from .config import ConfigError
+from .factory import create_model, from_checkpoint
+from .kernels.scan.chunked import RECURRENCES
 from .vision_longhorn import VisionLonghorn, split_class_token
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Launches the kernels of augment.cu, which augment batches of images; `vil.training.batched_transforms` defines them.
+"""Launches the kernels of augment.cu, which augment batches of images; `vil.data.batched_transforms` defines them.
 
 What is known of each image goes to the GPU in one copy a call, from pinned memory, so that the host waits for nothing.
 """

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.compiler import LANES, Kernel
 from ..scan import cpu_scan as scans
-from ..scan import op as scan
+from ..scan import operator as scan
 
 TAPS = (2, 3, 4)
 REVERSE = (False, True)

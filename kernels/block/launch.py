@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..cuda.compiler import HOPPER, launch
 from ..cuda.plan import place
-from ..scan.launch import INPUT, _multiprocessors, _shared_bytes, _vector_of, forward_plan
+from ..scan.cuda_scan import INPUT, _multiprocessors, _shared_bytes, _vector_of, forward_plan
 
 WARPS = 4  # of a CTA, as in pack.cu and conv.cu
 ALIGNMENT = 64  # elements, where weights and gradients that share memory begin

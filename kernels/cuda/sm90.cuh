@@ -1,5 +1,5 @@
 // What only Hopper (sm_90a) has: barriers in shared memory, bulk copies, products of groups of four warps.
-// Addresses are of shared memory. tests/emulator.cpp has the same functions for a CPU.
+// Addresses are of shared memory. tests/helpers/emulator.cpp has the same functions for a CPU.
 
 #include "types.cuh"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cpu.compiler import LANES, Kernel, unavailable
-from .checkpoints import CHUNK, boundaries
+from .chunks import CHUNK, boundaries
 
 __all__ = ["backward", "forward", "unavailable"]
 LOG2_E = 1.4426950408889634

@@ -17,7 +17,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from .checkpoints import CHUNK
+from .chunks import CHUNK
 
 BLOCK_BYTES = 99 * 1024  # shared memory that a CTA may have on every GPU this is for
 SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each CTA takes 1 KiB more than it asks for

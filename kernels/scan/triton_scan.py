@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checkpoints import CHUNK, boundaries
+from .chunks import CHUNK, boundaries
 
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
 FUSE = True  # a product and a sum in one instruction: Triton's default until 3.9, which warns that 3.10 has another

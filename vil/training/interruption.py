@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from .processes import is_first_process
+from ..processes import is_first_process
 
 PREEMPTED = 75  # exit status, EX_TEMPFAIL: stopped by a signal, everything saved; "try again later"
 # the notices of cluster schedulers; Windows has no SIGUSR1

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from vil.info import format_environment
 
-from .config import Config, ConfigError
-from .files import write_atomically
-from .processes import is_first_process, sum_over_processes
+from ..config import Config, ConfigError
+from ..files import write_atomically
+from ..processes import is_first_process, sum_over_processes
 
 _logger = logging.getLogger(__name__)
 

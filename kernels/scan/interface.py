@@ -1,0 +1,171 @@
+"""The public operators: what they compute, the checks on their inputs, and the choice of a backend.
+
+Shapes are letters: B batch, L tokens, D channels, N states of a channel, G directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import check, check_choice
+from . import chunked as reference
+from . import operator as op
+from .states import scan_with_states
+
+# A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
+BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "cpu": op.CPU, "reference": reference}
+
+
+def longhorn_scan(
+    x_BLD: Tensor,
+    beta_logits_BLD: Tensor,
+    k_BLN: Tensor,
+    q_BLN: Tensor,
+    skip_D: Tensor | None = None,
+    beta_bias_D: Tensor | None = None,
+    *,
+    reverse: bool | Sequence[bool] = False,
+    backend: str = "auto",
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Longhorn's recurrence over the tokens of a sequence (Liu et al., 2024, Algorithm 1, eq. 6).
+
+    For every channel d with its own state row S[d], and beta = sigmoid(beta_logits + beta_bias)::
+
+        eps_t[d]  = beta_t[d] / (1 + beta_t[d] * (k_t . k_t))
+        S_t[d, n] = (1 - eps_t[d] * k_t[n]^2) * S_{t-1}[d, n] + eps_t[d] * k_t[n] * x_t[d],    S_0 = 0
+        y_t[d]    = S_t[d] . q_t + skip[d] * x_t[d]
+
+    G directions run in one pass when every tensor is stacked along a new first dimension (`x_GBLD`, `skip_GD`, ...)
+    and `reverse` holds one bool for each.
+
+    Args:
+        x_BLD: What is remembered. float16, bfloat16, float32 or float64, like every tensor here.
+        beta_logits_BLD: Logits of beta, the weight of recalling the new pair against keeping the state.
+        k_BLN: Keys, shared by the channels.
+        q_BLN: Queries, shared by the channels.
+        skip_D: Weight of x in the output. None for no skip connection.
+        beta_bias_D: Added to the logits. None for no bias.
+        reverse: Whether to run from the last token to the first.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
+            any device), or "auto" for the first of these that takes the inputs.
+        initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
+        return_final_state: Whether to return the state behind the last token, too.
+
+    Returns:
+        y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
+        State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
+        in the inputs propagate. A state takes the time of N tokens to go in and of N to come out, unless there is one
+        token alone, and all are computed on in float32.
+
+    Raises:
+        ValueError: A shape, dtype, device or the backend does not fit; the message names it.
+        RuntimeError: The machine cannot run a backend asked for by name.
+    """
+    tensors, reverse, stacked = _stack(
+        reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
+        D=dict(skip=skip_D, beta_bias=beta_bias_D), BDN=dict(initial_state=initial_state),
+    )  # fmt: skip
+    scan = _backend(backend, x_BLD, k_BLN.shape[-1], len(reverse)).longhorn_scan
+    return _run("longhorn", scan, tensors, reverse, stacked, return_final_state)
+
+
+def selective_scan(
+    x_BLD: Tensor,
+    dt_logits_BLD: Tensor,
+    A_DN: Tensor,
+    b_BLN: Tensor,
+    c_BLN: Tensor,
+    skip_D: Tensor | None = None,
+    dt_bias_D: Tensor | None = None,
+    *,
+    reverse: bool | Sequence[bool] = False,
+    backend: str = "auto",
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba's selective state space over the tokens of a sequence (Gu & Dao, 2023, Algorithm 2).
+
+    For every channel d with its own state row S[d], and dt = softplus(dt_logits + dt_bias)::
+
+        S_t[d, n] = exp(A[d, n] * dt_t[d]) * S_{t-1}[d, n] + dt_t[d] * b_t[n] * x_t[d],    S_0 = 0
+        y_t[d]    = S_t[d] . c_t + skip[d] * x_t[d]
+
+    G directions run in one pass when every tensor is stacked along a new first dimension (`x_GBLD`, `A_GDN`, ...)
+    and `reverse` holds one bool for each.
+
+    Args:
+        x_BLD: Input of the state space. float16, bfloat16, float32 or float64, like every tensor here.
+        dt_logits_BLD: Time step before the softplus.
+        A_DN: Rate of each state; negative, so that it decays.
+        b_BLN: Input projection, shared by the channels.
+        c_BLN: Output projection, shared by the channels.
+        skip_D: Weight of x in the output. None for no skip connection.
+        dt_bias_D: Added to the time step's logits. None for no bias.
+        reverse: Whether to run from the last token to the first.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
+            any device), or "auto" for the first of these that takes the inputs.
+        initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
+        return_final_state: Whether to return the state behind the last token, too.
+
+    Returns:
+        y_BLD in x's dtype, or with `return_final_state` a tuple of it and S_L (B, D, N) in float32 (float64 if x is).
+        State and sums are in float32 (float64 if x is). Differentiable once in every tensor argument. NaN and infinity
+        in the inputs propagate. A state takes the time of N tokens to go in and of N to come out, unless there is one
+        token alone, and all are computed on in float32.
+
+    Raises:
+        ValueError: A shape, dtype, device or the backend does not fit; the message names it.
+        RuntimeError: The machine cannot run a backend asked for by name.
+    """
+    tensors, reverse, stacked = _stack(
+        reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),
+        D=dict(skip=skip_D, dt_bias=dt_bias_D), BDN=dict(initial_state=initial_state),
+    )  # fmt: skip
+    scan = _backend(backend, x_BLD, b_BLN.shape[-1], len(reverse)).selective_scan
+    return _run("selective", scan, tensors, reverse, stacked, return_final_state)
+
+
+def _run(recurrence, scan, tensors, reverse, stacked, return_final_state) -> Tensor | tuple[Tensor, Tensor]:
+    *inputs, initial = tensors
+    if initial is None and not return_final_state:
+        y_GBLD = scan(*inputs, reverse)
+        return y_GBLD if stacked else y_GBLD[0]
+    y_GBLD, final = scan_with_states(recurrence, scan, inputs, reverse, initial, return_final_state)
+    results = [t if t is None or stacked else t[0] for t in (y_GBLD, final)]
+    return tuple(results) if return_final_state else results[0]
+
+
+def _backend(name: str, x: Tensor, state_size: int, directions: int):
+    if name == "auto":
+        if x.device.type == "cpu":
+            # torch.jit.trace knows no lists of bools, which the operator takes
+            reasons = torch.jit.is_tracing() or op.CPU.unsupported(x, state_size, directions)
+            return reference if reasons or not op.runs_on_cpus() else op.CPU
+        return reference if op.AUTO.unsupported(x, state_size, directions) else op.AUTO
+    check_choice("backend", name, ["auto", *BACKENDS])
+    backend = BACKENDS[name]
+    if backend is not reference and (reason := backend.unsupported(x, state_size, directions)):
+        raise ValueError(reason)
+    return backend
+
+
+def _stack(reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]):
+    """Checks tensors against their layouts, the letters of each keyword, and gives all a dimension of directions.
+
+    Returns the tensors in the order given, `reverse` as a list, and whether the dimension was there already.
+    """
+    stacked = not isinstance(reverse, bool)
+    reverse = list(reverse) if stacked else [reverse]
+    prefix = "G" if stacked else ""
+    check({"G": len(reverse)}, *(
+        (name, t, prefix + layout, None) for layout, tensors in layouts.items() for name, t in tensors.items()
+    ))  # fmt: skip
+    tensors = [t for named in layouts.values() for t in named.values()]
+    if not stacked:
+        tensors = [t if t is None else t.unsqueeze(0) for t in tensors]
+    return tensors, reverse, stacked

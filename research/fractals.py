@@ -1,0 +1,604 @@
+"""Images of fractals as a folder of classes: training on as many as one likes, without a photograph.
+
+    python -m research.fractals data/fractals                         # 1,000 classes of 1,000 images, on a GPU
+    python -m research.fractals data/few --classes 10 --per-class 50 --val-per-class 10 --points 10000
+    python -m research.fractals data/coloured --test-per-class 50 --points 20000 --placement --colours 0.2
+
+Writes OUT/{train,validation,test}/{c0000,c0001,...}/*.jpg. A run that was stopped goes on where it was, by the same
+command: what is there of a class is all of it.
+
+A class is an iterated function system: a few affine maps of the plane, of which the chaos game applies one at a time,
+drawn at random, to a point. Its images are of systems near it. As FractalDB's paper (Kataoka et al., "Pre-training
+without Natural Images", ACCV 2020) and its authors' code have it: 2 to 8 maps (their code stops at 7) with coefficients
+uniform in [-1, 1], applied with probabilities in proportion to |det|; a system is a class if 100,000 points fill at
+least 0.2 of 512 x 512 pixels; points are scaled to the image, each axis by itself, with a margin of 6 pixels in 512,
+drawn as 3x3 patches of grey 127 on black, and flipped. Not so: their 1,000 images of a class are 25 weights of it, one
+parameter of all its maps at a time, by 4 flips, by 10 draws of patches; here every coefficient of every image has a
+weight of its own, as in 1p-frac (2024). An image has one patch, which only adds grey; their code draws another for
+every point and pastes it, black pixels too, over what is there: their fractals are grainy and fill about half as much,
+ours are solid. Many short chains take the place of one long one, without the points before they come to the attractor.
+An image whose points fill next to nothing, as where its maps no longer contract, is drawn again.
+
+What makes classes easier or harder to tell apart:
+
+    --variation    each coefficient of an image is the class's, times a draw from 1 - variation to 1 + variation
+    --points       fewer leave dots of what many fill
+    --clutter      so many smaller pieces of systems that are no classes are behind the fractal; ours
+    --placement    the fractal is turned by any angle, has half its size or more, and is anywhere in the image; ours
+    --colours      a class has a colour for each of its maps, which the points it made have, and one for the background;
+                   those of an image differ from them by up to SHARE of the range: the more, the less they say of the
+                   class, and at 0 they say all. Ours as well: where FractalDB's code colours points, their hues go
+                   round with the number of the step
+
+Classes and images follow from the seed, whatever is rendered at a time and however often a run was stopped. A GPU and a
+CPU round differently: a few pixels differ, and so may a class or an image that is just at a threshold.
+
+    B  images             M  maps, the most of a system     H, W  pixels
+    N  points             K  chains of the chaos game       C  colours of an image
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from PIL import Image
+from torch import Tensor
+
+from vil.config import ConfigError
+from vil.evaluation.evaluator import default_device, known_device
+from vil.files import FolderInUseError, write_atomically
+from vil.info import environment
+
+MOST_MAPS = 8
+CHAINS = 512
+BURN_IN = 50  # steps of a chain from (0, 0) until its points count
+TABLE = 2**22  # places at which a chaos game may start to read the table of random numbers
+AT_ONCE = dict(cuda=2**26, cpu=2**22)  # points; some 40 bytes of memory for each, and 20 for a pixel
+
+FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # of a class
+COARSE_SIZE, COARSE_POINTS = 32, 4096
+# of coarse cells: for a candidate to be judged (of 62 classes none had less than 0.44) and an image to be kept
+PROMISING, KEPT = 0.3, 0.1
+ATTEMPTS = 100  # at an image
+MARGIN = 6 / 512  # of the image's side
+CLUTTER_SYSTEMS = 256
+LARGEST = 4096  # image: a pixel's number is exact in float32
+GREY, QUALITY = 127, 90
+COLOURS = 1 + MOST_MAPS  # the background's comes first
+
+SPLITS = ("train", "validation", "test")
+# what random numbers are for: the first part of their key after the seed
+CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
+
+
+@dataclass(frozen=True)
+class Fractals:
+    """What a folder holds; the same values give the same images.
+
+    Attributes:
+        classes: Their number.
+        per_class: Training images of each.
+        val_per_class: Validation images of each.
+        test_per_class: Images of each in a third split, for what neither training nor a choice has seen.
+        seed: Of classes and images, at least 0.
+        size: Of images, in pixels a side.
+        points: Of the chaos game, an image.
+        variation: Every coefficient of a class is times a draw from [1 - variation, 1 + variation]; 0 to 1.
+        clutter: How many smaller pieces of systems that are no classes are behind the fractal.
+        placement: Whether the fractal is rotated, down to half its size and anywhere in the image.
+        colours: None for grey on black. Else a class has a colour for each of its maps and one for the background, from
+            which those of an image differ by up to this share of the range of each channel; 0 to 1.
+    """
+
+    classes: int = 1000
+    per_class: int = 1000
+    val_per_class: int = 50
+    test_per_class: int = 0
+    seed: int = 0
+    size: int = 256
+    points: int = 100_000
+    variation: float = 0.2
+    clutter: int = 0
+    placement: bool = False
+    colours: float | None = None
+
+    def __post_init__(self):
+        least = dict(classes=1, per_class=1, val_per_class=1, test_per_class=0, seed=0, size=16, points=1, clutter=0)
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be at least {value}")
+        if self.size > LARGEST:
+            raise ConfigError(f"size is {self.size} but must be at most {LARGEST}")
+        for name in ("variation", "colours"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be between 0 and 1")
+
+    def images(self, split: str) -> int:
+        """Of a class."""
+        return dict(zip(SPLITS, (self.per_class, self.val_per_class, self.test_per_class)))[split]
+
+
+def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.device | str = "cpu") -> np.ndarray:
+    """Random systems that fill their image, the first ones the same for any `count`.
+
+    Args:
+        count: How many.
+        seed: Their seed.
+        purpose: CLASSES, or CLUTTER for others.
+        device: Where candidates are rendered.
+
+    Returns:
+        (count, M, 7) float64: a, b, c, d, e, f of the maps x, y -> a x + b y + e, c x + d y + f, and the probability of
+        each, which is 0 for maps that a system does not have.
+    """
+    random = np.random.default_rng(_key(seed, purpose))
+    found: list[np.ndarray] = []
+    while len(found) < count:
+        maps = random.uniform(-1, 1, (256, MOST_MAPS, 6))
+        exists = np.arange(MOST_MAPS) < random.integers(2, MOST_MAPS + 1, (256, 1))
+        starts = random.integers(TABLE, size=256)
+        systems = _with_probabilities(np.where(exists[..., None], maps, 0))
+        coarse = filling_rate(play(systems, starts, COARSE_POINTS, seed, device)[0], COARSE_SIZE)
+        promising = (coarse >= PROMISING).numpy(force=True)
+        systems, starts = systems[promising], starts[promising]
+        for rows in _pieces(len(systems), at_once(JUDGED_POINTS, JUDGED_SIZE, device)):
+            points_BN2, _ = play(systems[rows], starts[rows], JUDGED_POINTS, seed, device)
+            fills = (filling_rate(points_BN2, JUDGED_SIZE) >= FILLING).numpy(force=True)
+            found.extend(systems[rows][fills])
+    return np.stack(found[:count])
+
+
+def _with_probabilities(maps_BM6: np.ndarray) -> np.ndarray:
+    a, b, c, d = np.moveaxis(maps_BM6[..., :4], -1, 0)
+    areas_BM = np.abs(a * d - b * c)
+    return np.concatenate([maps_BM6, (areas_BM / areas_BM.sum(1, keepdims=True))[..., None]], axis=-1)
+
+
+def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> np.ndarray:
+    """Systems near others: every coefficient times a weight from [1 - variation, 1 + variation].
+
+    The maps keep their probabilities, as in the code of FractalDB's authors.
+
+    Args:
+        systems_BM7: As of `draw_systems`.
+        uniform_BM6: Random numbers in [0, 1) that make the weights.
+        variation: At least 0.
+    """
+    weights_BM6 = 1 + variation * (2 * uniform_BM6 - 1)
+    varied = np.broadcast_to(systems_BM7, (*weights_BM6.shape[:2], 7)).copy()
+    varied[..., :6] *= weights_BM6
+    return varied
+
+
+@functools.lru_cache(maxsize=4)
+def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tensor:
+    """The random numbers, uniform in [0, 1), that say which map is next: (length,) float32, longer ones go on."""
+    random = np.random.default_rng(_key(seed, CHOICES))
+    return torch.from_numpy(random.random(length, dtype=np.float32)).to(device)
+
+
+def play(
+    systems_BM7: np.ndarray, starts_B: np.ndarray, points: int, seed: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Points of the chaos game: K chains a system, all from (0, 0), after their first `BURN_IN` steps.
+
+    Step t of chain k of a system takes the first map of which the sum of probabilities up to it is not below the number
+    start + t K + k of the table.
+
+    Args:
+        systems_BM7: As of `draw_systems`.
+        starts_B: Integers below `TABLE`: where each system starts to read the table.
+        points: N, how many.
+        seed: Of the table.
+        device: Where to play.
+
+    Returns:
+        (B, N, 2) float32, x and y, not finite where they diverge, those of a step next to each other; and (B, N) uint8,
+        the number of the map that made each.
+    """
+    B, M, _ = systems_BM7.shape
+    steps = -(-points // CHAINS)
+    sums_BM = torch.from_numpy(systems_BM7[..., 6]).cumsum(1)
+    sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)  # the last is 1, and all numbers below
+    # rows (a, c, b, d, e, f): what x, y and 1 are multiplied by
+    maps = torch.from_numpy(systems_BM7[..., [0, 2, 1, 3, 4, 5]]).to(device, torch.float32).reshape(B * M, 6)
+    first_B1 = torch.arange(0, B * M, M, device=device)[:, None]
+    windows = choices(seed, TABLE + (BURN_IN + steps) * CHAINS, device).unfold(0, CHAINS, 1)
+    at_B = torch.from_numpy(starts_B).to(device)
+
+    kept = torch.empty(B, steps, CHAINS, 2, device=device)
+    made_by = torch.empty(B, steps, CHAINS, dtype=torch.uint8, device=device)
+    point_BK2 = torch.zeros(B, CHAINS, 2, device=device)
+    for step in range(BURN_IN + steps):
+        chosen_BK = torch.searchsorted(sums_BM, windows[at_B + step * CHAINS])
+        out = None
+        if step >= BURN_IN:
+            out = kept[:, step - BURN_IN]
+            made_by[:, step - BURN_IN] = chosen_BK
+        map_BK32 = maps[chosen_BK.add_(first_B1)].view(B, CHAINS, 3, 2)
+        point_BK2 = _apply(map_BK32, point_BK2, out)
+    return kept.view(B, -1, 2)[:, :points], made_by.view(B, -1)[:, :points]
+
+
+def _apply(maps: Tensor, points: Tensor, out: Tensor | None = None) -> Tensor:
+    """Affine maps (..., 3, 2) of points (..., 2)."""
+    across = torch.addcmul(maps[..., 2, :], maps[..., 0, :], points[..., :1])
+    return torch.addcmul(across, maps[..., 1, :], points[..., 1:], out=out)
+
+
+def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
+    """The share of pixels that have a point, in images of `size` pixels a side: (B,); 0 where a point is not finite."""
+    B, device = len(points_BN2), points_BN2.device
+    index_BN, finite_B = _pixels(points_BN2, torch.eye(3, 2, device=device).expand(B, 3, 2), size)
+    hits = torch.zeros(B, size * size, dtype=torch.bool, device=device).scatter_(1, index_BN, True)
+    return hits.mean(1, dtype=torch.float32) * finite_B
+
+
+def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
+    """What is drawn on the pixels of images: patches around points, those of a later map over those of an earlier one.
+
+    Args:
+        points_BN2: As of `play`. Their bounding box becomes the square from -1 to 1.
+        maps_BN: As of `play`.
+        frames_B32: An affine map of that square: the images of (1, 0) and (0, 1), less that of the origin, which is the
+            last row. What it leaves inside the square is inside the image and its margin.
+        masks_B33: Of booleans, the patch that is drawn for a point, which is at its middle.
+        size: H and W.
+
+    Returns:
+        (B, H, W) uint8: 0 where nothing is drawn, else 1 more than the last map that drew there. y goes down, and what
+        is outside is on the edge. Nothing where a point is not finite.
+    """
+    index_BN, finite_B = _pixels(points_BN2, frames_B32, size)
+    hits = torch.zeros(len(points_BN2), size * size, dtype=torch.int32, device=points_BN2.device)
+    hits.scatter_reduce_(1, index_BN, maps_BN.int().add_(1), "amax")  # in whatever order, the same
+    hits_BHW = hits.to(torch.uint8).view(-1, size, size) * finite_B[:, None, None]
+    padded = torch.nn.functional.pad(hits_BHW, (1, 1, 1, 1))
+    drawn_BHW = torch.zeros_like(hits_BHW)
+    for down, right in itertools.product(range(3), range(3)):
+        moved_BHW = padded[:, 2 - down : 2 - down + size, 2 - right : 2 - right + size]
+        drawn_BHW = torch.maximum(drawn_BHW, moved_BHW * masks_B33[:, down, right, None, None])
+    return drawn_BHW
+
+
+def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The pixel of each point (B, N), row by row, and whether all points of an image are finite (B,)."""
+    low_B2, high_B2 = torch.aminmax(points_BN2, dim=1)
+    finite_B = (high_B2 - low_B2).isfinite().all(1)
+    margin = MARGIN * size
+    half = size / 2 - margin  # an extent of 0 is drawn at the low edge
+    scale_B2 = 2 / (high_B2 - low_B2).clamp(min=torch.finfo(torch.float32).tiny)
+    # the box to the square, the square by the frame, and that to pixels: one affine map
+    linear_B22 = frames_B32[:, :2] * half
+    offset_B2 = frames_B32[:, 2] * half + size / 2
+    linear_B22 = linear_B22 * scale_B2[..., None]
+    middle_B2 = (low_B2 + high_B2) / 2
+    offset_B2 = offset_B2 - (linear_B22 * middle_B2[..., None]).sum(1)
+    maps_B132 = torch.cat([linear_B22, offset_B2[:, None]], dim=1)[:, None]
+    pixels_BN2 = _apply(maps_B132, points_BN2).nan_to_num_().clamp_(0, size - 1).floor_()
+    return torch.add(pixels_BN2[..., 0], pixels_BN2[..., 1], alpha=size).long(), finite_B
+
+
+class Place(NamedTuple):
+    """Of an image in a folder."""
+
+    split: str
+    number: int  # of its class
+    image: int  # its number in there
+
+
+def render_images(
+    systems: np.ndarray,
+    clutter: np.ndarray,
+    fractals: Fractals,
+    places: Sequence[Place],
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Some images; none depends on which others there are, or come with it.
+
+    Args:
+        systems: Of all classes, (classes, M, 7), as of `draw_systems`.
+        clutter: Systems to take pieces of, (any number, M, 7).
+        fractals: What to make.
+        places: Of the B images.
+        device: Where to render.
+
+    Returns:
+        (B, H, W, 3) uint8 on the device.
+
+    Raises:
+        ConfigError: A class has next to no images at this variation.
+    """
+    f, B = fractals, len(places)
+    points = _points_that_fill(systems, f, places, device)
+    uniform = _uniform(f.seed, places, 1, 7 + 3 * COLOURS)
+    patch, flips, placement, shades = np.split(uniform, [1, 3, 7], axis=1)
+    bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
+    masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
+    frames_B32 = _frames(placement, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (B, 1, 1))
+    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
+    drawn_BHW = render(*points, _to_device(frames_B32, device), masks_B33, f.size)
+
+    palettes_BC3 = _palettes(f, places, shades.reshape(B, COLOURS, 3), device)
+    images = palettes_BC3[:, :1, None]
+    for piece in _uniform(f.seed, places, 2, 9 * f.clutter).reshape(B, f.clutter, 9).swapaxes(0, 1):
+        images = _over(images, *_piece(piece, clutter, f, masks_B33, device))
+    return _over(images, drawn_BHW, palettes_BC3)
+
+
+def _uniform(
+    seed: int, places: Sequence[Place], part: int, width: int, attempts: Iterable[int] = itertools.repeat(0)
+) -> np.ndarray:
+    """Random numbers in [0, 1) of each place: (B, width), others for each part and attempt."""
+    found = np.empty((len(places), width))
+    rows_of = defaultdict(list)
+    for row, (place, attempt) in enumerate(zip(places, attempts)):
+        rows_of[place.split, place.number, attempt].append(row)
+    for (split, number, attempt), rows in rows_of.items():
+        images = [places[row].image for row in rows]
+        random = np.random.default_rng(_key(seed, FIRST_SPLIT + SPLITS.index(split), number, attempt, part))
+        found[rows] = random.random((max(images) + 1, width))[images]
+    return found
+
+
+def _points_that_fill(
+    systems: np.ndarray, f: Fractals, places: Sequence[Place], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """As of `play`, for systems near those of the places' classes, each drawn again until it fills something."""
+    numbers_B = np.array([place.number for place in places])
+    attempts_B, weights = np.zeros(len(places), dtype=np.int64), MOST_MAPS * 6
+
+    def play_some(rows: np.ndarray, points: int) -> tuple[Tensor, Tensor]:
+        uniform = _uniform(f.seed, [places[row] for row in rows], 0, weights + 1, attempts_B[rows].tolist())
+        varied = vary(systems[numbers_B[rows]], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
+        return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
+
+    for points in (COARSE_POINTS, f.points):  # few points find most of those that fill nothing, sooner
+        failed = np.arange(len(places))
+        points_BN2, maps_BN = judged, _ = play_some(failed, points)
+        while len(failed := failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]):
+            attempts_B[failed] += 1
+            if attempts_B.max() == ATTEMPTS:
+                raise ConfigError(
+                    f"class {numbers_B[attempts_B.argmax()]} has an image that fills nothing after {ATTEMPTS} draws: "
+                    f"choose a variation below {f.variation} or more than {f.points} points"
+                )
+            judged, made_by = play_some(failed, points)
+            rows_B = torch.from_numpy(failed).to(device)
+            points_BN2[rows_B], maps_BN[rows_B] = judged, made_by
+    return points_BN2, maps_BN
+
+
+def _piece(
+    uniform_B9: np.ndarray, clutter: np.ndarray, f: Fractals, masks_B33: Tensor, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """As of `render` for one piece of clutter in each image, and palettes (B, C, 3) of a single colour for them."""
+    which, shades, placement = np.split(uniform_B9, [2, 5], axis=1)
+    others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
+    starts_B = (which[:, 1] * TABLE).astype(np.int64)
+    points = play(others, starts_B, -(-f.points // 4), f.seed, device)
+    drawn_BHW = render(*points, _to_device(_frames(placement, 0.2, 0.5), device), masks_B33, f.size)
+    shades = np.floor(1 + GREY * shades[:, [0, 0, 0]] if f.colours is None else 256 * shades)
+    return drawn_BHW, torch.from_numpy(shades.astype(np.uint8)).to(device)[:, None].expand(-1, COLOURS, 3)
+
+
+def _over(images: Tensor, drawn_BHW: Tensor, palettes_BC3: Tensor) -> Tensor:
+    """Images, or a colour for each that fits them, with what `render` has drawn over them: (B, H, W, 3) uint8."""
+    index_BHW = drawn_BHW + torch.arange(0, palettes_BC3[..., 0].numel(), COLOURS, device=images.device)[:, None, None]
+    return torch.where(drawn_BHW[..., None] > 0, palettes_BC3.flatten(0, 1)[index_BHW], images)
+
+
+def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
+    """Colours (B, C, 3) uint8 of the background and of each map in each image."""
+    if f.colours is None:
+        shades = np.zeros(uniform_BC3.shape)
+        shades[:, 1:] = GREY
+    else:
+        numbers = [place.number for place in places]
+        own = {n: np.random.default_rng(_key(f.seed, PALETTES, n)).random((COLOURS, 3)) for n in set(numbers)}
+        moved = np.stack([own[number] for number in numbers]) + f.colours * (2 * uniform_BC3 - 1)
+        shades = np.floor(255.99 * moved.clip(0, 1))
+    return torch.from_numpy(shades.astype(np.uint8)).to(device)
+
+
+def _frames(uniform_B4: np.ndarray, smallest: float, largest: float) -> np.ndarray:
+    """Frames (B, 3, 2) that turn the square by any angle, scale what it then covers, and put that anywhere inside."""
+    angle, size, *place = uniform_B4.T
+    angle, size = 2 * np.pi * angle, smallest + (largest - smallest) * size
+    cos, sin = np.cos(angle), np.sin(angle)
+    x_axis, y_axis = np.stack([cos, sin], -1), np.stack([-sin, cos], -1)
+    shrink = (size / (np.abs(cos) + np.abs(sin)))[:, None]
+    offset = (2 * np.stack(place, -1) - 1) * (1 - size)[:, None]
+    return np.stack([x_axis * shrink, y_axis * shrink, offset], axis=1)
+
+
+def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(frames).to(device, torch.float32)
+
+
+def at_once(points: int, size: int, device: torch.device | str) -> int:
+    """How many images of so many points, and so many pixels a side, a device renders at a time."""
+    most = AT_ONCE.get(torch.device(device).type, AT_ONCE["cpu"])
+    return max(1, most // max(points, CHAINS, size * size // 2))
+
+
+def _pieces(count: int, most: int) -> Iterator[slice]:
+    for start in range(0, count, most):
+        yield slice(start, start + most)
+
+
+def _key(seed: int, purpose: int, *rest: int) -> tuple[int, ...]:
+    """Of one length, since NumPy takes keys that differ in zeros at the end for the same."""
+    return (seed, purpose, *rest, *[0] * (3 - len(rest)))
+
+
+def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "cpu") -> None:
+    """Writes `out`/{train,validation,test}/c*/*.jpg, `out`/systems.npy with the classes, and `out`/fractals.json.
+
+    What an interrupted run has completed is kept; a class is there whole or not at all.
+
+    Args:
+        out: The folder.
+        fractals: What to write.
+        device: Where to render.
+
+    Raises:
+        ConfigError: The folder holds other images, PyTorch has no such device here, or as of `render_images`.
+        FolderInUseError: Another run writes there.
+        OSError: A file could not be written, which it names.
+    """
+    known_device(str(device))
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            _refuse_other_images(out, fractals)
+            _write(out, fractals, device)
+    except Timeout:
+        raise FolderInUseError(f"another process writes to {out}: wait for it, or choose another folder") from None
+
+
+def _refuse_other_images(out: Path, fractals: Fractals) -> None:
+    record, options = out / "fractals.json", asdict(fractals)
+    if record.exists():
+        there = json.loads(record.read_text())["options"]
+        if different := [name for name in options if options[name] != there.get(name)]:
+            raise ConfigError(
+                f"{out} has images of other options: "
+                + ", ".join(f"{name} {there.get(name)}, not {options[name]}" for name in different)
+                + ". Give the same options or choose another folder"
+            )
+    elif foreign := sorted(path.name for path in out.iterdir() if not path.name.startswith(".")):
+        raise ConfigError(f"{out} holds something else ({', '.join(foreign[:5])}): choose a new folder")
+
+
+def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
+    record, classes_file, unfinished = out / "fractals.json", out / "systems.npy", out / ".unfinished"
+    about = dict(options=asdict(fractals), device=str(device), environment=environment())
+    if not record.exists():
+        write_atomically(record, json.dumps(about | {"images": 0}, indent=1))
+    if not classes_file.exists():  # those of a run that is gone on with: another device might draw others
+        print(f"{out}: drawing {fractals.classes} classes", flush=True)
+        systems = draw_systems(fractals.classes, fractals.seed, CLASSES, device)
+        write_atomically(classes_file, lambda file: np.save(file, systems))
+    systems = np.load(classes_file, allow_pickle=False)
+    clutter = draw_systems(CLUTTER_SYSTEMS, fractals.seed, CLUTTER, device) if fractals.clutter else systems[:0]
+
+    digits = max(4, len(str(fractals.classes - 1)))
+    folders = {
+        (split, number): f"{split}/c{number:0{digits}}"
+        for split in SPLITS for number in range(fractals.classes) if fractals.images(split)
+    }  # fmt: skip
+    total = sum(fractals.images(split) for split, _ in folders)
+    missing = {key: name for key, name in folders.items() if not (out / name).exists()}
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for (split, _), name in missing.items():
+        (unfinished / name).mkdir(parents=True)
+        (out / split).mkdir(exist_ok=True)
+    _save_images(out, unfinished, missing, total, systems, clutter, fractals, device)
+    if json.loads(record.read_text())["images"] != total:
+        write_atomically(record, json.dumps(about | {"images": total}, indent=1))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{out}: {total} images of {fractals.classes} classes" + ("" if missing else ", all there already"))
+
+
+def _save_images(
+    out: Path,
+    unfinished: Path,
+    folders: dict[tuple[str, int], str],
+    total: int,
+    systems: np.ndarray,
+    clutter: np.ndarray,
+    fractals: Fractals,
+    device: torch.device | str,
+) -> None:
+    """Writes the images of each split and class to its folder below `unfinished`, and moves that to `out` when full."""
+    from tqdm import tqdm
+
+    left = {key: fractals.images(key[0]) for key in folders}
+    places = [Place(*key, image) for key, count in left.items() for image in range(count)]
+
+    def save(pixels: np.ndarray, place: Place) -> Place:
+        _save_jpeg(unfinished / folders[place[:2]] / f"{place.image:05d}.jpg", pixels)
+        return place
+
+    def wait_for(saved: Iterable[Place]) -> None:
+        for place in saved:
+            key = place[:2]
+            left[key] -= 1
+            if not left[key]:
+                os.rename(unfinished / folders[key], out / folders[key])
+            progress.update()
+
+    with (
+        tqdm(total=total, initial=total - len(places), unit=" images", unit_scale=True, desc=str(out)) as progress,
+        ThreadPoolExecutor() as threads,
+    ):
+        saved: Iterable[Place] = ()
+        try:
+            for rows in _pieces(len(places), at_once(fractals.points, fractals.size, device)):
+                images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
+                wait_for(saved)  # those before, which were saved while these were rendered
+                saved = threads.map(save, images, places[rows])
+            wait_for(saved)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # leaving `with` waits for what is being written now
+            raise
+
+
+def _save_jpeg(path: Path, pixels: np.ndarray) -> None:
+    try:
+        with open(path, "w+b") as file:
+            Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
+            file.seek(-2, os.SEEK_END)
+            if file.read() != b"\xff\xd9":  # the end of the image: PIL takes no notice where only a part was written
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, default = parser.add_argument, Fractals()
+    add("out", type=Path)
+    add("--classes", type=int, default=default.classes)
+    add("--per-class", type=int, default=default.per_class, help="training images of each class")
+    add("--val-per-class", type=int, default=default.val_per_class, help="validation images of each class")
+    add("--test-per-class", type=int, default=default.test_per_class, help="images of each class in a third split")
+    add("--seed", type=int, default=default.seed)
+    add("--size", type=int, default=default.size, help="pixels a side")
+    add("--points", type=int, default=default.points, help="of an image; fewer are harder")
+    add("--variation", type=float, default=default.variation, help="0 to 1: how much images of a class differ")
+    add("--clutter", type=int, default=default.clutter, help="pieces of unlabelled fractals behind")
+    add("--placement", action="store_true", help="turn, shrink and move the fractal at random")
+    add("--colours", type=float, metavar="SHARE", help="0 to 1: colours by map, off by so much; grey if not given")
+    add("--device", default=default_device())
+    options = vars(parser.parse_args(arguments))
+    out, device = (options.pop(name) for name in ("out", "device"))
+    try:
+        write_fractals(out, Fractals(**options), device)
+    except (ConfigError, FolderInUseError) as error:
+        parser.exit(1, f"error: {error}\n")
+    except OSError as error:
+        parser.exit(1, f"error: {error}. The same command goes on with what is complete\n")
+    except KeyboardInterrupt:
+        parser.exit(128 + signal.SIGINT, "\nstopped: the same command goes on with what is complete\n")
+
+
+if __name__ == "__main__":
+    main()

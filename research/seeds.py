@@ -1,0 +1,504 @@
+"""ViL, ViM and DeiT through the full training path with one recipe, several seeds each.
+
+    python -m vil.data.digits data/digits
+    python -m research.seeds -c configs/digits.yaml --out research/results/digits.json
+    python -m research.seeds -c configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
+
+Every run is `train_imagenet.py` with the same config, budget and recipe; what counts is the accuracy after the last
+epoch. A seed decides the initial weights, the order of the images and how they are augmented. The models are compared
+by the paired t-test over the seeds.
+
+With `--folder` the runs are kept there: called again, it goes on where it was stopped (by `--minutes`, Ctrl-C, SIGTERM
+or a lost machine), with what is missing of each run and with the runs that are missing. `--test-split` has the last
+weights of all runs judged on images that no run has seen and nothing was chosen on; whose predictions are right is
+compared image by image, by McNemar's test. Runs of another recipe or of other images (by the names and sizes of their
+files) are refused, in the folder as in what `--earlier` adds.
+
+    python -m research.seeds -c research/configs/rehearsal.yaml --folder output/rehearsal --processes 4 \\
+        --test-split test --out research/results/rehearsal.json --plot research/results/rehearsal.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import cycle
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import mean, median, stdev
+from tarfile import TarInfo
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from scipy.stats import ttest_rel
+from timm.data import resolve_data_config
+
+import vil  # noqa: F401  registers the models
+from vil.config import ConfigError, load_config
+from vil.data import loaders as data
+from vil.evaluation.comparison import Paired, Predictions, markdown_table
+from vil.evaluation.evaluator import Evaluator, autocast, default_device
+from vil.factory import create_model, load_model
+from vil.files import write_atomically
+from vil.info import git_commit
+from vil.training.interruption import PREEMPTED, SCHEDULERS_SIGNALS
+
+ROOT = Path(__file__).parents[1]
+MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
+HEAD_WIDTH = 32  # of DeiT, where the config narrows it: two heads at least
+CURVES = (
+    "lr", "train_loss", "grad_norm", "images_per_second", "eval_images_per_second", "eval_loss", "eval_top1",
+    "eval_top1_ema",
+)  # fmt: skip
+EVALUATED_AT_ONCE = 250
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
+    parser.add_argument("--data-dir", help="of the images (default: the config's), wherever they are now")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="the first is compared with the others")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, each with GPUs of its own where there are as many"
+    )
+    parser.add_argument("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
+    parser.add_argument("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
+    parser.add_argument("--earlier", type=Path, help="--out of a call before, whose runs are added and not done again")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
+    parser.add_argument("--test-split", help="judges all runs on this split of the data")
+    parser.add_argument("--out", type=Path, help="JSON of all runs; the predictions go beside it")
+    parser.add_argument("--plot", type=Path, help="PNG of the accuracy by epoch and by a model's time of training")
+    options, training_options = parser.parse_known_args()
+    deadline = Deadline(options.minutes)
+
+    words = [*training_options, *(["--data-dir", options.data_dir] if options.data_dir else [])]
+    train_set, val_set, test_set = open_splits(options.config, words, options.test_split)
+    recipe = dict(
+        config=yaml.safe_load(options.config.read_text()), options=training_options,
+        images=[digest_of(train_set), digest_of(val_set)],
+    )  # fmt: skip
+    study = recipe | dict(test_split=options.test_split, test_images=digest_of(test_set) if test_set else None)
+    runs, parts = read_results(options.earlier, study) if options.earlier else ([], [])
+    have = {job_of(run) for run in runs}
+    jobs = [(model, seed) for seed in range(options.seeds) for model in options.models]
+    with nullcontext(options.folder) if options.folder else TemporaryDirectory() as folder:
+        folder = Path(folder)
+        keep_recipe(folder, recipe)
+        gpus = share_gpus(visible_gpus(), options.jobs, options.processes or 1)
+        with deadline, ThreadPoolExecutor(options.jobs) as pool:
+            to_do = [job for job in jobs if job not in have]
+            list(pool.map(lambda job: train(options, *job, words, folder, deadline, gpus), to_do))
+        done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job)) and job not in have]
+        new = [read_run(folder, *job, len(train_set), len(val_set)) for job in done]
+        if options.test_split and new:
+            parts.append(judge(folder, new, test_set))
+    models = [*dict.fromkeys(run["model"] for run in [*runs, *new])]
+    runs = sorted([*runs, *new], key=lambda run: (models.index(run["model"]), run["seed"]))
+    if options.test_split and runs:
+        predictions = joined(parts, [name_of(*job_of(run)) for run in runs])
+        for run, right in zip(runs, predictions.right_NM.T):
+            run["top1"] = 100 * float(right.mean())
+    machine = dict(
+        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, processes=options.processes,
+        jobs=options.jobs,
+    )  # fmt: skip
+    print(machine | dict(options=training_options), "\n\n" + report(runs))
+    if options.test_split and runs:
+        print(compare_images(runs, predictions))
+    if options.out and runs:
+        write_atomically(options.out, json.dumps(machine | study | dict(runs=runs), indent=1) + "\n")
+        if options.test_split:
+            predictions.write(predictions_of(options.out))
+    if options.plot and runs:
+        write_atomically(options.plot, plot(runs))
+    if missing := [name_of(*job) for job in jobs if job not in map(job_of, runs)]:
+        how = "the same command goes on" if options.folder else "without --folder nothing of them is kept"
+        print(f"not done yet: {', '.join(missing)}; {how}", file=sys.stderr)
+        sys.exit(PREEMPTED)
+
+
+class Deadline:
+    """When runs are to stop: after so many minutes, or, inside `with`, as soon as a signal asks this process to end."""
+
+    def __init__(self, minutes: float):
+        self.time = time.monotonic() + 60 * minutes
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.time
+
+    def __enter__(self) -> None:
+        self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULERS_SIGNALS}
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def _pass(self, *_) -> None:
+        self.time = -math.inf
+
+
+def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
+    """What the runs train on, what they are validated on, and what they are judged on in the end, if that is given.
+
+    Raises:
+        SystemExit: An option is wrong, or a split is missing.
+    """
+    try:
+        chosen = load_config("", ["-c", str(config), *words])
+        names = (chosen.train_split, chosen.val_split, test_split)
+        return [data.open_split(chosen.data_dir, chosen.dataset, name) if name else None for name in names]
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def digest_of(images) -> str:
+    """What tells a split from others: its files' names and sizes, or, where they are not known, how many there are."""
+    samples = getattr(images.reader, "samples", None)
+    if samples is None:
+        return f"{len(images)} images"
+    digest = hashlib.sha256()
+    for i, (file, *_) in enumerate(samples):
+        size = file.size if isinstance(file, TarInfo) else os.stat(file).st_size
+        digest.update(f"{images.filename(i)}\0{size}\n".encode())
+    return digest.hexdigest()
+
+
+def keep_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Notes in a folder the recipe of its runs.
+
+    Raises:
+        SystemExit: There are runs of another recipe.
+    """
+    file = folder / "study.json"
+    if file.exists():
+        check_same(file, json.loads(file.read_text()), recipe, "give the same as then, or another --folder")
+    elif any(folder.glob("*/config.yaml")):
+        sys.exit(
+            f"{folder} has runs, and no {file.name} that says by which recipe: an earlier version made them; give "
+            "another --folder"
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(recipe, indent=1) + "\n")
+
+
+def check_same(file: Path, found: dict[str, Any], expected: dict[str, Any], remedy: str) -> None:
+    """Compares what a file says of its runs with what is expected of them.
+
+    Raises:
+        SystemExit: They differ.
+    """
+    for name, value in expected.items():
+        if name not in found:
+            sys.exit(f"{file} does not say the {name} of its runs: an earlier version wrote it; {remedy}")
+        if found[name] != value:
+            sys.exit(f"{file} is of runs with other {name}: {found[name]}, not {value}; {remedy}")
+
+
+def name_of(model: str, seed: int) -> str:
+    return f"{model}-{seed}"
+
+
+def job_of(run: dict[str, Any]) -> tuple[str, int]:
+    return run["model"], run["seed"]
+
+
+def predictions_of(results: Path) -> Path:
+    """The file of predictions beside a JSON file of results."""
+    return results.with_suffix(".csv.gz")
+
+
+def visible_gpus() -> list[str]:
+    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
+    """The GPUs of `jobs` runs at a time, each of as many processes: none is shared as long as there are others."""
+    groups = [",".join(names[i : i + processes]) for i in range(0, len(names) - processes + 1, processes)]
+    queue: SimpleQueue[str] = SimpleQueue()
+    for group, _ in zip(cycle(groups or [",".join(names)]), range(jobs)):
+        queue.put(group)
+    return queue
+
+
+def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
+    """Model and seed of the runs in a folder, by model and then by seed."""
+    found = [(model, path.name.removeprefix(f"{model}-")) for model in models for path in folder.glob(f"{model}-*")]
+    return sorted(((m, int(s)) for m, s in found if s.isdecimal()), key=lambda run: (models.index(run[0]), run[1]))
+
+
+def train(
+    options, model: str, seed: int, words: list[str], folder: Path, deadline: Deadline, gpus: SimpleQueue[str]
+) -> None:
+    """What is missing of one run of train_imagenet.py, on GPUs that are free; it is asked to stop when time is up."""
+    path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
+    if is_done(path) or deadline.passed:
+        return
+    arguments = dict(config.get("model_kwargs") or {})
+    if "embed_dim" in arguments and model.startswith("deit"):
+        arguments["num_heads"] = arguments["embed_dim"] // HEAD_WIDTH
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
+    launcher = launcher if options.processes else []
+    command = [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(options.config.resolve())]
+    command += ["--model", model, "--seed", str(seed), "--resume", "auto"]
+    command += ["--output", str(folder.resolve()), "--experiment", path.name, *words]
+    if arguments:
+        command += ["--model-kwargs", *(f"{name}={value}" for name, value in arguments.items())]
+    path.mkdir(parents=True, exist_ok=True)
+    start, mine = time.monotonic(), gpus.get()
+    try:
+        with open(path / "log.txt", "ab") as log:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": mine}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        while process.poll() is None and not deadline.passed:
+            time.sleep(0.1)
+        if stopped := process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        status = process.wait()
+    finally:
+        gpus.put(mine)
+    stopped |= status == PREEMPTED  # by a signal that did not come from here
+    row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
+    row |= dict(commit=git_commit(), processes=options.processes, jobs=options.jobs)
+    with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
+        sessions.write(json.dumps(row) + "\n")
+    if status and not stopped:
+        sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
+    reached = f", top-1 {read_summary(path)[-1]['eval_top1']:.2f}" if row["epochs"] else ""
+    print(f"{path.name}: {json.dumps(row)}{reached}", flush=True)
+
+
+def read_summary(path: Path) -> list[dict[str, float]]:
+    """The rows of a run's summary.csv so far."""
+    if not (path / "summary.csv").exists():
+        return []
+    rows = csv.DictReader((path / "summary.csv").read_text().splitlines())
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
+
+
+def is_done(path: Path) -> bool:
+    rows = read_summary(path)
+    return bool(rows) and len(rows) == saved_config(path)["epochs"]
+
+
+def saved_config(path: Path) -> dict[str, Any]:
+    return yaml.safe_load((path / "config.yaml").read_text())
+
+
+def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
+    """What a run that is done has left: numbers after the last epoch, its curves, and the time it took.
+
+    `images` and `evaluated` are the images of the training and of the validation split.
+    """
+    path = folder / name_of(model, seed)
+    rows, saved = read_summary(path), saved_config(path)
+    size = {"img_size": saved["img_size"]} if saved["img_size"] else {}
+    built = create_model(model, num_classes=saved["num_classes"], **size, **(saved["model_kwargs"] or {}))
+    batch = saved["global_batch_size"]
+    images -= images % batch
+    sessions = path / "sessions.jsonl"  # missing where this process ended before the run did
+    return {
+        "model": model,
+        "seed": seed,
+        "parameters": sum(p.numel() for p in built.parameters()),
+        "epochs": len(rows),
+        "images": images * len(rows),
+        "updates": images // batch * len(rows),
+        "top1": rows[-1]["eval_top1"],
+        "loss": rows[-1]["eval_loss"],
+        "epoch_seconds": median(images / row["images_per_second"] for row in rows),
+        "training_seconds": sum(images / row["images_per_second"] for row in rows),
+        "evaluation_seconds": sum(evaluated / row["eval_images_per_second"] for row in rows),
+        "sessions": [json.loads(line) for line in sessions.read_text().splitlines()] if sessions.exists() else [],
+        "curves": {name: [row[name] for row in rows] for name in CURVES if name in rows[0]},
+    }
+
+
+def read_results(path: Path, study: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Judged]]:
+    """The runs that an earlier call wrote, and their predictions, if they were judged.
+
+    Raises:
+        SystemExit: That call had another recipe, other images or another split to judge on, or predictions are missing.
+    """
+    found, remedy = json.loads(path.read_text()), "leave --earlier out"
+    check_same(path, found, study, remedy)
+    if not study["test_split"]:
+        return found["runs"], []
+    if not (file := predictions_of(path)).exists():
+        sys.exit(f"{file} is missing, the predictions of the runs in {path}; {remedy}")
+    return found["runs"], [joined([Judged.read(file)], [name_of(*job_of(run)) for run in found["runs"]])]
+
+
+class Judged:
+    """Targets (N,) and what M runs predict (N, M) for the images of a split, in its order; names of images and runs."""
+
+    def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, images: list[str], runs: list[str]):
+        self.targets_N, self.predicted_NM, self.images, self.runs = targets_N, predicted_NM, images, runs
+
+    @property
+    def right_NM(self) -> np.ndarray:
+        return self.predicted_NM == self.targets_N[:, None]
+
+    def write(self, path: Path) -> None:
+        """A row for each image: its file, its class and what each run takes it for."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["image", "target", *self.runs])
+        writer.writerows(zip(self.images, self.targets_N.tolist(), *self.predicted_NM.T.tolist()))
+        write_atomically(path, gzip.compress(text.getvalue().encode(), mtime=0))
+
+    @classmethod
+    def read(cls, path: Path) -> Judged:
+        (_, _, *runs), *rows = csv.reader(gzip.decompress(path.read_bytes()).decode().splitlines())
+        numbers = np.array([row[1:] for row in rows], dtype=np.int64)
+        return cls(numbers[:, 0], numbers[:, 1:], [row[0] for row in rows], runs)
+
+
+def joined(parts: list[Judged], runs: list[str]) -> Judged:
+    """The predictions of these runs, in this order, of all parts.
+
+    Raises:
+        SystemExit: The parts are of other images, or a run was not judged.
+    """
+    for part in parts[1:]:
+        if part.images != parts[0].images or not np.array_equal(part.targets_N, parts[0].targets_N):
+            sys.exit("the earlier runs were judged on other images; give no --earlier, or render those images again")
+    columns = {name: part.predicted_NM[:, i] for part in parts for i, name in enumerate(part.runs)}
+    if missing := [name for name in runs if name not in columns]:
+        sys.exit(f"there are no predictions of {', '.join(missing)} beside the earlier results; leave --earlier out")
+    return Judged(parts[0].targets_N, np.stack([columns[name] for name in runs], axis=1), parts[0].images, runs)
+
+
+def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
+    """Has the last weights of the runs, not their averages, classify the images of a split, all in one pass."""
+    device = torch.device(default_device())
+    models = []
+    for run in runs:
+        path = folder / name_of(run["model"], run["seed"])
+        saved = saved_config(path)
+        arguments = {name: saved[name] for name in ("num_classes", "img_size") if saved[name]}
+        arguments |= saved["model_kwargs"] or {}
+        models.append(load_model(run["model"], str(path / "last.pt"), **arguments).to(device).eval())
+    chosen = {name: saved[name] for name in ("img_size", "crop_pct", "interpolation")}
+    data_config = resolve_data_config(chosen, model=models[0])
+    data.share_cores(device, saved["workers"])
+    loader = data.evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
+    predictions = Predictions()
+    precision = autocast(device, saved["amp"], saved["amp_dtype"])
+    Evaluator(models, data_config, device, precision, EVALUATED_AT_ONCE)(loader, predictions)
+    targets_N, best_NMK = predictions.gather()
+    files = [images.filename(i) for i in range(len(images))]
+    return Judged(targets_N, best_NMK[..., 0], files, [name_of(*job_of(run)) for run in runs])
+
+
+def epoch_seconds(runs: list[dict[str, Any]]) -> float:
+    """Seconds of training that an epoch of one model takes: the median of its runs, some of which may be disturbed."""
+    return median(run["epoch_seconds"] for run in runs)
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    """Markdown: mean and deviation of every model over the seeds, and its paired difference to the first model."""
+    models = list(dict.fromkeys(run["model"] for run in runs))
+    top1 = {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
+    head = [
+        "model",
+        "parameters",
+        "top-1 %, mean ± deviation",
+        "seeds",
+        "s an epoch",
+        f"{models[0]} less this (95% interval)" if models else "",
+    ]
+    table = [head]
+    for model, by_seed in top1.items():
+        own = [run for run in runs if run["model"] == model]
+        values, difference = list(by_seed.values()), ""
+        shared = sorted(by_seed.keys() & top1[models[0]].keys())
+        if model != models[0] and len(shared) > 1:
+            first, second = ([top1[name][seed] for seed in shared] for name in (models[0], model))
+            test = ttest_rel(first, second)
+            low, high = test.confidence_interval()
+            difference = f"{mean(first) - mean(second):+.2f} ({low:+.2f} to {high:+.2f}), p = {test.pvalue:.3g}"
+        deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+        listed = " ".join(f"{value:.2f}" for value in values)
+        row = [
+            model,
+            f"{own[0]['parameters']:,}",
+            f"{mean(values):.2f}{deviation}",
+            listed,
+            f"{epoch_seconds(own):.2f}",
+            difference,
+        ]
+        table.append(row)
+    return markdown_table(table)
+
+
+def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
+    """Markdown: the first model against each other, seed by seed, on the images that one of both alone gets right."""
+    columns = {(run["model"], run["seed"]): judged.right_NM[:, i] for i, run in enumerate(runs)}
+    first, *others = dict.fromkeys(run["model"] for run in runs)
+    table = [["", "seed", "both right", "only the first", "only the second", "neither", "difference", "McNemar's p"]]
+    for other in others:
+        for (model, seed), right_N in columns.items():
+            if model == other and (first, seed) in columns:
+                pair = Paired.of(columns[first, seed], right_N)
+                low, high = pair.interval
+                counts = (pair.both, pair.only_first, pair.only_second, pair.neither)
+                difference = f"{pair.difference:+.2f} ({low:+.2f} to {high:+.2f})"
+                p_value = f"{pair.p_value:.2g}" if pair.p_value else "< 1e-300"
+                table.append([f"{first}, {other}", str(seed), *map(str, counts), difference, p_value])
+    return markdown_table(table)
+
+
+def plot(runs: list[dict[str, Any]]) -> bytes:
+    """A PNG: the accuracy on the validation split by epochs and by the time of training, at `epoch_seconds` each."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for color, model in enumerate(dict.fromkeys(run["model"] for run in runs)):
+        own = [run for run in runs if run["model"] == model]
+        for i, run in enumerate(own):
+            top1, style = run["curves"]["eval_top1"], dict(color=f"C{color}", linewidth=1, label=None if i else model)
+            epochs = np.arange(1, len(top1) + 1)
+            axes[0].plot(epochs, top1, **style)
+            axes[1].plot(epochs * epoch_seconds(own), top1, **style)
+    axes[0].set(xlabel="epochs", ylabel="top-1 on the validation split (%)")
+    axes[1].set(xlabel="seconds of training")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""research/seeds.py: runs that are kept and gone on with, judged on a split of their own, compared image by image."""
+
+import csv
+import gzip
+import json
+import math
+import shutil
+import signal
+import sys
+import tarfile
+import time
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import naive_evaluation as naive
+import numpy as np
+import pytest
+import yaml
+from conftest import CLASSES
+from processes import SMALL
+from scipy.stats import binomtest
+
+from research import seeds
+from vil.config import load_config
+from vil.data import loaders as data
+from vil.factory import load_model
+
+MODELS = ["vil_tiny", "vim_tiny"]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory, image_folder):
+    """A folder with a run of each model, the command line that made it, and what it wrote."""
+    root = tmp_path_factory.mktemp("seeds")
+    config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1)
+    (root / "small.yaml").write_text(yaml.safe_dump(config))
+    command = ["seeds.py", "-c", root / "small.yaml", "--folder", root / "runs", "--models", *MODELS, "--seeds", "1"]
+    command += ["--jobs", "2", "--test-split", "val", "--out", root / "out.json", "--plot", root / "out.png"]
+    return root, [str(word) for word in [*command, "--device", "cpu"]]
+
+
+def call(command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", command)
+    seeds.main()
+
+
+def test_a_study_that_is_out_of_time_goes_on_and_ends_once(kept, monkeypatch, capsys):
+    root, command = kept
+    shutil.rmtree(root / "runs", ignore_errors=True)  # of the test of `--earlier`, where that came first
+    with pytest.raises(SystemExit) as stopped:
+        call([*command, "--minutes", "0"], monkeypatch)
+    assert stopped.value.code == 75
+    assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
+    call(command, monkeypatch)
+    call(command, monkeypatch)  # finds all of it done
+    for model in MODELS:
+        sessions = (root / "runs" / f"{model}-0" / "sessions.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epochs"] for line in sessions] == [2]
+
+    found = json.loads((root / "out.json").read_text())
+    rows = list(csv.DictReader(gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()))
+    assert len(rows) == 28
+    for run in found["runs"]:
+        path = root / "runs" / f"{run['model']}-0"
+        saved = yaml.safe_load((path / "config.yaml").read_text())
+        arguments = dict(num_classes=4, img_size=16, **SMALL["model_kwargs"])
+        model = load_model(run["model"], str(path / "last.pt"), **arguments).eval()
+        cfg = model.pretrained_cfg
+        summary = list(csv.DictReader((path / "summary.csv").read_text().splitlines()))
+        assert (run["epochs"], run["images"], run["updates"]) == (2, 128, 8)
+        assert run["curves"]["eval_top1"] == [float(row["eval_top1"]) for row in summary]
+        assert run["training_seconds"] == pytest.approx(sum(64 / float(row["images_per_second"]) for row in summary))
+        numbers = {name: number for number, name in enumerate(CLASSES)}
+        how = dict(input_size=16, crop_pct=0.875, interpolation="bicubic", mean=cfg["mean"], std=cfg["std"])
+        names, targets, logits = naive.saved_logits(model, f"{saved['data_dir']}/val", numbers, **how)
+        assert [row["image"].split("/")[-1] for row in rows] == names
+        assert [int(row["target"]) for row in rows] == targets.tolist()
+        taken_for = np.array([int(row[path.name]) for row in rows])
+        assert np.all(np.take_along_axis(logits, taken_for[:, None], 1)[:, 0] >= logits.max(axis=1) - 1e-4)
+        assert run["top1"] == pytest.approx(100 * (taken_for == targets).mean())
+    assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_a_folder_that_is_gone_are_added(kept, image_folder, tmp_path, monkeypatch):
+    root, command = kept
+    if not (root / "out.json").exists():  # the test above has made it
+        call(command, monkeypatch)
+    out = tmp_path / "more.json"
+    changed = {
+        str(root / "runs"): tmp_path / "runs",
+        str(root / "out.json"): out,
+        str(root / "out.png"): tmp_path / "more.png",
+    }
+    command = [str(changed.get(word, word)) for word in command]
+    command[command.index("--models") + 2] = "--earlier"  # in place of the second model
+    command.insert(command.index("--earlier") + 1, str(root / "out.json"))
+    command[command.index("--seeds") + 1] = "2"
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(image_folder, elsewhere)
+    call([*command, "--data-dir", str(elsewhere)], monkeypatch)
+    saved = yaml.safe_load((tmp_path / "runs/vil_tiny-1/config.yaml").read_text())
+    assert (saved["data_dir"], saved["seed"]) == (str(elsewhere), 1)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["study.json", "vil_tiny-1"]
+    before, after = (json.loads(path.read_text())["runs"] for path in (root / "out.json", out))
+    assert [(run["model"], run["seed"]) for run in after] == [("vil_tiny", 0), ("vil_tiny", 1), ("vim_tiny", 0)]
+    assert [after[0], after[2]] == before
+    old, new = (
+        list(csv.reader(gzip.decompress(path.with_suffix(".csv.gz").read_bytes()).decode().splitlines()))
+        for path in (root / "out.json", out)
+    )
+    assert [[*row[:3], row[4]] for row in new] == old
+    right = np.mean([row[1] == row[3] for row in new[1:]])
+    assert after[1]["top1"] == pytest.approx(100 * right)
+
+
+STUB = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder, orders = Path(words["--output"], words["--experiment"]), Path(__file__).with_name("orders")
+with open(folder / "calls", "a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+given = sys.argv[sys.argv.index("--model-kwargs") + 1 :]
+arguments = {name: int(value) for name, value in (word.split("=") for word in given)}
+saved = dict(epochs=1, num_classes=4, img_size=16, global_batch_size=16, model_kwargs=arguments)
+(folder / "config.yaml").write_text(json.dumps(saved))
+
+def stop(*_):
+    (folder / "stopped").touch()
+    sys.exit(75)
+
+if orders.exists():
+    signal.signal(signal.SIGTERM, stop)
+    (folder / "started").touch()
+    if orders.read_text() == "signal":
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(20)
+    sys.exit("nobody has stopped this run")
+names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
+(folder / "summary.csv").write_text(",".join(names) + "\\n" + ",".join("12345678") + "\\n")
+"""
+
+
+@pytest.fixture
+def stubbed(tmp_path, image_folder, monkeypatch):
+    """A folder, and the start of a command line whose runs train nothing; all take every image for the first class."""
+
+    def judge(folder, runs, images):
+        names = [images.filename(i) for i in range(len(images))]
+        targets = np.array([CLASSES.index(name.split("/")[0]) for name in names])
+        return seeds.Judged(
+            targets, np.zeros((len(images), len(runs)), int), names, [f"vil_tiny-{r['seed']}" for r in runs]
+        )
+
+    monkeypatch.setattr(seeds, "ROOT", tmp_path)
+    monkeypatch.setattr(seeds, "judge", judge)
+    (tmp_path / "train_imagenet.py").write_text(STUB)
+    shutil.copytree(image_folder, tmp_path / "images")
+    shutil.copytree(tmp_path / "images" / "val", tmp_path / "images" / "test")
+    config = SMALL | dict(data_dir=str(tmp_path / "images"), epochs=1)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", "vil_tiny"]
+    return tmp_path, [str(word) for word in command]
+
+
+def calls(root):
+    return [json.loads(line) for path in sorted(root.glob("runs/*/calls")) for line in path.read_text().splitlines()]
+
+
+def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed, monkeypatch):
+    root, command = stubbed
+    call([*command, "deit_tiny_patch16_224", "--seeds", "2", "--jobs", "3", "--lr", "1e-5"], monkeypatch)
+    configs = [load_config("", words) for words in calls(root)]
+    runs = [("deit_tiny_patch16_224", 0), ("deit_tiny_patch16_224", 1), ("vil_tiny", 0), ("vil_tiny", 1)]
+    assert [(config.model, config.seed) for config in configs] == runs
+    assert [(config.output, config.experiment) for config in configs] == [
+        (str(root / "runs"), f"{m}-{s}") for m, s in runs
+    ]
+    assert {(config.resume, config.lr, config.epochs, config.img_size) for config in configs} == {("auto", 1e-5, 1, 16)}
+    heads = {"deit_tiny_patch16_224": dict(num_heads=1), "vil_tiny": {}}
+    assert all(config.model_kwargs == SMALL["model_kwargs"] | heads[config.model] for config in configs)
+
+
+@pytest.mark.parametrize("by", ["time", "signal"])
+def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by, stubbed, monkeypatch, capsys):
+    root, command = stubbed
+    run, orders = root / "runs" / "vil_tiny-0", root / "orders"
+    orders.write_text(by)
+    command = [*command, "--seeds", "1", "--minutes", "1", "--out", str(root / "out.json")]
+    signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    clock = dict(time=lambda: 3600.0 * (run / "started").exists(), signal=lambda: 0.0)[by]
+    monkeypatch.setattr(seeds, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    with pytest.raises(SystemExit) as ended:
+        call(command, monkeypatch)
+    assert ended.value.code == 75
+    assert "not done yet: vil_tiny-0; the same command goes on" in capsys.readouterr().err
+    assert (run / "stopped").exists()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    orders.unlink()
+    monkeypatch.setattr(seeds, "time", time)
+    call(command, monkeypatch)
+    (found,) = json.loads((root / "out.json").read_text())["runs"]
+    assert [(session["stopped"], session["epochs"]) for session in found["sessions"]] == [(True, 0), (False, 1)]
+
+
+def test_a_run_that_something_else_stops_is_not_an_error(stubbed, monkeypatch):
+    root, command = stubbed
+    (root / "train_imagenet.py").write_text("raise SystemExit(75)")
+    with pytest.raises(SystemExit) as ended:
+        call([*command, "--seeds", "1"], monkeypatch)
+    assert ended.value.code == 75
+    (root / "train_imagenet.py").write_text("print('what is wrong'); raise SystemExit(3)")
+    with pytest.raises(SystemExit, match="vil_tiny-0 ended with status 3: what is wrong"):
+        call([*command, "--seeds", "1"], monkeypatch)
+
+
+def test_without_a_folder_nothing_is_promised(stubbed, monkeypatch, capsys):
+    _, command = stubbed
+    i = command.index("--folder")
+    with pytest.raises(SystemExit):
+        call([*command[:i], *command[i + 2 :], "--minutes", "0"], monkeypatch)
+    assert "vil_tiny-4; without --folder nothing of them is kept" in capsys.readouterr().err
+
+
+def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
+    root, command = stubbed
+    command += ["--seeds", "1", "--out", str(root / "out.json")]
+    call(command, monkeypatch)
+    (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
+    call(command, monkeypatch)
+    (run,) = json.loads((root / "out.json").read_text())["runs"]
+    assert (run["top1"], run["sessions"]) == (7.0, [])
+    assert len(calls(root)) == 1
+
+
+def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed, monkeypatch):
+    root, _ = stubbed
+    gpus = SimpleQueue()
+    gpus.put("3")
+
+    def no_memory(*_, **__):
+        raise OSError("no memory for a process")
+
+    monkeypatch.setattr(seeds.subprocess, "Popen", no_memory)
+    options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
+    with pytest.raises(OSError, match="no memory"):
+        seeds.train(options, "vil_tiny", 0, [], root / "runs", seeds.Deadline(1), gpus)
+    assert gpus.get_nowait() == "3"
+
+
+def enlarge(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed, monkeypatch):
+    root, command = stubbed
+    command += ["--seeds", "1"]
+    call([*command, "--lr", "1e-3"], monkeypatch)
+    with pytest.raises(SystemExit, match="study.json is of runs with other options: .*'1e-3'.* not .*'1e-5'.*--folder"):
+        call([*command, "--lr", "1e-5"], monkeypatch)
+    command += ["--lr", "1e-3"]
+    moved = root / "moved"
+    shutil.copytree(root / "images", moved)
+    call([*command, "--data-dir", str(moved)], monkeypatch)
+    for split in ("train", "val"):
+        shutil.copytree(root / "images", moved, dirs_exist_ok=True)
+        enlarge(moved / split / "ant" / "3.png")
+        with pytest.raises(SystemExit, match="study.json is of runs with other images"):
+            call([*command, "--data-dir", str(moved)], monkeypatch)
+    config = root / "small.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("epochs: 1", "epochs: 2"))
+    with pytest.raises(SystemExit, match="study.json is of runs with other config: .*'epochs': 1.* not .*'epochs': 2"):
+        call(command, monkeypatch)
+    config.write_text(before)
+    (root / "runs" / "study.json").unlink()
+    with pytest.raises(SystemExit, match="runs has runs, and no study.json"):
+        call(command, monkeypatch)
+    assert len(calls(root)) == 1
+
+
+def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stubbed, monkeypatch):
+    root, command = stubbed
+    earlier, predictions, moved = root / "earlier.json", root / "earlier.csv.gz", root / "moved"
+    call([*command, "--seeds", "1", "--test-split", "test", "--out", str(earlier)], monkeypatch)
+    command += ["--seeds", "2", "--earlier", str(earlier)]
+    command[command.index("--folder") + 1] = str(root / "others")
+    judged = [*command, "--test-split", "test"]
+    shutil.copytree(root / "images", moved)
+    (tmp := root / "earlier").mkdir()
+    for file in (earlier, predictions):
+        shutil.copy(file, tmp)
+
+    def refused(words, match):
+        with pytest.raises(SystemExit, match=match):
+            call(words, monkeypatch)
+        assert not (root / "others").exists()  # before anything is trained
+
+    refused(command, "earlier.json is of runs with other test_split: test, not None; leave --earlier out")
+    refused([*command, "--test-split", "val"], "other test_split: test, not val")  # its images have the same names
+    for split, match in (("test", "other test_images"), ("val", "other images"), ("train", "other images")):
+        shutil.copytree(root / "images", moved, dirs_exist_ok=True)
+        enlarge(moved / split / "dog" / "6.png")
+        refused([*judged, "--data-dir", str(moved)], match)
+    refused([*judged, "--lr", "1"], r"other options: \[\], not \['--lr', '1'\]")
+    found = json.loads(earlier.read_text())
+    for name in ("images", "test_split"):
+        earlier.write_text(json.dumps({key: value for key, value in found.items() if key != name}))
+        refused(judged, f"does not say the {name} of its runs: an earlier version wrote it; leave --earlier out")
+    earlier.write_text(json.dumps(found | dict(runs=[*found["runs"], found["runs"][0] | dict(seed=7)])))
+    refused(judged, "no predictions of vil_tiny-7 beside the earlier results")
+    predictions.unlink()
+    refused(judged, "earlier.csv.gz is missing")
+
+    for file in tmp.iterdir():
+        shutil.copy(file, root)
+    shutil.copytree(root / "images", moved, dirs_exist_ok=True)
+    call([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")], monkeypatch)
+    assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]
+
+
+@pytest.mark.parametrize("tar", [False, True])
+def test_a_split_is_known_by_the_names_and_sizes_of_its_files(tar, tmp_path):
+    def digest(name, files):
+        folder = tmp_path / name
+        for path, content in files.items():
+            (folder / "val" / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "val" / path).write_bytes(content)
+        if tar:
+            with tarfile.open(folder / "val.tar", "w") as file:
+                file.add(folder / "val", ".")
+            shutil.rmtree(folder / "val")
+        return seeds.digest_of(data.open_split(str(folder), "", "val"))
+
+    files = {"a/0.png": b"12", "a/1.png": b"1", "b/0.png": b"1"}
+    first = digest("first", files)
+    assert digest("again", files) == first
+    others = [
+        files | {"b/0.png": b"12"},
+        files | {"b/1.png": b"1"},
+        {"b/1.png": b"1", "a/0.png": b"12", "a/1.png": b"1"},
+    ]
+    assert len({first, *(digest(str(i), other) for i, other in enumerate(others))}) == 4
+
+
+def test_predictions_are_joined_by_the_names_of_runs():
+    targets, images = np.zeros(2, dtype=int), ["a", "b"]
+    parts = [
+        seeds.Judged(targets, np.array([[1, 2], [3, 4]]), images, ["x", "z"]),
+        seeds.Judged(targets, np.array([[5], [6]]), images, ["y"]),
+    ]
+    assert seeds.joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
+
+
+def test_predictions_of_other_images_are_not_joined():
+    targets, predicted = np.zeros(2, dtype=int), np.zeros((2, 1), dtype=int)
+    parts = [seeds.Judged(targets, predicted, images, [run]) for images, run in ((["a", "b"], "x"), (["a", "c"], "y"))]
+    with pytest.raises(SystemExit, match="other images"):
+        seeds.joined(parts, ["x", "y"])
+
+
+def test_a_run_that_fails_is_named_with_what_it_said(kept, tmp_path, monkeypatch):
+    _, command = kept
+    command = [word.replace("small.yaml", "missing.yaml") for word in command]
+    with pytest.raises((SystemExit, FileNotFoundError), match="missing"):
+        call(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("names", "jobs", "processes", "expected"),
+    [
+        (["0", "1", "2", "3"], 2, 1, ["0", "1"]),
+        (["4", "7"], 3, 1, ["4", "7", "4"]),
+        (["0", "1", "2", "3"], 2, 2, ["0,1", "2,3"]),
+        (["0", "1", "2"], 2, 2, ["0,1", "0,1"]),
+        (["0"], 1, 2, ["0"]),  # too few: it is for train_imagenet.py to say so
+        ([], 2, 1, ["", ""]),
+    ],
+)
+def test_runs_at_a_time_have_gpus_of_their_own(names, jobs, processes, expected):
+    shared = seeds.share_gpus(names, jobs, processes)
+    assert [shared.get_nowait() for _ in range(shared.qsize())] == expected
+
+
+def test_images_that_one_model_alone_gets_right_decide():
+    targets = np.zeros(100, dtype=int)
+    first, second, other_seed = (np.r_[np.zeros(n, dtype=int), np.ones(100 - n, dtype=int)] for n in (80, 70, 5))
+    images, names = [str(i) for i in range(100)], ["a-3", "b-3", "b-4"]
+    judged = seeds.Judged(targets, np.stack([first, second, other_seed], axis=1), images, names)
+    runs = [dict(model="a", seed=3), dict(model="b", seed=3), dict(model="b", seed=4)]
+    (line,) = seeds.compare_images(runs, judged).splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:6] == ["a, b", "3", "70", "10", "0", "20"]
+    assert cells[7] == f"{binomtest(10, 10).pvalue:.2g}"
+    b, c, n = 10.5, 0.5, 102  # Wald's interval with half an image more in each cell
+    half = 1.96 * math.sqrt(b + c - (b - c) ** 2 / n)
+    assert cells[6] == f"+10.00 ({100 * (b - c - half) / n:+.2f} to {100 * (b - c + half) / n:+.2f})"
+
+
+def test_the_published_rehearsal_is_that_of_its_predictions(request):
+    """research/README.md and rehearsal.json by the classes that are in rehearsal.csv.gz alone."""
+    docs = request.config.rootpath / "docs"
+    runs = json.loads((docs / "results" / "rehearsal.json").read_text())["runs"]
+    with gzip.open(docs / "results" / "rehearsal.csv.gz", "rt") as file:
+        rows = list(csv.DictReader(file))
+    text = (docs / "results.md").read_text()
+    assert f"Top-1 on {len(rows):,} images of a test split" in text
+    right = {}
+    for run in runs:
+        name = f"{run['model']}-{run['seed']}"
+        right[name] = np.array([row[name] == row["target"] for row in rows])
+        assert run["top1"] == pytest.approx(100 * right[name].mean())
+        assert len(run["curves"]["train_loss"]) == run["epochs"]
+        assert all(math.isfinite(value) for values in run["curves"].values() for value in values)
+    assert sum(row["image"].split("/")[0] == f"c{int(row['target']):04d}" for row in rows) == len(rows)
+    others = [run for run in runs if run["model"] != "vil_tiny" and f"vil_tiny-{run['seed']}" in right]
+    assert others
+    for run in others:
+        pair = right[f"vil_tiny-{run['seed']}"], right[f"{run['model']}-{run['seed']}"]
+        counts = naive.paired(*pair)
+        low, high = naive.paired_interval(*counts)
+        difference = f"{100 * (counts[1] - counts[2]) / len(rows):+.2f} ({low:+.2f} to {high:+.2f})"
+        cells = [f"vil_tiny, {run['model']}", str(run["seed"]), *map(str, counts), difference]
+        assert f"| {' | '.join(cells)} | {naive.mcnemar(*counts[1:3]):.2g} |" in text

@@ -1,0 +1,375 @@
+"""What pre-trained weights are worth where real images are few: scikit-learn's digits, 20 and 5 a class to learn from.
+
+    python -m research.transfer --weights weights/vil_tiny_fractals.safetensors --jobs 12 --out transfer.json
+
+A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
+one budget and recipe (research/configs/transfer.yaml): they differ in the start alone. What counts is the top-1 of the
+weights' average after the last epoch. Beside that a logistic regression reads frozen features, the pooled class token:
+of the weights, of random ones, and, in place of features, the 64 pixels.
+
+A seed draws the training images, and decides the initial weights and the order and augmentation of the images. The 450
+images that are reported on are always the same. Nothing is chosen on them: the learning rate, and the penalty of the
+regression, are those with the best mean over seeds that are not reported, on training images that were held out for it;
+every way has a list of its own length to choose from, RATES or PENALTIES. The ways are compared by the paired t-test
+over the seeds.
+
+Runs that are done are in the JSON file, and a second call goes on with the others, also where a list of settings has
+grown; what a call that was stopped has left without a comparison is not reported. Options that are not known here go to
+`train_imagenet.py`, such as --device cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import io
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+from scipy.stats import ttest_rel
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from timm.data import create_transform, resolve_data_config
+
+from research.seeds import ROOT, processor
+from vil.config import Config, load_config
+from vil.data.digits import picture, split_digits, write_digits
+from vil.data.loaders import seed_everything
+from vil.data.workers import SHARED_MEMORY
+from vil.evaluation.comparison import markdown_table
+from vil.evaluation.evaluator import known_device
+from vil.factory import create_model
+from vil.files import write_atomically
+from vil.info import git_commit
+from vil.processes import end_with_parent, join_processes
+
+sys.path.insert(0, str(ROOT))
+from train_imagenet import DivergenceError, Trainer
+
+SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
+PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
+PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the logistic regression: the larger, the weaker the penalty
+SETTINGS = {
+    SCRATCH: RATES, FINE_TUNED: RATES, PROBE: PENALTIES, PROBE_OF_RANDOM: PENALTIES, PROBE_OF_PIXELS: PENALTIES,
+}  # fmt: skip
+COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
+CHOICE_SEEDS = (100, 101)  # on which settings are chosen, and nothing is reported
+EPOCH = 800  # training files: copies of the few images
+RUN_BYTES = 2**29  # of a run's three checkpoints, with room to spare
+AT_ONCE = 128  # images whose features are computed together
+
+
+class Run(NamedTuple):
+    """One result: a way of learning with its setting, the images a class, and whether it is to choose the setting."""
+
+    way: str
+    per_class: int
+    setting: float
+    seed: int
+    rehearse: bool
+
+
+class Results:
+    """The rows of runs that are done, in a JSON file as well if there is one, which says what machine each call had.
+
+    Raises:
+        SystemExit: The file is of other weights, another recipe, other options or an earlier version.
+    """
+
+    def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any]):
+        self.path, self.about, self.rows = path, json.loads(json.dumps(about)), []
+        self.earlier_calls, self.machine, self.start = [], machine, time.monotonic()
+        if path and path.exists():
+            found = json.loads(path.read_text())
+            if differing := [name for name in self.about if found.get(name) != self.about[name]]:
+                sys.exit(f"error: {path} has results of another {', '.join(differing)}: give --out another file")
+            if "calls" not in found:
+                sys.exit(f"error: {path} does not say what machine it is of (an earlier version): give --out another")
+            self.rows, self.earlier_calls = found["runs"], found["calls"]
+        self.found = len(self.rows)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Machine, commit, seconds and number of runs of the calls that have trained or fitted something, in order."""
+        runs, seconds = len(self.rows) - self.found, round(time.monotonic() - self.start)
+        return [*self.earlier_calls, *([dict(self.machine, runs=runs, seconds=seconds)] if runs else [])]
+
+    @property
+    def seconds(self) -> float:
+        """That these calls together took."""
+        return sum(call["seconds"] for call in self.calls)
+
+    def __contains__(self, run: Run) -> bool:
+        return any(all(row[name] == value for name, value in run._asdict().items()) for row in self.rows)
+
+    def add(self, run: Run, outcome: dict[str, Any]) -> None:
+        self.rows.append({**run._asdict(), **outcome})
+        what = f"{run.way}, {run.per_class} a class, {run.setting:g}, seed {run.seed}"
+        print(f"{len(self.rows)}. {what}{' (to choose)' * run.rehearse}: {outcome['top1']:.2f}", flush=True)
+
+    def write(self) -> None:
+        if self.path:
+            content = {"calls": self.calls, **self.about, "settings": SETTINGS, "runs": self.rows}
+            write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, required=True, help="of the pre-trained model")
+    parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "transfer.yaml")
+    parser.add_argument("--per-class", type=int, nargs="+", default=[20, 5], help="training images (default: 20 5)")
+    parser.add_argument("--seeds", type=int, default=5, help="how many are reported, from 0 (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, help="JSON of all runs; what it has is not done again")
+    options, training_options = parser.parse_known_args()
+    words = ["-c", str(options.config), *training_options]
+    config = load_config("", words)
+    device = known_device(config.device)
+    about = {
+        "sha256 of the weights": hashlib.sha256(options.weights.read_bytes()).hexdigest(),
+        "config": yaml.safe_load(options.config.read_text()),
+        "options": training_options,
+        "choice_seeds": CHOICE_SEEDS,
+    }
+    machine = dict(
+        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
+        gpu=torch.cuda.get_device_name() if device.startswith("cuda") else None, jobs=options.jobs,
+    )  # fmt: skip
+    results = Results(options.out, about, machine)
+    with TemporaryDirectory(dir=fast_folder(options.jobs)) as folder, processes(options.jobs) as pool:
+        probe = functools.partial(linear_probe, Features(config, str(options.weights), device))
+        training = functools.partial(train, words, str(options.weights.resolve()), folder)
+        for seeds, rehearse in ((CHOICE_SEEDS, True), (range(options.seeds), False)):
+            runs = [
+                Run(way, per_class, setting, seed, rehearse)
+                for per_class in options.per_class
+                for seed in seeds
+                for way in SETTINGS
+                for setting in (SETTINGS[way] if rehearse else [chosen(results.rows, way, per_class)])
+            ]
+            missing = [run for run in runs if run not in results]
+            trained = [run for run in missing if run.way in (SCRATCH, FINE_TUNED)]
+            for run in trained:
+                write_images(folder, run)
+            for run, outcome in outcomes(pool, training, trained):
+                results.add(run, outcome)
+                results.write()
+            for run in missing:
+                if run not in trained:
+                    results.add(run, probe(run))
+            results.write()
+    print(f"{results.seconds:.0f} s\n\n{report(results.rows)}")
+
+
+def fast_folder(jobs: int) -> str | None:
+    """For checkpoints that nobody reads: memory, if there is enough of it."""
+    fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * jobs * RUN_BYTES
+    return str(SHARED_MEMORY) if fits else None
+
+
+def processes(jobs: int) -> AbstractContextManager[Executor | None]:
+    """Where runs are trained beside each other; None where it is one at a time, which this process can do."""
+    if jobs == 1:
+        return nullcontext()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, context, initializer=begin_process)
+
+
+def begin_process() -> None:
+    end_with_parent(signal.SIGKILL)  # a run that is asked to stop would end, and its process wait for the next
+    logging.disable(logging.WARNING)
+
+
+def outcomes(pool: Executor | None, function: Callable[[Run], dict], runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:
+    """Each run with its outcome, as they are done."""
+    if not pool:
+        yield from ((run, function(run)) for run in runs)
+        return
+    futures = {pool.submit(function, run): run for run in runs}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def images_of(folder: str, run: Run) -> Path:
+    return Path(folder) / f"images-{run.per_class}-{run.seed}-{run.rehearse}"
+
+
+def write_images(folder: str, run: Run) -> None:
+    """The images of a run, which others of its seed share."""
+    path, copies = images_of(folder, run), max(1, EPOCH // (10 * run.per_class))
+    if not path.exists():
+        with redirect_stdout(io.StringIO()):
+            write_digits(path, run.per_class, seed=run.seed, rehearse=run.rehearse, copies=copies)
+
+
+def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, Any]:
+    """What one run of train_imagenet.py reaches; a loss that is not finite counts as 0%."""
+    name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}"
+    words = [*words, "--data-dir", str(images_of(folder, run)), "--output", folder, "--experiment", name]
+    words += ["--lr", str(run.setting), "--seed", str(run.seed)]
+    if run.way == FINE_TUNED:
+        words += ["--pretrained-path", weights]
+    config, start = load_config("", words), time.monotonic()
+    with redirect_stdout(io.StringIO()):
+        trainer = Trainer(config, *join_processes(known_device(config.device)))
+        try:
+            trainer.run()
+        except DivergenceError as error:
+            return dict(top1=0.0, error=str(error))
+    shutil.rmtree(trainer.folder)
+    last = trainer.history[-1]
+    return dict(
+        top1=last["eval_top1_ema"], loss=last["eval_loss_ema"], train_loss=last["train_loss"], updates=trainer.steps,
+        seconds=round(time.monotonic() - start, 1), plan=trainer.plan,
+    )  # fmt: skip
+
+
+class Features:
+    """What a linear model reads of all digits: (1797, C) for each way of `linear_probe`.
+
+    Args:
+        config: The options of the runs, for the model and what is done to an image before it.
+        weights: File of the pre-trained model.
+        device: Where the model runs.
+    """
+
+    def __init__(self, config: Config, weights: str, device: str):
+        self.config, self.weights, self.device = config, weights, torch.device(device)
+        self.digits, self.known = load_digits(), {}
+
+    def __call__(self, way: str, seed: int) -> np.ndarray:
+        if way == PROBE_OF_PIXELS:
+            return self.digits.data
+        key = (way, seed if way == PROBE_OF_RANDOM else None)
+        if key not in self.known:
+            self.known[key] = self._of_model(self.weights if way == PROBE else None, seed)
+        return self.known[key]
+
+    @torch.inference_mode()
+    def _of_model(self, weights: str | None, seed: int) -> np.ndarray:
+        seed_everything(seed)
+        size = {"img_size": self.config.img_size} if self.config.img_size else {}
+        model: Any = create_model(self.config.model, weights, num_classes=10, **size, **self.config.model_kwargs)
+        model.reset_classifier(0)
+        model.to(self.device).eval()
+        data_config = resolve_data_config({**size, "crop_pct": self.config.crop_pct}, model=model)
+        mean, std = (torch.tensor(data_config[name], device=self.device).view(-1, 1, 1) for name in ("mean", "std"))
+        parts = [model((images.to(self.device) / 255 - mean) / std) for images in self._images(data_config)]
+        return torch.cat(parts).cpu().numpy()
+
+    def _images(self, data_config: dict[str, Any]) -> Iterator[torch.Tensor]:
+        """(B, 3, H, W) uint8, as they are evaluated on."""
+        if not hasattr(self, "prepared"):
+            names = ("input_size", "crop_pct", "crop_mode", "interpolation")
+            transform = create_transform(**{name: data_config[name] for name in names}, use_prefetcher=True)
+            images = [transform(picture(pixels).convert("RGB")) for pixels in self.digits.images]
+            self.prepared = torch.stack([torch.as_tensor(image) for image in images])
+        return iter(self.prepared.split(AT_ONCE))
+
+
+def linear_probe(features: Features, run: Run) -> dict[str, Any]:
+    """The top-1 of a logistic regression on features of the run's training images."""
+    found, classes = features(run.way, run.seed), features.digits.target
+    train_N, validation_N = split_digits(classes, run.per_class, run.seed, run.rehearse)
+    regression = make_pipeline(StandardScaler(), LogisticRegression(C=run.setting, max_iter=5000))
+    regression.fit(found[train_N], classes[train_N])
+    return dict(top1=100 * float(regression.score(found[validation_N], classes[validation_N])))
+
+
+def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
+    """Of the settings that were tried, the one with the best mean over the seeds to choose on, the least of several."""
+    rows = [row for row in rows if row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
+    tried = sorted({row["setting"] for row in rows})
+    return max(tried, key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))
+
+
+def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[int, float]:
+    """The top-1 of the reported runs at the chosen setting."""
+    run = (way, per_class, chosen(rows, way, per_class), False)
+    own = [row for row in rows if (row["way"], row["per_class"], row["setting"], row["rehearse"]) == run]
+    return {row["seed"]: row["top1"] for row in sorted(own, key=lambda row: row["seed"])}
+
+
+def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
+    """The top-1 by images a class, way and seed, of seeds that all ways have: a call that was stopped leaves others."""
+    found = {}
+    for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
+        ways = {way: by_seed(rows, way, per_class) for way in SETTINGS}
+        if seeds := set.intersection(*map(set, ways.values())):
+            found[per_class] = {way: {s: top1 for s, top1 in own.items() if s in seeds} for way, own in ways.items()}
+    return found
+
+
+class Difference(NamedTuple):
+    """Of two ways, over the seeds."""
+
+    mean: float
+    low: float  # of the 95% interval
+    high: float
+    p_value: float
+
+
+def difference(first: dict[int, float], second: dict[int, float]) -> Difference:
+    """The first less the second by the paired t-test over the seeds that both have."""
+    seeds = sorted(first.keys() & second.keys())
+    test = ttest_rel([first[seed] for seed in seeds], [second[seed] for seed in seeds])
+    gap = mean(first[seed] - second[seed] for seed in seeds)
+    return Difference(gap, *map(float, test.confidence_interval()), float(test.pvalue))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm, 1979)."""
+    order = np.argsort(p_values)
+    factors = len(p_values) - np.arange(len(p_values))
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.minimum(1, np.maximum.accumulate(np.asarray(p_values)[order] * factors))
+    return corrected.tolist()
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Markdown: mean and deviation of every way over the `complete` seeds, and the differences of those compared."""
+    top1 = complete(rows)
+    table = [["images a class", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
+    for per_class, ways in top1.items():
+        for way, own in ways.items():
+            values = list(own.values())
+            deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+            listed = " ".join(f"{value:.2f}" for value in values)
+            setting = f"{chosen(rows, way, per_class):g}"
+            table.append([str(per_class), way, setting, f"{mean(values):.2f}{deviation}", listed])
+    pairs = [(per_class, *pair) for per_class in top1 for pair in COMPARED]
+    found = [difference(top1[n][first], top1[n][second]) for n, first, second in pairs]
+    compared = [["images a class", "first", "less", "points (95% interval)", "p", "p, corrected by Holm"]]
+    for (n, first, second), gap, corrected in zip(pairs, found, holm([gap.p_value for gap in found])):
+        points = f"{gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})"
+        compared.append([str(n), first, second, points, f"{gap.p_value:.2g}", f"{corrected:.2g}"])
+    return markdown_table(table) + "\n" + markdown_table(compared)
+
+
+if __name__ == "__main__":
+    main()

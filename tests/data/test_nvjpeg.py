@@ -1,0 +1,84 @@
+"""nvJPEG as it is called here, against Pillow."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vil.data import nvjpeg
+from vil.data.nvjpeg import Decoder, DecodingError
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def gpu(test):
+    for mark in GPU:
+        test = mark(test)
+    return test
+
+
+def picture(seed, mode, size):
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1] // 9 + 1, size[0] // 9 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).convert(mode)
+
+
+def encoded(image, **options):
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=90, **options)
+    return file.getvalue()
+
+
+def tensor(content):
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def by_pillow(content):
+    pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).int()
+
+
+@gpu
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
+    options = {"subsampling": subsampling} if mode == "RGB" else {}
+    sizes = [(500, 375), (17, 33), (8, 8), (301, 299)]
+    files = [encoded(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
+    decode = Decoder(torch.device("cuda", 0))
+    for some in (files, files[:2], files):  # another number of files each time
+        images = decode([tensor(file) for file in some])
+        torch.cuda.synchronize()
+        for image, file in zip(images, some, strict=True):
+            difference = (image.cpu().int() - by_pillow(file)).abs()
+            assert difference.max() <= 1
+            assert difference.float().mean() < 0.05
+
+
+@gpu
+def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
+    decode, whole = Decoder(torch.device("cuda", 0)), encoded(picture(0, "RGB", (64, 48)))
+    with pytest.raises(DecodingError, match="nvJPEG: "):
+        decode([tensor(whole), tensor(b"no picture at all" * 20)])
+    monkeypatch.setattr(nvjpeg, "MOST_PIXELS", 64 * 48 - 1)
+    with pytest.raises(DecodingError, match="a file has more than 3071 pixels or none"):
+        decode([tensor(whole)])
+    monkeypatch.undo()
+    (image,) = decode([tensor(whole)])
+    assert image.shape == (3, 48, 64)
+
+
+def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
+    from cuda import pathfinder
+
+    def missing(name):
+        raise pathfinder.DynamicLibNotFoundError(f"no {name} here")
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
+    for cached in (nvjpeg._path, nvjpeg._library, nvjpeg._quick_library):
+        cached.cache_clear()
+    with pytest.raises(
+        DecodingError, match=r"nvJPEG is missing \(no nvjpeg here\): pip install 'cuda-toolkit\[nvjpeg\]'"
+    ):
+        Decoder(torch.device("cuda", 0))

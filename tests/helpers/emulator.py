@@ -1,0 +1,252 @@
+"""Runs the CUDA kernels on a CPU, compiled by g++: `launch` is that of `vil.kernels.cuda.compiler`."""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import math
+import mmap
+import os
+import re
+import resource
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from vil.kernels.cuda import compiler
+
+# PTX and what else is the GPU's, and what it does
+MEANING = {
+    r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",
+    r'asm\("cvt.rn.bf16x2.f32 .*?;"[^;]*;': "word = to_bf16(low) | to_bf16(high) << 16;",
+    r'asm\("cvt.rn.f16x2.f32 .*?;"[^;]*;': "word = to_fp16(low) | to_fp16(high) << 16;",
+    r"unsigned to = __cvta_generic_to_shared\(shared\);": "",
+    r'asm volatile\("cp.async.c[ag].shared.global [^;]*;"[^;]*;': "start_copy(shared, global, BYTES, valid);",
+    r'asm volatile\("cp.async.commit_group;"[^;]*;': "commit_started();",
+    r'asm volatile\("cp.async.wait_group [^;]*;"[^;]*;': "wait_until(PENDING);",
+    r'asm\("ex2.approx.ftz.f32 [^;]*;"[^;]*;': "y = exp2f(x);",
+    r'asm\("rcp.approx.ftz.f32 [^;]*;"[^;]*;': "y = 1 / x;",
+    r'asm\("min.NaN.f32 [^;]*;"[^;]*;': "c = a != a || b != b ? NAN : min(a, b);",
+    r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.bf16.*?"r"\(b_1\)\);': (
+        "multiply_fragments([](unsigned bits) { return __uint_as_float(bits << 16); }, &sums[0].at[0],"
+        " {a_0, a_1, a_2, a_3, b_0, b_1});"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.f16.*?"r"\(b_1\)\);': (
+        "multiply_fragments(from_fp16, &sums[0].at[0], {a_0, a_1, a_2, a_3, b_0, b_1});"
+    ),
+    r'asm\("fma.rn.bf16x2 [^;]*;"[^;]*;': (
+        "product = to_bf16(unpack(bf16{}, a).at[0] * unpack(bf16{}, b).at[0])"
+        " | to_bf16(unpack(bf16{}, a).at[1] * unpack(bf16{}, b).at[1]) << 16;"
+    ),
+    r'asm\("mul.rn.f16x2 [^;]*;"[^;]*;': (
+        "product = to_fp16(from_fp16(a & 0xffff) * from_fp16(b & 0xffff))"
+        " | to_fp16(from_fp16(a >> 16) * from_fp16(b >> 16)) << 16;"
+    ),
+    # with half of the columns of a: the others are zeros
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.bf16.*?"f"\(start\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = start; multiply_fragments([](unsigned bits) {"
+        " return __uint_as_float(bits << 16); }, product, {a_0, a_1, 0, 0, b, 0});"
+    ),
+    r'asm\("mma.sync.aligned.m16n8k8.row.col.f32.f16.*?"f"\(start\)\);': (
+        "for (int i = 0; i < 4; i++) product[i] = start;"
+        " multiply_fragments(from_fp16, product, {a_0, a_1, 0, 0, b, 0});"
+    ),
+    r'asm volatile\("bar.sync 1, %0;" ::"n"\((.*?)\) : "memory"\);': r"wait_for_some(\1);",
+    r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).shared.*?"memory"\);': r"load_rows(m, \1, row, false);",
+    r'asm volatile\("ldmatrix.sync.aligned.m8n8.x(\d).trans.*?"memory"\);': r"load_rows(m, \1, row, true);",
+    r'asm\("movmatrix.sync.*?"r"\(m\)\);': "transposed = transpose_rows(m);",
+    r"DEVICE unsigned shared_address.*": "",
+    r'asm\("mul.wide.s32 [^;]*;"[^;]*;': "offset = i64(t) * stride;",
+    r'asm volatile\("ld.global.cs.v4.f32 .*?"l"\(p\)\);': "v = load<4>(p);",
+    r'asm\("" : [^;]*;': ";",
+    r"extern __shared__ __align__\(\d+\) char shared\[\];": "char *shared = shared_memory;",
+    r"__shared__ (\w+) (\w+)(\[.*\]);": r"static \1 \2\3; static unsigned of_\2; emulator::begin_as_nan(\2, of_\2);",
+    # vectors, which a GPU moves only from and to their multiples
+    r"(DEVICE Pack<T, C> load\(const T \*p\) {)": r"\1 emulator::check_aligned(p, sizeof(Pack<T, C>));",
+    r"(DEVICE void store\(T \*p, Pack<T, C> v\) {)": r"\1 emulator::check_aligned(p, sizeof v);",
+    r"#pragma unroll.*": "",
+    r'_Pragma\("unroll"\)': "",
+}
+
+
+# a longjmp to another stack is no mistake here: nothing is to look for it
+COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+# what was compiled before, by what it was compiled from; may be removed at any time
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
+
+
+@functools.cache
+def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
+    hopper = (compiler.SOURCES / "cuda/sm90.cuh").read_text()  # of which emulator.cpp has its own
+    kernels = compiler.source(name).replace(hopper.partition('#include "types.cuh"\n')[2], "")
+    for ptx, meaning in MEANING.items():
+        kernels = re.sub(ptx, meaning, kernels, flags=re.S if ptx.startswith("asm") else 0)
+    assert "asm" not in kernels, "the emulator does not know what this PTX means"
+    entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', kernels)
+    defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
+    defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
+    program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
+    return ctypes.CDLL(str(_compiled(defines + program))), entries
+
+
+def _compiled(program: str) -> Path:
+    def compile_program(library):
+        subprocess.run([*COMMAND, "-x", "c++", "-", "-o", library], input=program, text=True, check=True)
+
+    return kept(f"{_compiler()}{COMMAND}{program}", ".so", compile_program)
+
+
+def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
+    """The file that `make` writes, made once for all processes and runs of the tests."""
+    file = CACHE / (hashlib.sha256(key.encode()).hexdigest() + suffix)
+    if not file.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=CACHE)
+        os.close(descriptor)
+        make(Path(temporary))
+        os.replace(temporary, file)
+    return file
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+_needed: list | None = None  # while `compiling`, what to compile
+
+
+@contextlib.contextmanager
+def compiling():
+    """What is launched within is not run, but compiled: at the end, two at a time, for what is launched later."""
+    global _needed
+    _needed = []
+    try:
+        yield
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda kernel: _library(*kernel), dict.fromkeys(_needed)))
+    finally:
+        _needed = None
+
+
+def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, blocks=None):
+    """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
+    checked = compiler.Launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    if _needed is not None:
+        _needed.append((name, tuple(sorted(macros.items()))))
+        return
+    with _guarded(entry, [t for _, t in checked.tensors]) as moved_by:
+        values = checked.values.copy()
+        for place, t in checked.tensors:
+            values[place] = t.data_ptr() + moved_by(t)
+        run_with(checked, values, blocks=blocks)
+
+
+def run_with(checked, values, stream=None, *, blocks=None):
+    """As `Launch.run_with`: on addresses, around which nobody watches."""
+    library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
+    first, shared_bytes = (
+        0 if blocks is None else max(0, checked.grid - blocks),
+        ctypes.c_longlong(checked.shared_bytes),
+    )
+    array = (ctypes.c_longlong * len(values))(*map(_bits, values))
+    library.launch.restype = ctypes.c_char_p
+    failure = library.launch(
+        entries.index(checked.entry), array, len(values), first, checked.grid, checked.block, shared_bytes
+    )
+    if failure:
+        raise RuntimeError(f"{checked.entry}: {failure.decode()}")
+
+
+GUARD, COPIED = 1 << 14, 1 << 28  # bytes; larger tensors, of which a test touches little, are left where they are
+
+
+@contextlib.contextmanager
+def _guarded(entry: str, tensors: list[torch.Tensor]):
+    """How far each tensor is from a copy between NaN that nobody may write; at the end it is copied back."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+    storages = {start: storage for start, storage in storages.items() if storage.nbytes() <= COPIED}
+    bytes_of = {start: torch.tensor([], dtype=torch.uint8).set_(storage) for start, storage in storages.items()}
+    nan = torch.full((GUARD,), 0xFF, dtype=torch.uint8)
+    copies = {start: torch.cat([nan, content, nan]) for start, content in bytes_of.items()}
+
+    def moved_by(t: torch.Tensor) -> int:
+        start = t.untyped_storage().data_ptr()
+        return copies[start].data_ptr() + GUARD - start if start in copies else 0
+
+    yield moved_by
+    for start, content in bytes_of.items():
+        before, now, behind = copies[start].split([GUARD, len(content), GUARD])
+        if not (torch.equal(before, nan) and torch.equal(behind, nan)):
+            which = [i for i, t in enumerate(tensors) if t.untyped_storage().data_ptr() == start]
+            raise RuntimeError(f"{entry} writes outside of its tensors {which}")
+        content.copy_(now)
+
+
+_sparse: list | None = None  # while `sparse_where_large`, what is
+
+
+def sparse(size, dtype=torch.float32, stride=None) -> torch.Tensor:
+    """Zeros amid zeros, terabytes of them if need be: only what is written takes memory."""
+    if _sparse is not None:
+        _limit_memory(None)
+    stride = stride or [math.prod(size[i + 1 :]) for i in range(len(size))]
+    elements, around = 1 + sum((n - 1) * s for n, s in zip(size, stride)), 1 << 33
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.11
+    memory = mmap.mmap(-1, elements * dtype.itemsize + 2 * around, flags=flags)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=elements, offset=around).as_strided(size, stride)
+    if _sparse is not None:
+        _sparse.append(tensor)
+        _limit_memory(2 << 30)
+    return tensor
+
+
+def _limit_memory(more: int | None) -> None:
+    """How many bytes this process may take beside what it has: a copy of something sparse shall fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    taken = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (hard if more is None else taken + more, hard))
+
+
+@functools.cache
+def has_sparse() -> bool:
+    """Whether this machine gives memory that is not touched; some reserve it."""
+    try:
+        return sparse((1 << 40,)).numel() > 0
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def sparse_where_large(blocks: int = 16):
+    """What is allocated within is sparse if it is large; a `launch` that runs only so many of the last blocks."""
+    global _sparse
+    real, real_like, real_new = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def empty(*size, device=None, dtype=torch.float32):
+        size = size[0] if isinstance(size[0], tuple | list) else size
+        return sparse(size, dtype) if math.prod(size) > 1 << 20 else real(size, device=device, dtype=dtype)
+
+    def empty_like(t, dtype=None, device=None, memory_format=None):
+        return empty(t.shape, device=t.device, dtype=dtype or t.dtype)
+
+    def new_empty(t, *size, dtype=None):
+        return empty(*size, device=t.device, dtype=dtype or t.dtype)
+
+    try:
+        _sparse = []
+        _limit_memory(2 << 30)
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = empty, empty_like, new_empty
+        yield functools.partial(launch, blocks=blocks)
+    finally:
+        _sparse = None
+        _limit_memory(None)
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = real, real_like, real_new
+
+
+def _bits(number: int | float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0] if isinstance(number, float) else int(number)

@@ -1,0 +1,322 @@
+"""Image files of many formats, damaged at random, through the loaders of training and evaluation.
+
+    python tests/helpers/fuzz_images.py --count 20000
+    python tests/helpers/fuzz_images.py --count 2000 --paths device --formats jpeg --device cuda
+
+Every file must be read or counted, none may end a loader, and their process may not take more memory than it is given.
+The files of a seed are always the same; those that a loader did not survive can be kept with --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import logging
+import os
+import random
+import resource
+import struct
+import sys
+import tempfile
+import time
+import warnings
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageCms, PngImagePlugin, features
+from processes import CONTEXT
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from vil.config import Config
+from vil.data import loaders as data
+
+PATHS = ("training", "device", "evaluation")
+DATA_CONFIG = dict(
+    input_size=(3, 32, 32), crop_pct=0.875, crop_mode="center", interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3
+)
+NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 9000, 60000, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+def corpus(formats: str = "") -> dict[str, bytes]:
+    """Whole files by format and variant, those whose name has `formats` in it."""
+    y, x = np.mgrid[:48, :64]
+    noise = np.random.default_rng(0).integers(0, 40, (48, 64))
+    rgb = Image.fromarray(np.stack([4 * x, 5 * y, 2 * x + 2 * y], axis=-1).astype(np.uint8))
+    grey = Image.fromarray((3 * x + noise).astype(np.uint8))
+    grey16 = Image.fromarray(((3 * x + noise) * 257).astype(np.uint16))
+    floats = Image.fromarray((x / 64).astype(np.float32))
+    alpha = Image.merge("RGBA", (*rgb.split(), grey))
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Comment", "one " * 50, zip=True)
+    text.add_itxt("Title", "two " * 20, zip=True)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    profile = profile[:24] + bytes(12) + profile[36:]  # without the time at which it was made
+    exif = Image.Exif()
+    exif[274], exif[305] = 6, "software"
+
+    def frames():  # anew each time: Pillow leaves the settings of one format in an image, where another trips over them
+        return dict(save_all=True, append_images=[rgb.rotate(90), rgb.rotate(180)])
+
+    variants = {
+        "jpeg": (rgb, "JPEG", {}),
+        "jpeg grey": (grey, "JPEG", {}),
+        "jpeg progressive": (rgb, "JPEG", dict(progressive=True)),
+        "jpeg cmyk": (rgb.convert("CMYK"), "JPEG", {}),
+        "jpeg 4:4:4": (rgb, "JPEG", dict(subsampling=0, restart_marker_rows=1)),
+        "jpeg profile": (rgb, "JPEG", dict(icc_profile=profile, exif=exif, comment=b"no comment")),
+        "mpo": (rgb, "MPO", frames()),
+        "png": (rgb, "PNG", {}),
+        "png 1": (grey.convert("1"), "PNG", {}),
+        "png grey": (grey, "PNG", dict(transparency=100)),
+        "png 16": (grey16, "PNG", {}),
+        "png palette": (rgb.convert("P"), "PNG", dict(transparency=bytes(range(256)))),
+        "png alpha": (alpha, "PNG", {}),
+        "png text": (rgb, "PNG", dict(pnginfo=text, icc_profile=profile, exif=exif, dpi=(72, 72))),
+        "png animated": (rgb, "PNG", frames()),
+        "webp": (rgb, "WEBP", {}),
+        "webp lossless": (alpha, "WEBP", dict(lossless=True, exif=exif)),
+        "webp animated": (rgb, "WEBP", frames()),
+        "bmp": (rgb, "BMP", {}),
+        "bmp palette": (rgb.convert("P"), "BMP", {}),
+        "gif": (rgb.convert("P"), "GIF", dict(comment=b"no comment")),
+        "gif animated": (rgb.convert("P"), "GIF", frames() | dict(transparency=3)),
+        "tiff": (rgb, "TIFF", dict(exif=exif)),
+        "tiff 16": (grey16, "TIFF", {}),
+        "tiff float": (floats, "TIFF", {}),
+        "tiff pages": (rgb, "TIFF", frames()),
+        "tiff fax": (grey.convert("1"), "TIFF", dict(compression="group4")),
+        "ppm": (rgb, "PPM", {}),
+        "pgm 16": (grey16, "PPM", {}),
+        "pbm": (grey.convert("1"), "PPM", {}),
+        "pfm": (floats, "PPM", {}),
+    }
+    for compression in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits", "zstd", "lzma"):
+        variants[f"tiff {compression}"] = rgb, "TIFF", dict(compression=compression)
+    if features.check("avif"):
+        variants |= {"avif": (rgb, "AVIF", {}), "avif alpha": (alpha, "AVIF", dict(exif=exif, icc_profile=profile))}
+    files = {"ppm plain": f"P3 64 48 255\n{' '.join(map(str, np.asarray(rgb).ravel()))}\n".encode()}
+    for name, (image, kind, options) in variants.items():
+        file = io.BytesIO()
+        image.copy().save(file, kind, **options)
+        files[name] = file.getvalue()
+    return {name: content for name, content in files.items() if formats in name}
+
+
+def flip_bits(content: bytearray, chance: random.Random) -> bytearray:
+    for _ in range(chance.choice((1, 1, 2, 8, 64))):
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    return content
+
+
+def damage_header(content: bytearray, chance: random.Random) -> bytearray:
+    for _ in range(chance.randint(1, 4)):
+        content[chance.randrange(min(48, len(content)))] = chance.choice(
+            (0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256))
+        )
+    return content
+
+
+def cut_short(content: bytearray, chance: random.Random) -> bytearray:
+    return content[: chance.randrange(len(content)) if chance.random() < 0.8 else chance.randrange(20)]
+
+
+def leave_out(content: bytearray, chance: random.Random) -> bytearray:
+    start = chance.randrange(len(content))
+    return content[:start] + content[start + chance.randint(1, 64) :]
+
+
+def repeat(content: bytearray, chance: random.Random) -> bytearray:
+    start = chance.randrange(len(content))
+    end = start + chance.randint(1, chance.choice((8, 64, 4096)))
+    return content[:end] + content[start:end] * chance.choice((1, 2, 40)) + content[end:]
+
+
+def write_number(content: bytearray, chance: random.Random) -> bytearray:
+    """In place of what may be a length, a size or an offset."""
+    place = chance.randrange(min(len(content), chance.choice((64, 1024, len(content)))))
+    kind = chance.choice(("<H", ">H", "<I", ">I"))
+    number = chance.choice(NUMBERS) % 2 ** (8 * struct.calcsize(kind))
+    content[place : place + struct.calcsize(kind)] = struct.pack(kind, number)
+    return content
+
+
+def splice(content: bytearray, chance: random.Random) -> bytearray:
+    """With the rest of another file of the corpus."""
+    other = chance.choice(SPLICED)
+    return content[: chance.randrange(len(content))] + other[chance.randrange(len(other)) :]
+
+
+def change_chunks(content: bytearray, chance: random.Random) -> bytearray:
+    """Of a PNG, with right checksums, without which nothing reads them; of others the segments that begin with 0xff."""
+    if not content.startswith(b"\x89PNG"):
+        parts = content.split(b"\xff")
+        chance.shuffle(parts) if chance.random() < 0.1 else parts.insert(
+            chance.randrange(len(parts)), chance.choice(parts)
+        )
+        return bytearray(b"\xff").join(parts)
+    chunks, place = [], 8
+    while place + 8 <= len(content):
+        (length,) = struct.unpack_from(">I", content, place)
+        chunks.append([content[place + 4 : place + 8], content[place + 8 : place + 8 + length]])
+        place += 12 + length
+    chosen = chance.choice(chunks)
+    if chance.random() < 0.2:
+        chunks.insert(chance.randrange(1 + len(chunks)), chosen)
+    elif chance.random() < 0.2:
+        chosen[0] = bytearray(chance.choice((b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"iCCP", b"zTXt", b"fcTL", b"fdAT")))
+    elif chosen[1]:
+        chosen[1] = chance.choice((flip_bits, write_number, cut_short, repeat))(bytearray(chosen[1]), chance)
+    return content[:8] + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+
+
+SPLICED = list(corpus().values())
+DAMAGES = (flip_bits, damage_header, cut_short, leave_out, repeat, write_number, splice, change_chunks)
+WEIGHTS = (2, 1, 1, 1, 2, 2, 1, 3)
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    result = bytearray(content)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        (damage,) = chance.choices(DAMAGES, WEIGHTS)
+        result = damage(result, chance) or bytearray(b"\0")
+    return bytes(result)
+
+
+def write_files(root: Path, count: int, seed: int, formats: str = "") -> None:
+    """{train,val}/{damaged,whole}: so many damaged files, and the whole ones of the corpus in the other class."""
+    chance, files = random.Random(seed), corpus(formats)
+    for folder in ("damaged", "whole"):
+        (root / "train" / folder).mkdir(parents=True)
+    for i in range(count):
+        content = damaged(chance.choice(list(files.values())), chance)
+        (root / "train" / "damaged" / f"{i}.{chance.choice(('jpg', 'png'))}").write_bytes(content)
+    for name, content in files.items():
+        (root / "train" / "whole" / f"{name}.jpg").write_bytes(content)
+    (root / "val").symlink_to("train")
+
+
+@dataclass
+class Outcome:
+    """What became of an epoch over the files."""
+
+    files: int
+    images: int = 0
+    unreadable: int = 0
+    seconds: float = 0.0
+    megabytes: float = 0.0  # by which the process grew, at most
+    errors: collections.Counter = field(default_factory=collections.Counter)  # by their kinds
+    names: set[str] = field(default_factory=set)  # of what could not be read
+    ended_by: str = ""
+
+
+def read_all(root: Path, path: str, device: torch.device, gigabytes: float | None) -> Outcome:
+    """Goes through a loader's epoch in this process."""
+    is_training = path != "evaluation"
+    dataset = data.open_split(str(root), "", "train" if is_training else "val")
+    outcome = Outcome(len(dataset))
+    if is_training:
+        batch = next(size for size in (16, 8, 4, 2) if len(dataset) >= size)
+        config = Config(global_batch_size=batch, workers=0, aug_repeats=0, augment_on_device=path == "device")
+        batches = data.TrainingBatches(len(dataset), config, batch, 0, 1)
+        loader = data.training_loader(dataset, config, DATA_CONFIG, device, batches)
+    else:
+        loader = data.evaluation_loader(dataset, DATA_CONFIG, device, 0, 16, 0, 1)
+
+    class Noted(logging.Handler):
+        def emit(self, record):
+            name, error = record.args
+            outcome.names.add(name)
+            outcome.errors[type(error).__name__] += 1
+
+    logger, handler = logging.getLogger("vil.data.images"), Noted()
+    logger.addHandler(handler)
+    logger.propagate = False
+    warnings.simplefilter("ignore")
+    before, start = memory("VmRSS"), time.perf_counter()
+    if gigabytes:
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory("VmSize") * 2**20 + gigabytes * 2**30), -1))
+    try:
+        for images, targets in loader:
+            assert images.isfinite().all()
+            outcome.images += len(targets)
+            if not is_training:
+                outcome.unreadable += int((targets == data.UNREADABLE).sum())
+        counted = data.unreadable_images(loader)
+        outcome.unreadable = outcome.unreadable or counted
+        assert outcome.unreadable == counted
+    except BaseException as error:
+        outcome.ended_by = repr(error)
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+    outcome.seconds, outcome.megabytes = time.perf_counter() - start, max(0, memory("VmHWM") - before)
+    return outcome
+
+
+def memory(what: str) -> float:
+    """Megabytes of this process."""
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(what))
+
+
+def in_a_child(*arguments) -> Outcome:
+    """`read_all` in a process of its own, whose limit and whose end are not this one's."""
+    receive, send = CONTEXT.Pipe(duplex=False)
+    child = CONTEXT.Process(target=_send_outcome, args=(send, arguments))
+    child.start()
+    send.close()
+    try:
+        outcome = receive.recv()
+    except EOFError:
+        outcome = Outcome(0, ended_by="the end of its process")
+    child.join()
+    return outcome
+
+
+def _send_outcome(pipe, arguments) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libtiff and libjpeg complain
+    pipe.send(read_all(*arguments))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--formats", default="", help="only files of the corpus with this in their name")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--gigabytes", type=float, default=2.5, help="address space that a loader's process may take")
+    parser.add_argument("--folder", type=Path, help="where to write the files, and leave them")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = options.folder or Path(temporary)
+        write_files(root, options.count, options.seed, options.formats)
+        print(
+            "| path | files | unreadable | seconds | MB more at the peak | errors | ended by |\n" + "| --- " * 7 + "|"
+        )
+        failed = False
+        for path in options.paths:
+            on_gpu = options.device.type == "cuda"  # its driver takes more address space than there is memory
+            run = read_all if on_gpu else in_a_child
+            outcome = run(root, path, options.device, None if on_gpu else options.gigabytes)
+            errors = ", ".join(f"{name} {count}" for name, count in outcome.errors.most_common())
+            print(
+                f"| {path} | {outcome.files} | {outcome.unreadable} | {outcome.seconds:.0f} | {outcome.megabytes:.0f} "
+                f"| {errors} | {outcome.ended_by or 'nothing'} |",
+                flush=True,
+            )
+            failed |= bool(outcome.ended_by)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

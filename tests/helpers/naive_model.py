@@ -1,0 +1,139 @@
+"""The models once more, as literally as they are printed: each direction by itself, on an explicitly flipped sequence.
+
+Independent of `vil`: weights come as a dictionary under our names or under those of ViM's published checkpoints.
+"""
+
+import torch
+import torch.nn.functional as F
+from vil.kernels.scan import naive
+
+OURS = {
+    "block": "blocks.{}.",
+    "norm": "norm.weight",
+    "directions": [
+        {
+            "conv": f"mixer.directions.{g}.conv1d",
+            "x_proj": f"mixer.directions.{g}.x_proj.weight",
+            "step": f"mixer.directions.{g}.step_proj",
+            "skip": f"mixer.directions.{g}.skip",
+            "A_log": f"mixer.directions.{g}.A_log",
+        }
+        for g in (0, 1)
+    ],
+}
+PUBLISHED = {  # hustvl/Vim: vim/models_mamba.py and mamba-1p1p1/mamba_ssm/modules/mamba_simple.py
+    "block": "layers.{}.",
+    "norm": "norm_f.weight",
+    "directions": [
+        {
+            "conv": f"mixer.conv1d{b}",
+            "x_proj": f"mixer.x_proj{b}.weight",
+            "step": f"mixer.dt_proj{b}",
+            "skip": f"mixer.D{b}",
+            "A_log": f"mixer.A{b}_log",
+        }
+        for b in ("", "_b")
+    ],
+}
+
+
+def rms_norm(x, weight, eps=1e-5):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+
+
+def recurrence_inputs(u, w, names):
+    """What the recurrence of one direction reads, from its first token to its last: v, step logits, k, q and rates."""
+    width, rank = w[names["conv"] + ".weight"].shape[-1], w[names["step"] + ".weight"].shape[1]
+    states = (w[names["x_proj"]].shape[0] - rank) // 2
+    padded = F.pad(u.transpose(1, 2), (width - 1, 0))
+    convolved = F.conv1d(padded, w[names["conv"] + ".weight"], w[names["conv"] + ".bias"], groups=u.shape[-1])
+    v = F.silu(convolved).transpose(1, 2)
+    b, k, q = F.linear(v, w[names["x_proj"]]).split([rank, states, states], dim=-1)
+    logits = F.linear(b, w[names["step"] + ".weight"], w[names["step"] + ".bias"])
+    return v, logits, k, q, -torch.exp(w[names["A_log"]]) if names["A_log"] in w else None
+
+
+def scan(v, logits, k, q, rates, skip=None):
+    return naive.longhorn(v, logits, k, q, skip) if rates is None else naive.selective(v, logits, rates, k, q, skip)
+
+
+def direction(u, w, names):
+    """One direction, which reads u (B, L, D) from its first token to its last."""
+    return scan(*recurrence_inputs(u, w, names), w[names["skip"]])
+
+
+def block(x, w, names, scale=None, eps=1e-5):
+    """The whole residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
+    u, z = F.linear(rms_norm(x, w["norm.weight"], eps), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
+    forward = direction(u, w, names["directions"][0])
+    backward = direction(u.flip(1), w, names["directions"][1]).flip(1)
+    update = F.linear((forward + backward) / 2 * F.silu(z), w["mixer.out_proj.weight"])
+    return x + (update if scale is None else scale[:, None, None] * update)
+
+
+def block_weights(w, names=OURS):
+    """The weights of each block in turn, under their names within it."""
+    i = 0
+    while any(name.startswith(prefix := names["block"].format(i)) for name in w):
+        yield {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}
+        i += 1
+
+
+def residual_stream(images, w, names=OURS, stride=16, scales=None):
+    """The tokens (B, L, C) before the first block and after each."""
+    x = F.conv2d(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=stride)
+    x = x.flatten(2).transpose(1, 2)
+    middle = x.shape[1] // 2
+    x = torch.cat([x[:, :middle], w["cls_token"].expand(len(x), -1, -1), x[:, middle:]], dim=1) + w["pos_embed"]
+    stream = [x]
+    for i, weights in enumerate(block_weights(w, names)):
+        stream.append(block(stream[-1], weights, names, scales and scales[i]))
+    return stream
+
+
+def patches_and_class_token(tokens):
+    """Tokens (B, L, C) as patches (B, L - 1, C) and class token (B, C)."""
+    middle = (tokens.shape[1] - 1) // 2
+    return torch.cat([tokens[:, :middle], tokens[:, middle + 1 :]], dim=1), tokens[:, middle]
+
+
+def model(images, w, names=OURS, stride=16, scales=None, pool="token"):
+    """Images to logits."""
+    patches, class_token = patches_and_class_token(residual_stream(images, w, names, stride, scales)[-1])
+    pooled = rms_norm(class_token, w[names["norm"]]) if pool == "token" else rms_norm(patches, w[names["norm"]]).mean(1)
+    return F.linear(pooled, w["head.weight"], w["head.bias"])
+
+
+def published_vim(embed_dim, depth, grid=(14, 14), num_classes=1000, patch_size=16, seed=0):
+    """Random weights of a ViM under the names, shapes and dtype of the published checkpoints."""
+    g = torch.Generator().manual_seed(seed)
+    inner, rank, states = 2 * embed_dim, -(-embed_dim // 16), 16
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g) / max(1, shape[-1]) ** 0.5
+
+    w = {
+        "cls_token": normal(1, 1, embed_dim),
+        "pos_embed": normal(1, grid[0] * grid[1] + 1, embed_dim),
+        "patch_embed.proj.weight": normal(embed_dim, 3, patch_size, patch_size) / patch_size,
+        "patch_embed.proj.bias": normal(embed_dim),
+        "head.weight": normal(num_classes, embed_dim),
+        "head.bias": normal(num_classes),
+    }
+    for i in range(depth):
+        layer = f"layers.{i}."
+        w[layer + "mixer.in_proj.weight"] = normal(2 * inner, embed_dim)
+        for names in PUBLISHED["directions"]:
+            w[layer + names["A_log"]] = torch.arange(1, states + 1).log().expand(inner, -1) + 0.1 * normal(
+                inner, states
+            )
+            w[layer + names["skip"]] = 1 + normal(inner)
+            w[layer + names["conv"] + ".weight"] = normal(inner, 1, 4)
+            w[layer + names["conv"] + ".bias"] = normal(inner)
+            w[layer + names["x_proj"]] = normal(rank + 2 * states, inner)
+            w[layer + names["step"] + ".weight"] = normal(inner, rank)
+            w[layer + names["step"] + ".bias"] = normal(inner) - 3
+        w[layer + "mixer.out_proj.weight"] = normal(embed_dim, inner)
+        w[layer + "norm.weight"] = 1 + normal(embed_dim)
+    w["norm_f.weight"] = 1 + normal(embed_dim)
+    return w

@@ -1,0 +1,135 @@
+"""Command lines of small runs, and running them as a user does."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+# the tests of a mutant are in a process that was forked from such a one
+UNDER_TEST = os.environ.get("MUTANT_UNDER_TEST", "stats") != "stats"
+CONTEXT = multiprocessing.get_context("fork" if UNDER_TEST else "forkserver")
+CONTEXT.set_forkserver_preload(
+    ["train_imagenet", "validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]
+)
+ROOT = Path(__file__).parents[2]
+# every random part of the recipe, in a model of seconds
+SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
+
+
+def script(name, processes=1):
+    """The start of a command line, under torchrun for several processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / name)]
+
+
+def train_command(folder, image_folder, processes=1, **options):
+    """The command line of a small run that writes to `folder`/run."""
+    config = folder / "small.yaml"
+    run_options = dict(data_dir=str(image_folder), output=str(folder), experiment="run", epochs=2, workers=1)
+    config.write_text(yaml.safe_dump(SMALL | run_options | options))
+    return [*script("train_imagenet.py", processes), "-c", str(config)]
+
+
+def run(command, check=True):
+    """What a command line of Python comes to, in processes forked from one that has imported everything already."""
+    words, processes = command[1:], 1
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        processes, words = int(words[3].partition("=")[2]), words[4:]
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes, no GPU to share
+    with tempfile.TemporaryDirectory() as folder:
+        files, port = [os.path.join(folder, name) for name in ("stdout", "stderr")], free_port()
+        started = [
+            CONTEXT.Process(target=_run, args=(words, environment, files, rank, processes, port))
+            for rank in range(processes)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(300)
+            process.kill()  # if it still runs
+            process.join()
+        codes, (stdout, stderr) = [process.exitcode for process in started], (Path(file).read_text() for file in files)
+    result = subprocess.CompletedProcess(command, next((code for code in codes if code), 0), stdout, stderr)
+    assert not check or result.returncode == 0, stderr[-3000:]
+    return result
+
+
+def _run(words, environment, files, rank, processes, port):
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    become(rank, processes, port, *files)
+    module = words[0] == "-m"
+    sys.argv = words[module:]
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+class Ended(NamedTuple):
+    """How one of several processes ended: what its function returned, its exit status, what it said."""
+
+    value: Any
+    status: int
+    errors: str
+
+
+def in_processes(count, function, *args, port=None) -> list[Ended]:
+    """Runs `function(rank, *args)` in processes that may meet by `join_processes`."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [os.path.join(folder, str(rank)) for rank in range(count)]
+        port, pipes = port or free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(count)]
+        started = [
+            CONTEXT.Process(target=_call, args=(function, args, pipes[rank][1], files[rank], rank, count, port))
+            for rank in range(count)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(300)
+            process.kill()  # if it still runs
+            process.join()
+        values = [pipe.recv() if pipe.poll() else None for pipe, _ in pipes]
+        return [Ended(v, p.exitcode, Path(file).read_text()) for v, p, file in zip(values, started, files)]
+
+
+def _call(function, args, pipe, file, rank, count, port):
+    from vil import processes
+
+    become(rank, count, port, file, file)
+    processes.GRACE = 1  # second, for a process whose neighbour has failed
+    pipe.send(function(rank, *args))
+
+
+def become(rank, processes, port, stdout, stderr):
+    """Makes this process one of several that write to the same files."""
+    import torch
+
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, in place of importing everything again
+    if processes > 1:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+    for standard, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
+    # pytest may have put something else there
+    sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
+
+
+def free_port() -> int:
+    """A port below those that connections take by themselves, one of which may take this one before it is used."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("localhost", port))
+            return port
+    raise OSError("no port is free")

@@ -1,0 +1,56 @@
+"""Compiles the Triton kernels of a block of 16 states, bf16, for GPUs that are not here; prints one line for each.
+
+    python tests/helpers/triton_targets.py cuda:75 cuda:80 hip:gfx90a hip:gfx942 hip:gfx1100
+
+TRITON_INTERPRET must not be set.
+"""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vil.kernels.scan import triton_scan as kernels
+
+POINTERS = {"x", "logits", "k", "q", "dy", "values", "y", "dx", "dlogits"}  # bf16; all others fp32
+CONSTANTS = dict(N=16, BLOCK_D=32, H=4, CHUNK=64, KEEP=True, SKIP=True, BIAS=True, CUT=True, GRADIENTS=True, BLOCK=128)
+NUMBERS = {"B", "L", "D", "G", "span", "segments", "states"}
+
+
+def source(kernel, longhorn: bool) -> ASTSource:
+    constants = {name: value for name, value in CONSTANTS.items() if name in kernel.arg_names}
+    if "LONGHORN" in kernel.arg_names:
+        constants["LONGHORN"] = longhorn
+    numbers = NUMBERS - ({"states"} if kernel is not kernels._combine_kernel else set())
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "reverse":
+            signature[name] = "i64"
+        else:
+            signature[name] = "i32" if name in numbers else "*bf16" if name in POINTERS else "*fp32"
+    if longhorn and "rates" in signature:  # which it has none of
+        signature["rates"], constants["rates"] = "constexpr", None
+    return ASTSource(kernel, signature, constexprs=constants)
+
+
+def main() -> None:
+    for word in sys.argv[1:]:
+        backend, arch = word.split(":")
+        warp = 64 if arch.startswith("gfx9") else 32
+        target = GPUTarget(backend, int(arch) if backend == "cuda" else arch, warp)
+        sizes = []
+        for kernel in (
+            kernels._forward_kernel, kernels._backward_kernel, kernels._summary_kernel, kernels._combine_kernel
+        ):  # fmt: skip
+            for longhorn in (True, False):
+                options = dict(num_warps=4 if kernel is kernels._combine_kernel else 1)
+                compiled = triton.compile(source(kernel, longhorn), target=target, options=options)
+                sizes.append(len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]))
+        print(f"{word}: {len(sizes)} kernels, {min(sizes)} to {max(sizes)} bytes; torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,538 @@
+"""Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
+
+python tests/kernels/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import emulator
+import pytest
+from vil.kernels.cuda import compiler
+
+LIMIT = 600  # seconds; a kernel that never ends is noticed too
+SCAN, BLOCK = ["tests/kernels/test_cuda.py"], ["tests/kernels/test_block_kernels.py", "tests/kernels/test_block.py"]
+AUGMENT = ["tests/kernels/test_augment_kernels.py"]
+PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
+TESTS = {
+    f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")
+}  # of others those of their folders
+FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
+
+
+class Mutant(NamedTuple):
+    file: str
+    shows: str
+    before: str
+    after: str
+
+
+# what each shows, the text, which the file has once, and what stands in its place
+# fmt: off
+TABLE = {
+    "cuda/async_copies.cuh": [
+        ("odd channels: what lies behind the last token or channel is read",
+         "*shared = valid ? *global : T{};", "*shared = *global;"),
+    ],
+    "cuda/elements.cuh": [
+        ("every other bf16 value has its neighbour's bits behind its own",
+         "__uint_as_float(word & 0xffff0000u)}", "__uint_as_float(word)}"),
+        ("odd channels: 16-bit values lose their last bit",
+         "unpack(T{}, v.at[0].bits).at[0]", "unpack(T{}, v.at[0].bits & 0xfffe).at[0]"),
+        ("keys that no vector can read: two states exchanged",
+         "p[2].bits | unsigned(p[3].bits) << 16", "p[3].bits | unsigned(p[2].bits) << 16"),
+    ],
+    "cuda/mma.cuh": [
+        ("pairs of matrices are not transposed", "m8n8.x2.trans.shared", "m8n8.x2.shared"),
+        ("four matrices are not transposed", "m8n8.x4.trans.shared", "m8n8.x4.shared"),
+    ],
+    "scan/recurrences.cuh": [
+        ("Longhorn: one term of dk has the wrong sign",
+         "dk = fmaf(2, eps_G_residual, fmaf(-x, eps_G, dk));", "dk = fmaf(2, eps_G_residual, fmaf(x, eps_G, dk));"),
+        ("Longhorn: dk lacks the derivative of the key's norm",
+         "return -eps * sum_step_size;", "return 0;"),
+        ("Longhorn: NaN gradients where a logit is very negative",
+         "return eps * min_or_nan(exp_fast(-logit), 0x1p126f);", "return eps * exp_fast(-logit);"),
+        ("Mamba: the step size is off by 1e-3 at logits around 0",
+         "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33284062f)",
+         "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33384062f)"),
+        ("Mamba: dA and the step size's gradient from S_t in place of S_{t-1}",
+         "kept = {S, decay(dt, b, A)};\n        S = fmaf(kept.decay, S, dt * x * b);",
+         "kept.decay = decay(dt, b, A);\n"
+         "        S = fmaf(kept.decay, S, dt * x * b);\n"
+         "        kept.S_previous = S;"),
+        ("Mamba: the step size's gradient lacks what the input adds",
+         "return fmaf(x, sum_x, sum_step_size * (1 / LOG2E)) * slope;",
+         "return sum_step_size * (1 / LOG2E) * slope;"),
+    ],
+    "scan/tiles.cuh": [
+        ("the reversed direction begins one token behind the last",
+         "(reverse ? (L - 1) * x.stride_L : 0)", "(reverse ? L * x.stride_L : 0)"),
+        ("tensors of more than 2^31 elements: wrong images",
+         "data(x.data + g * x.stride_G + b * x.stride_B", "data(x.data + int(g * x.stride_G) + int(b * x.stride_B)"),
+        ("more than 2^31 states: wrong ones",
+         "DEVICE i64 state_offset(", "DEVICE int state_offset("),
+        ("channels behind the last are read",
+         "t + skipped < min(tokens, TILE)", "t < min(tokens, TILE)"),
+        ("both directions scan the first one's tensors",
+         "g = blockIdx.x / ctas / segments / B;", "g = 0;"),
+    ],
+    "scan/lanes.cuh": [
+        ("both directions have the first one's rates",
+         "Recurrence::rate(rates[(at.g * D + at.d + c) * N + at.n + n])",
+         "Recurrence::rate(rates[(at.d + c) * N + at.n + n])"),
+        ("backward: key norms of a chunk's later tokens overwrite the first's",
+         "if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
+         "if (!is_query && n == 0) keys.kk[first + i * APART] = kk;"),
+        ("keys behind the last token are read",
+         "min(first + i * APART, tokens - 1)", "(first + i * APART)"),
+    ],
+    "scan/simt_scan.cuh": [
+        ("copies go to the stage that is being read",
+         "copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);",
+         "copy(warp.stage[stage], t0 + (STAGES - 1) * TILE);"),
+        ("step sizes are read before other lanes have written them",
+         "preparation.run(warp.prepared, tile, tile_keys);\n        __syncwarp();",
+         "preparation.run(warp.prepared, tile, tile_keys);"),
+        ("keys of the next tile overwrite those that slower warps still read",
+         "        buffer ^= 1;\n", ""),
+        ("both directions have the first one's step bias",
+         "load<DL>(biases + at.g * D + at.warp_d + c)", "load<DL>(biases + at.warp_d + c)"),
+        ("few states a lane: both directions have the first one's bias",
+         "biases[at.g * D + at.warp_d + c + i]", "biases[at.warp_d + c + i]"),
+        ("a tile is read before it has arrived",
+         "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
+    ],
+    "scan/forward_simt.cu": [
+        ("both directions have the first one's skip connection",
+         "load<DL>(skips + at.g * D + at.d)", "load<DL>(skips + at.d)"),
+        ("checkpointed states are one chunk too late",
+         "begin / CHUNK - 1, at.n", "begin / CHUNK, at.n"),
+        ("the last tokens have no output",
+         "scan);\n    if (AHEAD) finish(last_y, last_t, last_left);", "scan);"),
+        ("every segment starts from the state behind the first",
+         "at.segment - 1, at.n, at.d, B, cut.segments - 1, D", "0, at.n, at.d, B, cut.segments - 1, D"),
+        ("the state at the start of a segment is not kept",
+         "if (keep && at.valid && t > 0)", "if (keep && at.valid && t > begin)"),
+        ("a sum over states lacks some",
+         "for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];",
+         "for (int i = 1; i < CHAINS - 1; i++) y[j].at[c] += sums[i][c];"),
+    ],
+    "scan/segment_states.cu": [
+        ("a segment forgets all but the one before it",
+         "passed = fmaf(decays[at], passed, ends[at]);", "passed = ends[at];"),
+        ("gradients pass from segment to segment in the wrong order",
+         "GRADIENTS ? segments - 2 - j : j", "j"),
+        ("gradients between segments: tokens that do not exist count",
+         "            if (j >= left) break;\n", ""),
+        ("a segment's decay is that of its last token",
+         "decay[n + i][c] *= decay_t;", "decay[n + i][c] = decay_t;"),
+        ("states between segments decay by k in place of k^2",
+         "GRADIENTS ? k.at[i] : k.at[i] * k.at[i]", "k.at[i]"),
+    ],
+    "scan/backward.cu": [
+        ("every segment takes the first one's gradient from behind",
+         "final_gradients + state_offset(at.g, at.b, at.segment, at.n",
+         "final_gradients + state_offset(at.g, at.b, 0, at.n"),
+        ("dq from S_{t-1} in place of S_t",
+         "Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
+         "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);",
+         "dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
+         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], "
+         "A[n][c]);"),
+        ("dk and dq are added up before all warps have theirs",
+         "            __syncthreads();\n            write_keys(", "            write_keys("),
+        ("sums over channels and states before all lanes have theirs",
+         "                walk_back(G, dA, kept, last, tile, half * HALF, A, at);\n                __syncwarp();",
+         "                walk_back(G, dA, kept, last, tile, half * HALF, A, at);"),
+        ("dk lacks the norm's part of a CTA's last channels",
+         "for (int w = 1; w < WARPS; w++) norm +=", "for (int w = 1; w < WARPS - 1; w++) norm +="),
+        ("parameters' gradients lack the last segment of the last image",
+         "for (i64 row = slice; row < rows; row += 8)", "for (i64 row = slice; row < rows - 1; row += 8)"),
+        ("dk and dq lack the last CTA's channels",
+         "if (first + j < key_parts)", "if (first + j < key_parts - (key_parts > 1))"),
+        ("states that are scanned from again are cut to 16 bits",
+         "__byte_perm(high[i / 2], low[i / 4], (i % 2 ? 0x3200 : 0x1000) + 0x11 * (4 + i % 4))",
+         "(__byte_perm(high[i / 2], low[i / 4], i % 2 ? 0x3200 : 0x1000) & 0xffff0000u)"),
+        ("dx lacks the skip connection",
+         "dx.at[c] = fmaf(skip.at[c], dy.at[c], Recurrence::dx(sum_x.at[c], step_size.at[c]));",
+         "dx.at[c] = Recurrence::dx(sum_x.at[c], step_size.at[c]);"),
+        ("the slope of the step size lacks the bias",
+         "Recurrence::slope(logit.at[c] + bias.at[c], step_size[i].at[c]);",
+         "Recurrence::slope(logit.at[c], step_size[i].at[c]);"),
+        ("the last tile of each chunk has another one's dy",
+         "if (turn >= 0) copies.start(dys", "if (turn > 0) copies.start(dys"),
+        ("step sizes are read before other lanes have written them",
+         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);\n        __syncwarp();",
+         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);"),
+        ("gradients of tokens behind the last are written",
+         "if (at.valid && j < tokens) {", "if (at.valid) {"),
+        ("dk and dq of a tile are overwritten while other warps add them up",
+         "            buffer ^= 1;\n", ""),
+    ],
+    "scan/forward_mma.cu": [
+        ("e x is rounded to 16 bits",
+         "pack(Element{}, v_0 - high.at[0], v_1 - high.at[1])", "0"),
+        ("what the second of two tokens does to the first one's drive has the wrong sign",
+         "pack(Element{}, -a_1 * scaled_0, 0)", "pack(Element{}, a_1 * scaled_0, 0)"),
+        ("the skip connection of every tile's last token is missing",
+         "second.at[i] = last[i], last[i] = next[i]", "second.at[i] = last[i]"),
+        ("tiles are read before they have arrived",
+         "        wait_for_copies<STAGES - 4>();\n        __syncthreads();", "        __syncthreads();"),
+        ("the state at the start of a segment is not kept",
+         "if (keep && t0 > 0 && t0 < end)", "if (keep && t0 > begin && t0 < end)"),
+        ("both directions have the first one's skip connection",
+         "exists && skips ? skips[at.g * D + d + 8 * i] : 0", "exists && skips ? skips[d + 8 * i] : 0"),
+        ("a tile's first factors are read one barrier too early: consumers' barrier stands a pair later",
+         "            } else if (t0 + TILE <= end) {\n                if (pair + 2 == PAIRS) {\n"
+         "                    // all of this tile is read: while its last pairs are worked on, the next is read\n"
+         "                    __syncthreads();\n",
+         "            } else if (t0 + TILE <= end) {\n                if (pair + 1 == PAIRS) __syncthreads();\n"
+         "                if (pair + 2 == PAIRS) {\n"),
+        ("the decay of two tokens has a wrong sign",
+         "pack(fp16{}, a_0[j] * a_1, 0)", "pack(fp16{}, -a_0[j] * a_1, 0)"),
+        ("factors of the first two tiles are prepared before these have arrived",
+         "    wait_for_copies<STAGES - 3>();\n", ""),
+        ("both directions project the step by the first one's weights",
+         "step_projs + (at.g * D + d + 8 * i) * RANK", "step_projs + (d + 8 * i) * RANK"),
+        ("every segment starts from the state behind the first",
+         "at.segment - 1, 2 * at.p, d, B, cut.segments - 1, D", "0, 2 * at.p, d, B, cut.segments - 1, D"),
+        ("a segment writes an output of the one before it",
+         "if (t >= begin && t < end) store(to[i].at(t), values[i]);", "if (t < end) store(to[i].at(t), values[i]);"),
+        ("the last tile's outputs are not written",
+         "for (int i = 0; i < 2; i++, t0 += TILE) copy_results();",
+         "for (int i = 0; i < 1; i++, t0 += TILE) copy_results();"),
+    ],
+    "scan/segment_gradients_mma.cu": [
+        ("gradients between segments: dy meets the query of the token before",
+         "qs.at(t0 + j + 1)[n + 8 * o]", "qs.at(t0 + j)[n + 8 * o]"),
+        ("gradients between segments begin at a whole tile",
+         "begin(max(0, L - (boundary + 2) * tokens))", "begin(max(0, L - (boundary + 2) * tokens) / TILE * TILE)"),
+        ("every other four triples have the norms of those before",
+         "norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);",
+         "norm = load<4>(states[four && t0 + TILE < end].norm[p]);"),
+        ("gradients between segments: both directions have the first one's bias",
+         "bias[s][i] = -LOG2E * biases[at.g * D + channel];", "bias[s][i] = -LOG2E * biases[channel];"),
+        ("gradients between segments: channels behind the last are written",
+         "if (to.d + 16 * s + 8 * i < D)", "if (true)"),
+        ("gradients between segments: all have the first boundary's keys",
+         "((at.g * B + at.b) * boundaries + at.segment) * tiles_of(tokens)",
+         "((at.g * B + at.b) * boundaries) * tiles_of(tokens)"),
+    ],
+    "block/pack.cu": [
+        ("the norm has no eps: NaN for a token of zeros",
+         "rsqrtf(sum_over_warp(squares) / WIDTH + eps)", "rsqrtf(sum_over_warp(squares) / WIDTH)"),
+        ("dx lacks the derivative of the norm's factor",
+         "fmaf(r, fmaf(-v.at[j], mean, g.at[j]), residual[i].at[j])", "fmaf(r, g.at[j], residual[i].at[j])"),
+        ("the gradient of the norm's weight is added up too early",
+         "for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];\n        __syncthreads();",
+         "for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];"),
+        ("both directions have the first one's step bias",
+         "packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);",
+         "packed_step_bias[i] = value(step_bias_0 + d);"),
+        ("weights' gradients lack the last part of the tokens",
+         "for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];",
+         "for (int part = 0; part < parts - 1; part++) sum += p[i64(part) * stride];"),
+        ("the second direction's step bias gets another gradient",
+         "put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(2 * g + 1) * D + d]);",
+         "put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(g + 1) * D + d]);"),
+        ("drop-path is ignored",
+         "    float scale = scales ? scales[token / L] : 1;\n    const Element *y_0",
+         "    float scale = 1;\n    const Element *y_0"),
+        ("the gradients of a dropped image are not zero",
+         "g = scale * gradient.at[c];", "g = gradient.at[c];"),
+        ("keys and queries are projected by the wrong rows of x_proj",
+         "from = row < rank ? row : row - (padded_rank - rank);", "from = row < rank ? row : row - 1;"),
+        ("the gradients of the norm and of in_proj lack z's half",
+         "for (unsigned r = row; r < 2 * D; r += TOGETHER * ROWS)",
+         "for (unsigned r = row; r < D; r += TOGETHER * ROWS)"),
+        ("keys' and queries' gradients of x_proj are the wrong rows",
+         "from = row < rank ? row : row + padded_rank - rank;", "from = row;"),
+        ("dy is that of the sum of both directions",
+         "gradient.at[c] = 0.5f * g * zs.at[c] * s;", "gradient.at[c] = g * zs.at[c] * s;"),
+        ("the gradients of a filter's taps are in the wrong order",
+         "put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + tap",
+         "put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + TAPS - 1 - tap"),
+        ("tensors of more than 2^31 elements: wrong gradients of the gate",
+         "    dgated += token * D, means += token * D,", "    dgated += int(token * D), means += int(token * D),"),
+    ],
+    "block/conv.cu": [
+        ("an image's first tokens see the image before",
+         "unsigned(t + i) < unsigned(L)", "t + i < L"),
+        ("the second direction's taps are in the wrong order",
+         "window[i + 2 * BACK - tap]", "window[i + BACK + tap]"),
+        ("the bias's gradient counts some tokens twice and others never",
+         "dforward[TAPS].at[c] += s_0[i].at[c];", "dforward[TAPS].at[c] += s_0[BACK + i].at[c];"),
+        ("stretches behind the last image count",
+         "int length = copied < items ? L : 0, read = copied < items ? H : 0", "int length = L, read = H"),
+        ("the next stretches overwrite what slower warps still read",
+         "        __syncthreads();\n        fetch(tiles[0], ROWS / 2);", "        fetch(tiles[0], ROWS / 2);"),
+        ("weights' gradients lack every other two stretches",
+         "distance < STRETCHES; distance *= 2", "distance < STRETCHES / 2; distance *= 2"),
+        ("tensors of more than 2^31 elements: the second direction's outputs get lost",
+         "v_1 = v_0 + (B * H - begin_1) * D", "v_1 = v_0 + int(B * H - begin_1) * int(D)"),
+        ("tensors of more than 2^31 elements: gradients of other images",
+         "i64 copied_b = copied / stretches;", "int copied_b = copied / stretches;"),
+        ("the middle token's block: the second direction's gradients belong to other tokens",
+         "t_1 = t - int(L - H);", "t_1 = t;"),
+        ("the middle token's block: outputs before the second direction's first token",
+         "if (t + i < end && t + i >= begin_1)", "if (t + i < end)"),
+    ],
+    "block/conv_xproj.cu": [
+        ("an image's last tokens see the next image",
+         "bool valid = t >= 0 && position < L && sequence < there;",
+         "bool valid = t >= 0 && position < L + BACK && sequence < there;"),
+        ("the second direction reads the first half of the tokens",
+         "first_read = g ? L - H : 0;", "first_read = 0;"),
+        ("logits lack eight of the step's columns",
+         "if (k * 16 + 8 < RANK) w[1] =", "if (k * 16 + 16 < RANK) w[1] ="),
+        ("logits before all threads' copies of the weights are there",
+         "        __syncthreads();\n        if (k_tile + 1 < k_tiles) fetch_step(k_tile + 1);",
+         "        if (k_tile + 1 < k_tiles) fetch_step(k_tile + 1);"),
+        ("tensors of more than 2^31 elements: other images",
+         "u += b * L * u_stride;", "u += int(b * L * u_stride);"),
+        ("the second direction's window begins in the wrong place",
+         "row[m] = sequence * (L + BACK) + t - first + BACK - onward * BACK;",
+         "row[m] = sequence * (L + BACK) + t - first + BACK - BACK;"),
+        ("a tile lacks what the other warp of its group has added up",
+         "if (m != part) exchanges[m].sums", "if (m == part) exchanges[m].sums"),
+        ("one warp of a group begins with the step while the other writes it",
+         "step[k][i][lane] = step[m][k][i];\n        __syncthreads();", "step[k][i][lane] = step[m][k][i];"),
+        ("step_proj comes where the other warp still reads the step",
+         "            __syncthreads();\n            fetch_step(0);", "            fetch_step(0);"),
+    ],
+    "block/dt_proj_bwd.cu": [
+        ("the step's gradient lacks the last channels",
+         "for (int w = 1; w < WARPS; w++)", "for (int w = 1; w < WARPS - 1; w++)"),
+        ("dq is lost",
+         "const Element *from = (n < STATES ? dk : dq)", "const Element *from = dk"),
+        ("the last tokens' gradients of the step are missing",
+         "    if (i > 0) write_dstep(part + (i - 1) * int(parts), block.dstep[(i - 1) % 2]);", ""),
+        ("copies go to the stage that is read next",
+         "fetch(block.stages[(i + STAGES - 1) % STAGES]", "fetch(block.stages[(i + STAGES - 2) % STAGES]"),
+        ("tensors of more than 2^31 elements: the second direction's gradients",
+         "dlogits += g * tokens * D,", "dlogits += int(g * tokens * D),"),
+    ],
+    "block/gate_outproj.cu": [
+        ("drop-path of another image",
+         "scales ? scales[token / L] : 1;", "scales ? scales[tile / L] : 1;"),
+        ("sums over channels before all warps have theirs",
+         "store(&parts[warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);\n    __syncthreads();",
+         "store(&parts[warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], sums[n][half]);"),
+        ("what is behind the last token is overwritten",
+         "if (means && output == 0 && token < all)", "if (means && output == 0)"),
+        ("the product lacks the last channels",
+         "sum = sum + load<4>(&parts[w][row][c]);", "sum = w < WARPS - 1 ? sum + load<4>(&parts[w][row][c]) : sum;"),
+    ],
+    "block/gate.cuh": [
+        ("the sum of both directions in place of their mean",
+         "mean.at[c] *= 0.5f;", "mean.at[c] *= 1;"),
+        ("Hopper: weights of other channels",
+         "eighth = d % K_TILE / 8 ^ place / 2 % 4;", "eighth = d % K_TILE / 8 ^ place % 4;"),
+    ],
+    "block/gate_outproj_sm90.cu": [
+        ("Hopper: drop-path of another image",
+         "gate<Element>(y_0[w], y_1[w], zs[w], scale[w % 2])", "gate<Element>(y_0[w], y_1[w], zs[w], scale[0])"),
+        ("Hopper: the norm has no eps",
+         "rsqrtf(squares[0] / C + float(eps))", "rsqrtf(squares[0] / C)"),
+        ("Hopper: weights are overwritten while products read them",
+         "                    wait_for_products<1>();  // those before",
+         "                    wait_for_products<2>();  // those before"),
+        ("Hopper: products of weights that have not arrived",
+         "if (k % K_STEPS == 0) wait_for(stages.full(), stages.phase());", ""),
+        ("Hopper: tensors of more than 2^31 elements: other tokens",
+         "*y_0 = y + (i64(first) * D + channel)", "*y_0 = y + (first * D + channel)"),
+        ("Hopper: norms of tokens that belong to another group",
+         "if (token + i * 8 >= end) continue;", "if (token + i * 8 >= all) continue;"),
+    ],
+    "block/gate_outproj_bwd_sm90.cu": [
+        ("Hopper: the gradient of out_proj counts dropped images",
+         "of_gated.at[j] = scale[i] * m.at[j] * silu;", "of_gated.at[j] = m.at[j] * silu;"),
+        ("Hopper: products of weights that other threads have not written",
+         "    wait_for(weights_there, 0);", ""),
+        ("Hopper: the last round's tokens have no gradients",
+         "int(rounds);  // tokens of all blocks", "(int(rounds) - (rounds > 1));  // tokens of all blocks"),
+        ("Hopper: dy is that of the sum of both directions",
+         "of_y.at[j] = 0.5f * dgated * silu;", "of_y.at[j] = dgated * silu;"),
+        ("Hopper: drop-path of the image before",
+         "scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;",
+         "scale[i] = scales && token + i * 8 < end ? scales[token / L] : 1;"),
+    ],
+    "cuda/pipeline.cuh": [
+        ("Hopper: a stage is given back that is still read",
+         "return full() + ((stage() == 0) * DEPTH + DEPTH - 1) * 8;", "return full() + (DEPTH - 1) * 8;"),
+        ("Hopper: a stage is read again before it is filled again",
+         "position = position + 1 < 2 * DEPTH ? position + 1 : 0;",
+         "position = position + 1 < DEPTH ? position + 1 : 0;"),
+    ],
+    "block/silu.cuh": [
+        ("wrong gradient of SiLU",
+         "return s * fmaf(x, 1 - s, 1);", "return s * fmaf(x, s, 1);"),
+    ],
+    "augment/augment.cu": [
+        ("weights are cut, not rounded",
+         "int(weight * ONE + (weight < 0 ? -0.5 : 0.5))", "int(weight * ONE)"),
+        ("the first tap is one too late",
+         "max(int(centre - support + 0.5), 0)", "max(int(centre - support + 1.5), 0)"),
+        ("enlarged crops get a wider filter",
+         "stretch = scale < 1 ? 1 : scale", "stretch = scale"),
+        ("rows beyond a window are not left out",
+         "bool inside = of >= 0 && of < axis.resized;", "bool inside = of >= 0;"),
+        ("columns beyond the first 256 keep the sums of others",
+         "for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;",
+         "if (column < int(blockDim.x)) for (int i = 0; i < 3 * (bottom - top); i++) sums[i * blockDim.x] = ONE / 2;"),
+        ("a row is forgotten while another needs it",
+         "vertical.end[oldest] <= y)", "vertical.end[oldest] <= y + 1)"),
+        ("crops are never flipped",
+         "crop.flip ? W - 1 - column : column", "column"),
+        ("a histogram without its last barrier",
+         "counts[i * COPIES] += counts[i * COPIES + copy];\n    __syncthreads();",
+         "counts[i * COPIES] += counts[i * COPIES + copy];"),
+        ("one copy of a histogram is not added",
+         "for (int copy = 1; copy < COPIES; copy++)", "for (int copy = 2; copy < COPIES; copy++)"),
+        ("Equalize begins at 0",
+         "(step / 2 + counts[", "(counts["),
+        ("Equalize exceeds white",
+         "/ step, i64(255));", "/ step, i64(999));"),
+        ("Solarize spares its threshold",
+         "value >= argument", "value > argument"),
+        ("Contrast's mean is cut, not rounded",
+         "double(sum[0]) / pixels + 0.5", "double(sum[0]) / pixels"),
+        ("an enhanced level wraps",
+         "return v <= 0 ? 0 : v >= 255 ? 255 : u8(v);", "return v >= 255 ? 255 : int(v);"),
+        ("the cubic's last term has another sign",
+         "twist = at - before - next + after", "twist = at - before - next - after"),
+        ("what comes from the last half pixel is outside",
+         "from_x < W &&", "from_x < W - 0.5 &&"),
+        ("edges are smoothed across rows",
+         "if (x == 0 || y == 0 ||", "if (y == 0 ||"),
+        ("smoothed levels are cut, not rounded",
+         "(2 * sum + 13) / 26", "2 * sum / 26"),
+        ("blurred boxes end a pixel early",
+         "j <= at + radius; j++) sum", "j < at + radius; j++) sum"),
+        ("a blur is taken twice",
+         "pass < 3", "pass < 2"),
+        ("a blur does not wait for its neighbours",
+         "ends * end_weight + (1 << 23)) >> 24;\n        }\n        __syncthreads();",
+         "ends * end_weight + (1 << 23)) >> 24;\n        }"),
+        ("noise without its first key",
+         "unsigned(second >> 32) ^ b ^ key_0", "unsigned(second >> 32) ^ b"),
+        ("noise of nine rounds",
+         "round < 10", "round < 9"),
+        ("erased boxes are a row too high",
+         "y >= 0 && y < rest.erased_height", "y >= 0 && y <= rest.erased_height"),
+        ("a partner keeps its pixels where it is erased",
+         "normalise(rests[rest.partner],", "normalise(rest,"),
+        ("mixed shares are swapped",
+         "rest.share * values.at[i] + (1 - rest.share) * others.at[i]",
+         "rest.share * others.at[i] + (1 - rest.share) * values.at[i]"),
+        ("the last of an odd number of pixels is not written",
+         "if (i < left) to[i]", "if (i + 1 < left) to[i]"),
+        ("32-bit offsets of finished images",
+         "float *to = out + image * i64(elements) + first;", "float *to = out + image * elements + first;"),
+        ("32-bit offsets of images to transform",
+         "const u8 *from = images + image * i64(3) * pixels;", "const u8 *from = images + image * 3 * pixels;"),
+    ],
+    "block/filter.cuh": [
+        ("the convolutions' gradients lack their biases",
+         "bias.at[c] *= factor;", ""),
+    ],
+}
+# fmt: on
+MUTANTS = [Mutant(file, *mutant) for file, mutants in TABLE.items() for mutant in mutants]
+
+
+class Run(NamedTuple):
+    mutant: Mutant
+    log: Path
+    start: float
+
+
+def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
+    """Runs the tests of one mutant's file, or all without, in another process."""
+    folder.mkdir()
+    run = Run(mutant, folder / "log", time.monotonic())
+    pid = os.fork()
+    if pid:
+        return pid, run
+    os.setsid()  # so that it can be killed with its compilers
+    log = os.open(run.log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    files = SCAN + BLOCK + AUGMENT
+    if mutant:
+        sources, cache = folder / "sources", folder / "cache"
+        shutil.copytree(compiler.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
+        path = sources / mutant.file
+        path.write_text(path.read_text().replace(mutant.before, mutant.after))
+        cache.mkdir()
+        for library in emulator.CACHE.iterdir():  # of the other kernels
+            (cache / library.name).symlink_to(library)
+        compiler.SOURCES, emulator.CACHE, files = (
+            sources,
+            cache,
+            TESTS.get(mutant.file, FOLDERS[Path(mutant.file).parent.name]),
+        )
+    code = 3
+    try:
+        code = pytest.main([*PYTEST, *files])
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def outcome(status: int, run: Run) -> str:
+    """By what it was noticed, or nothing."""
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    failed = re.search(r"^(?:FAILED|ERROR) \S+?::(\w+)", run.log.read_text(), re.M)
+    return "" if os.WEXITSTATUS(status) == 0 else failed[1] if failed else f"exit status {os.WEXITSTATUS(status)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.shows}" for word in args.words or [""])]
+    with tempfile.TemporaryDirectory() as folder:
+        pid, run = start(None, Path(folder, "without"))
+        if found := outcome(os.waitpid(pid, 0)[1], run):
+            print(run.log.read_text())
+            print(f"The tests fail without a mutant: {found}")
+            return 1
+        waiting, running, noticed = list(enumerate(chosen)), {}, 0
+        while waiting or running:
+            while waiting and len(running) < args.jobs:
+                number, mutant = waiting.pop(0)
+                pid, run = start(mutant, Path(folder, str(number)))
+                running[pid] = run
+            time.sleep(0.1)
+            for pid, run in list(running.items()):
+                if time.monotonic() - run.start > LIMIT:
+                    os.killpg(pid, signal.SIGKILL)
+                if not (done := os.waitpid(pid, os.WNOHANG))[0]:
+                    continue
+                del running[pid]
+                by = outcome(done[1], run)
+                noticed += bool(by)
+                seconds = time.monotonic() - run.start
+                found = f"noticed by {by}" if by else "SURVIVED"
+                print(f"{run.mutant.file}: {run.mutant.shows}: {found} ({seconds:.0f} s)", flush=True)
+                shutil.rmtree(run.log.parent)
+    print(f"{noticed} of {len(chosen)} mutants noticed")
+    return noticed < 0.9 * len(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

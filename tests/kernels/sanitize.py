@@ -1,0 +1,122 @@
+"""Every kernel on small inputs, for NVIDIA's compute-sanitizer, which finds what results need not show.
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that it sees each tensor's memory
+    compute-sanitizer --report-api-errors no --tool memcheck python3 tests/kernels/sanitize.py  # racecheck, initcheck
+
+initcheck does not see what the copy engine writes to memory, as cuBLAS's products of 16-bit tensors do on an H200:
+there PyTorch's own kernels are reported too when they read the result of a `torch.mm`. So blocks get their products
+from fp32 ones here, which are written by ordinary stores.
+"""
+
+from unittest import mock
+
+import numpy as np
+import torch
+from test_operators import longhorn_inputs, selective_inputs
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.augment import OPERATIONS
+from vil.kernels.block import launch as kernels
+from vil.kernels.scan import cuda_scan as scan
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import triton_scan
+
+from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
+from vil.data.batched_transforms import apply_operations, crop_resize_flip, finish
+
+B, L, D, N = 1, 70, 35, 16  # more than a chunk; more than a block of channels and not a multiple of any vector
+REVERSE = [False, True]
+
+
+def main() -> None:
+    for run in (cuda_scan, triton_scans, block):
+        for recurrence in ("longhorn", "selective"):
+            for dtype in (torch.bfloat16, torch.float32):
+                run(recurrence, dtype)
+                torch.cuda.synchronize()
+                print(run.__name__, recurrence, dtype, flush=True)
+    for interpolation in ("bilinear", "bicubic"):
+        augmentation(interpolation)
+        torch.cuda.synchronize()
+        print("augmentation", interpolation, flush=True)
+
+
+def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
+    for channels in (D, 40):  # no vectors, and whole ones
+        x, logits, *rest = inputs(recurrence, dtype, channels)
+        A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
+        tensors = x, logits, k, q, A, skip, bias
+        for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
+            for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
+                plan = variant, segment_chunks
+                _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, plan)
+                if isinstance(variant, variants.ForwardMma):
+                    x, logits, *others = tensors
+                    step_proj = torch.randn(2, channels, 8, device="cuda", dtype=dtype)
+                    scan.scan_forward(recurrence, x, logits[..., :8], *others, REVERSE, True, plan, step_proj)
+            for variant in variants.BACKWARD[recurrence]:
+                scan.scan_backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
+
+
+def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
+    operator = {"longhorn": longhorn_scan, "selective": selective_scan}[recurrence]
+    for segment_chunks, segments in ((2, 1), (1, 2)):
+        for channels in (16, 64):  # of a block
+            with mock.patch.object(triton_scan, "_cut", return_value=(segment_chunks, segments, channels)):
+                tensors = [t.requires_grad_() for t in inputs(recurrence, dtype)]
+                operator(*tensors, reverse=REVERSE, backend="triton").sum().backward()
+
+
+def block(recurrence: str, dtype: torch.dtype) -> None:
+    mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
+    # in whole vectors, not, as `dt_proj_backward` and `conv_xproj` take it, which are for what fills the GPU, and as
+    # `gate_outproj` does, on Hopper, elsewhere by two kernels, and of few tokens
+    is_hopper = kernels._is_hopper(torch.device("cuda", 0))
+    for width, multiprocessors, on_hopper in (
+        (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
+    ):  # fmt: skip
+        x = torch.randn(2, L, width, device="cuda", requires_grad=True)
+        with (
+            torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
+            mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
+            mock.patch.object(kernels, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
+            mock.patch.object(kernels, "_multiprocessors", return_value=multiprocessors),
+            mock.patch.object(kernels, "_is_hopper", return_value=on_hopper),
+        ):
+            for middle in (False, True):
+                blocks = torch.nn.Sequential(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])
+                run_blocks(blocks, x, middle).sum().backward()
+
+
+def augmentation(interpolation: str) -> None:
+    """Every operation in each of two turns, on sizes that are no multiples of anything."""
+    count, size = len(OPERATIONS), (37, 261)
+    images = [torch.randint(0, 256, (3, 9 * i + 1, 61 - i), dtype=torch.uint8).cuda() for i in range(count)]
+    boxes = np.array([(0, 0, *image.shape[1:]) for image in images])
+    resized, offsets = np.full((count, 2), (30, 400)), np.full((count, 2), (-3, 5))
+    flips = np.arange(count) % 2 == 0
+    crop_resize_flip(images, boxes, flips, size, interpolation)
+    crops = crop_resize_flip(images, boxes, flips, size, interpolation, resized, offsets)
+    codes = np.arange(count)[:, None].repeat(2, axis=1)
+    crops = apply_operations(crops, codes, np.full((count, 2, 6), 0.9), (1, 2, 3), interpolation)
+    erasing, mixing = np.array([[3, 4, 20, 200]] * count), np.array([[0, 30, 0, 200, 0.5, 0.5]] * count)
+    for mode in ("pixel", "rand", "const"):
+        finish(crops, (0.5,) * 3, (0.2,) * 3, erasing, np.arange(count), mode, mixing, np.arange(count)[::-1])
+
+
+def in_fp32(product):
+    @torch.autocast("cuda", enabled=False)
+    def in_fp32(a, b, out_dtype=None):
+        return product(a.float(), b.float()).to(out_dtype or a.dtype)
+
+    return in_fp32
+
+
+def inputs(recurrence: str, dtype: torch.dtype, D: int = D) -> list[torch.Tensor]:
+    """Of two directions; parameters in fp32."""
+    make = {"longhorn": longhorn_inputs, "selective": selective_inputs}[recurrence]
+    pair = [[t if t.dim() == 3 else t.float() for t in make(B, L, D, N, dtype, seed)] for seed in (0, 1)]
+    return [torch.stack(tensors).detach().cuda() for tensors in zip(*pair)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""Augmentation kernels and their definition against PIL and timm: emulated on small images, on a GPU on large ones."""
+
+import math
+import random
+import shutil
+from types import SimpleNamespace
+
+import emulator
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+from scipy import stats
+from test_cuda import NVRTC, assert_no_spills
+from timm.data import auto_augment, create_transform
+from vil.kernels import augment
+from vil.kernels.augment import CODES, OPERATIONS
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import operator as gpu
+
+from vil.data import batched_transforms
+from vil.data.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+FILL = (124, 116, 104)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+METHODS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+
+
+@pytest.fixture(params=["definition", pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=GPU)])
+def where(request, monkeypatch):
+    """The device of images, how many to try, their size, and whether PIL's pixels are to be met exactly."""
+    if request.param == "emulated":
+        emulate(monkeypatch)
+    if request.param == "gpu":
+        return SimpleNamespace(device=torch.device("cuda"), count=64, size=(224, 224), exact=True)
+    return SimpleNamespace(device=torch.device("cpu"), count=12, size=(19, 37), exact=request.param == "emulated")
+
+
+@pytest.fixture(params=[pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=GPU)])
+def kernels(request, monkeypatch):
+    """The device that the kernels run on."""
+    if request.param == "emulated":
+        emulate(monkeypatch)
+    return torch.device("cuda" if request.param == "gpu" else "cpu")
+
+
+def emulate(monkeypatch, launch=emulator.launch):
+    monkeypatch.setattr(augment, "launch", launch)
+    monkeypatch.setattr(gpu, "runs_cuda", lambda device: True)
+
+
+@pytest.fixture(autouse=True)
+def filled(monkeypatch):
+    """Every new tensor is full of something else until it is written."""
+
+    def fill(make):
+        def made(*args, **kwargs):
+            t = make(*args, **kwargs)
+            return t.fill_(math.nan if t.is_floating_point() else 0x5A)
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, fill(getattr(torch, name)))
+
+
+def noise(height, width, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def smooth(height, width, seed=0):
+    return noise(-(-height // 7), -(-width // 7), seed).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def batch(images, device):
+    return torch.stack([tensor(image) for image in images]).to(device)
+
+
+def assert_levels(images, expected, most, share):
+    """No grey level is further off than `most`, and of no image more than `share` of the values at all."""
+    for i, (image, truth) in enumerate(zip(images.cpu(), expected, strict=True)):
+        levels = (image.int() - truth.int()).abs()
+        assert levels.max() <= most, i
+        assert (levels > 0).float().mean() <= share, i
+
+
+# crops
+
+
+@pytest.mark.parametrize("interpolation", METHODS)
+def test_crops_of_any_size_are_pils(where, interpolation):
+    numbers = random.Random(0)
+    for size in (where.size, (33, 260), (1, 1)):
+        images, boxes, flips, expected = [], [], [], []
+        for i in range(where.count):
+            height, width = (math.ceil(math.exp(numbers.uniform(0, 6))) for _ in range(2))
+            images.append(noise(height, width, i))
+            h, w = numbers.randint(1, height), numbers.randint(1, width)
+            top, left = numbers.randint(0, height - h), numbers.randint(0, width - w)
+            crop = images[-1].crop((left, top, left + w, top + h)).resize(size[::-1], METHODS[interpolation])
+            boxes.append((top, left, h, w))
+            flips.append(numbers.random() < 0.5)
+            expected.append(tensor(crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flips[-1] else crop))
+        decoded = [tensor(image).to(where.device) for image in images]
+        decoded[0] = decoded[0].mT.contiguous().mT  # one that is not in the order of its pixels
+        crops = crop_resize_flip(decoded, np.array(boxes), np.array(flips), size, interpolation)
+        # fp32 rounds sums of exactly half a level as it happens to, once in each direction; small crops have many
+        assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
+
+
+@pytest.mark.parametrize("shape", [(1, 3000), (3000, 1), (1500, 700)])
+def test_images_of_extreme_shapes_are_resized_as_by_pil(kernels, shape):
+    if kernels.type == "cuda":
+        shape = tuple(n if n == 1 else 3 * n if min(shape) > 1 else 32 * n for n in shape)
+    image = noise(*shape)
+    box = np.array([[0, 0, *shape]])
+    for interpolation, method in METHODS.items():
+        crop = crop_resize_flip([tensor(image).to(kernels)], box, np.array([False]), (5, 9), interpolation)
+        assert torch.equal(crop[0].cpu(), tensor(image.resize((9, 5), method)))
+
+
+@pytest.mark.parametrize("crop_pct", [0.875, 1.0, 1.3])
+@pytest.mark.parametrize("interpolation", METHODS)
+def test_windows_are_those_of_timms_evaluation(where, interpolation, crop_pct):
+    """Also of more pixels than what is resized has."""
+    height, width = where.size
+    transform = create_transform(
+        (3, height, height), is_training=False, use_prefetcher=True, interpolation=interpolation, crop_pct=crop_pct
+    )
+    images = [noise(h, w) for h, w in ((height, 3 * width), (width, width), (70, 51), (33, 500), (3, 2))]
+    scale = math.floor(height / crop_pct)
+    resized, offsets = [], []
+    for image in images:
+        shorter, longer = sorted(image.size)
+        longer = int(scale * longer / shorter)
+        resized.append((longer, scale) if image.height > image.width else (scale, longer))
+        offsets.append([-((height - n) // 2) if n < height else round((n - height) / 2) for n in resized[-1]])
+    boxes = np.array([(0, 0, image.height, image.width) for image in images])
+    windows = crop_resize_flip(
+        [tensor(image).to(where.device) for image in images], boxes, np.zeros(len(images), bool), (height, height),
+        interpolation, np.array(resized), np.array(offsets),
+    )  # fmt: skip
+    expected = [torch.as_tensor(transform(image)) for image in images]
+    assert_levels(windows, expected, *((0, 0) if where.exact else (1, 0.1)))
+
+
+def test_a_crop_that_is_not_in_its_image_is_refused(where):
+    images, flips = [torch.zeros(3, 8, 9, dtype=torch.uint8, device=where.device)] * 2, np.zeros(2, bool)
+    for box in ((0, 0, 9, 9), (0, 1, 8, 9), (-1, 0, 2, 2), (0, -1, 2, 2), (3, 3, 0, 2), (3, 3, 2, 0)):
+        with pytest.raises(ValueError, match="is not inside of an image of 8x9"):
+            crop_resize_flip(images, np.array([(0, 0, 8, 9), box]), flips, (4, 4), "bicubic")
+
+
+# operations
+
+
+def random_operation(numbers, name=None):
+    """One of timm's with an argument: its name, argument, code and arguments here."""
+    name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
+    ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
+    ranges |= dict.fromkeys(("TranslateX", "TranslateY"), (-20, 20))
+    ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
+    argument = numbers.uniform(*ranges.get(name, (0.1, 1.9)))
+    return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
+
+
+def by_timm(image, name, argument, interpolation):
+    if name == "GaussianBlur":
+        return image.filter(ImageFilter.GaussianBlur(argument))
+    arguments = [] if name in ("AutoContrast", "Equalize", "Invert") else [argument]
+    return auto_augment.NAME_TO_OP[name](image, *arguments, resample=METHODS[interpolation], fillcolor=FILL)
+
+
+def encoded(operations, size):
+    """Codes and arguments of (name, argument) of each image in each turn."""
+    codes = np.zeros((len(operations), len(operations[0])), np.uint8)
+    arguments = np.zeros((*codes.shape, batched_transforms.ARGUMENTS))
+    for i, turns in enumerate(operations):
+        for turn, (name, argument) in enumerate(turns):
+            if name in batched_transforms.GEOMETRIC:
+                arguments[i, turn] = affine_matrix(name, argument, width=size[1], height=size[0])
+                name = "Affine"
+            else:
+                arguments[i, turn, 0] = argument
+            codes[i, turn] = CODES[name]
+    return codes, arguments
+
+
+@pytest.mark.parametrize("interpolation", METHODS)
+@pytest.mark.parametrize("name", [*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
+def test_every_operation_is_timms(where, name, interpolation):
+    numbers = random.Random(0)
+    for height, width in (where.size, (2, 40), (3, 3), (1, 1)):
+        images = [smooth(height, width, i) if i % 2 else noise(height, width, i) for i in range(where.count)]
+        few = [Image.fromarray(np.array(image) // 100 * 90) for image in images[:2]]
+        images += [*few, Image.new("RGB", (width, height), (0, 100, 255))]
+        operations = [random_operation(numbers, name) for _ in images]
+        expected = [tensor(by_timm(image, *o, interpolation)) for image, o in zip(images, operations)]
+        codes, arguments = encoded([[o] for o in operations], (height, width))
+        pixels = batch(images, where.device)
+        given = pixels.clone()
+        result = apply_operations(pixels, codes, arguments, FILL, interpolation)
+        exact = where.exact or name not in ("AutoContrast", *batched_transforms.GEOMETRIC)
+        # fp32 in place of PIL's double, and PIL drops what is behind the point
+        assert_levels(result, expected, *((0, 0) if exact else (1, 1 if width < 4 else 0.1)))
+        assert torch.equal(pixels, given)
+
+
+@pytest.mark.parametrize("interpolation", METHODS)
+def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(kernels, interpolation):
+    numbers, (height, width) = random.Random(1), (41, 34) if kernels.type == "cpu" else (224, 224)
+    images = [smooth(height, width, i) for i in range(64 if kernels.type == "cuda" else 30)]
+    operations = [[random_operation(numbers) for _ in range(3)] for _ in images]
+    codes, arguments = encoded(operations, (height, width))
+    codes[::5, 1], codes[0] = 0, 0  # none in that turn; in none
+    expected = []
+    for i, (image, turns) in enumerate(zip(images, operations)):
+        for turn, (name, argument) in enumerate(turns):
+            image = by_timm(image, name, argument, interpolation) if codes[i, turn] else image
+        expected.append(tensor(image))
+    result = apply_operations(batch(images, kernels), codes, arguments, FILL, interpolation)
+    assert_levels(result, expected, 0, 0)
+
+
+def test_batches_without_operations_stay_as_they_are(where):
+    images = batch([noise(5, 7)] * 2, where.device)
+    for turns in (0, 2):
+        codes, arguments = np.zeros((2, turns), np.uint8), np.zeros((2, turns, 6), np.float32)
+        assert torch.equal(apply_operations(images, codes, arguments, FILL, "bicubic"), images)
+
+
+@pytest.mark.parametrize("radius", [0, 0.1, 0.5, 1, 1.37, 2, 5.5, 30, 200])
+def test_a_blur_of_any_radius_is_pils(where, radius):
+    for height, width in ((40, 70), (3, 2), (1, 1)):
+        image = noise(height, width)
+        codes, arguments = encoded([[("GaussianBlur", radius)]], (height, width))
+        blurred = apply_operations(batch([image], where.device), codes, arguments, FILL, "bicubic")
+        assert torch.equal(blurred[0].cpu(), tensor(image.filter(ImageFilter.GaussianBlur(radius))))
+
+
+def test_codes_are_places_of_known_operations():
+    assert OPERATIONS[0] == ""
+    assert sorted(OPERATIONS[1:]) == sorted(["Affine", *POINTWISE, "GaussianBlur"])
+    assert [OPERATIONS[code] for code in CODES.values()] == list(CODES)
+
+
+# finishing
+
+
+def normalised(images):
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
+    return (images.cpu().double() / 255 - mean) / std
+
+
+@pytest.mark.parametrize("shape", [(5, 20, 24), (4, 7, 9), (3, 1, 1)])
+def test_images_are_normalised_erased_and_mixed(where, shape):
+    count, height, width = shape
+    if where.device.type == "cuda":
+        height, width = height + 200, width + 200
+    numbers = np.random.default_rng(0)
+    images = batch([noise(height, width, i) for i in range(count)], where.device)
+    given, truth = images.clone(), normalised(images)
+    torch.testing.assert_close(finish(images, MEAN, STD).cpu().double(), truth, rtol=0, atol=1e-6)
+    erasing = np.array([(0, 0, 0, 0), (0, 0, height, width), (height // 2, width // 3, 1, 1)] * 2, np.int32)[:count]
+    for (top, left, h, w), image in zip(erasing, truth):
+        image[:, top : top + h, left : left + w] = 0
+    keys = np.arange(count, dtype=np.uint32)
+    erased = finish(images, MEAN, STD, erasing, keys, "const")
+    torch.testing.assert_close(erased.cpu().double(), truth, rtol=0, atol=1e-6)
+    mixing, partners = numbers.random((count, 6), np.float32), numbers.permutation(count)
+    mixing[:, :4] = [0, height, 0, width]
+    mixing[1, :5], mixing[2, 4] = (height // 3, height - height // 4, width // 5, width - 1, 0), 1
+    mixed = truth.clone()
+    for i, (top, bottom, left, right, share, _) in enumerate(mixing.tolist()):
+        inside = (slice(None), slice(int(top), int(bottom)), slice(int(left), int(right)))
+        mixed[i][inside] = share * truth[i][inside] + (1 - share) * truth[partners[i]][inside]
+    result = finish(images, MEAN, STD, erasing, keys, "const", mixing, partners)
+    torch.testing.assert_close(result.cpu().double(), mixed, rtol=0, atol=1e-6)
+    assert torch.equal(images, given)
+    result = finish(images, MEAN, STD, mixing=mixing, partners=partners)
+    unerased = normalised(images)
+    torch.testing.assert_close(result[2].cpu().double(), unerased[2], rtol=0, atol=1e-6)
+
+
+def erased(device, keys, mode, size=(64, 64)):
+    """What becomes of images that are erased wholly."""
+    images = torch.zeros(len(keys), 3, *size, dtype=torch.uint8, device=device)
+    boxes = np.tile(np.array([0, 0, *size], np.int32), (len(keys), 1))
+    return finish(images, MEAN, STD, boxes, np.array(keys, np.uint32), mode).cpu()
+
+
+def test_erased_pixels_are_standard_normal_and_independent(where):
+    """Of neighbours, rows, channels and images, also of neighbouring keys."""
+    values = erased(where.device, range(20), "pixel").double()
+    count = values.numel()
+    assert abs(values.mean()) < 5 / count**0.5
+    assert abs(values.var() - 1) < 5 * (2 / count) ** 0.5
+    assert abs(stats.kurtosis(values.flatten())) < 5 * (24 / count) ** 0.5
+    assert stats.kstest(values.flatten(), "norm").pvalue > 1e-3
+    for power in (1, 2):
+        moments = (values**power - (values**power).mean()) / (values**power).std()
+        for axis in range(4):
+            for distance in (1, 2, 3):
+                if distance >= values.shape[axis]:
+                    continue
+                first, other = (moments.narrow(axis, at, moments.shape[axis] - distance) for at in (0, distance))
+                assert abs((first * other).mean()) < 5 / first.numel() ** 0.5, (power, axis, distance)
+
+
+def test_noise_depends_on_the_key_and_the_place_alone(where):
+    keys = [7, 2**32 - 1, 7, 0]
+    values = erased(where.device, keys, "pixel", (12, 10))
+    assert torch.equal(values, erased(where.device, keys, "pixel", (12, 10)))
+    assert torch.equal(values[0], values[2])
+    assert torch.equal(values[1:2], erased(where.device, keys[1:2], "pixel", (12, 10)))
+    for i, j in ((0, 1), (0, 3), (1, 3)):
+        assert not (values[i] == values[j]).any()
+
+
+def test_noise_of_a_partner_is_that_partners(where):
+    images = torch.zeros(2, 3, 8, 6, dtype=torch.uint8, device=where.device)
+    boxes, keys = np.array([[0, 0, 8, 6]] * 2, np.int32), np.array([3, 4], np.uint32)
+    swapped = np.array([[0, 8, 0, 6, 0, 0]] * 2, np.float32)
+    alone = finish(images, MEAN, STD, boxes, keys, "pixel")
+    mixed = finish(images, MEAN, STD, boxes, keys, "pixel", swapped, np.array([1, 0]))
+    assert torch.equal(mixed, alone.flip(0))
+
+
+def test_a_channel_of_an_image_is_erased_to_one_number(where):
+    values = erased(where.device, range(200), "rand", (4, 4))
+    assert (values == values[:, :, :1, :1]).all()
+    numbers = values[:, :, 0, 0].double()
+    assert stats.kstest(numbers.flatten(), "norm").pvalue > 1e-3
+    assert (torch.corrcoef(numbers.T) - torch.eye(3)).abs().max() < 5 / 200**0.5
+
+
+def philox(counters, key):
+    """Random123's Philox4x32-10 of counters (n, 4) and a key of two words."""
+    a, b, c, d = np.array(counters, np.uint64).T
+    key_0, key_1 = key
+    low = np.uint64(2**32 - 1)
+    for _ in range(10):
+        first, second = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
+        a, b, c, d = (
+            second >> np.uint64(32) ^ b ^ np.uint64(key_0), second & low,
+            first >> np.uint64(32) ^ d ^ np.uint64(key_1), first & low,
+        )  # fmt: skip
+        key_0, key_1 = (key_0 + 0x9E3779B9) % 2**32, (key_1 + 0xBB67AE85) % 2**32
+    return np.stack([a, b, c, d], axis=1)
+
+
+def test_the_kernels_noise_is_philox_and_box_mullers(kernels):
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's, of zeros
+    assert philox([[0] * 4], (0, 0)).tolist() == [answer]
+    key, (height, width) = 0xDEADBEEF, (9, 11)
+    for mode, kind in (("pixel", 2), ("rand", 1)):
+        groups = -(-3 * height * width // 4) if mode == "pixel" else 1
+        bits = philox([[group, kind, 0, 0] for group in range(groups)], (key, 0)).astype(float)
+        far, turn = np.sqrt(-2 * np.log((bits[:, ::2] + 1) / 2**32)), 2 * np.pi * bits[:, 1::2] / 2**32
+        numbers = torch.tensor(np.stack([far * np.cos(turn), far * np.sin(turn)], axis=2)).flatten()
+        expected = numbers[: 3 * height * width] if mode == "pixel" else numbers[:3].repeat_interleave(height * width)
+        result = erased(kernels, [key], mode, (height, width))
+        torch.testing.assert_close(result.double().flatten(), expected, rtol=1e-5, atol=1e-5)
+
+
+# batches
+
+
+@NVRTC
+def test_kernels_compile_without_spills_and_round_products_as_pil_does(monkeypatch):
+    assert_no_spills([("augment/augment", arch, augment.MACROS) for arch in ("sm_80", "sm_90")])
+    macros = tuple(augment.MACROS.items())
+    cubin = compiler.compile_cubin("augment/augment", "sm_90", macros)
+    monkeypatch.setattr(compiler, "ROUNDS_PRODUCTS", set())
+    assert compiler.compile_cubin("augment/augment", "sm_90", macros) != cubin
+
+
+def test_a_batch_takes_few_launches_and_one_copy_a_function(monkeypatch):
+    launched, copied = [], []
+    emulate(monkeypatch, lambda name, entry, *_: launched.append(entry))
+    real = augment._to_device
+    monkeypatch.setattr(augment, "_to_device", lambda *given: copied.append(1) or real(*given))
+    images = [tensor(noise(20, 30))] * 13
+    crops = crop_resize_flip(images, np.array([[0, 0, 20, 30]] * 13), np.zeros(13, bool), (8, 8), "bicubic")
+    codes = np.arange(13, dtype=np.uint8)[:, None].repeat(2, axis=1)
+    apply_operations(crops, codes, np.ones((13, 2, 6)), FILL, "bicubic")
+    finish(crops, MEAN, STD)
+    turn = ["build_tables", "apply_operations", "gaussian_blur", "gaussian_blur"]
+    assert launched == ["resize_weights", "crop_resize_flip", *turn, *turn, "finish"]
+    assert len(copied) == 3
+    launched.clear()
+    apply_operations(crops, np.full((13, 1), CODES["Affine"]), np.ones((13, 1, 6)), FILL, "bicubic")
+    assert launched == ["apply_operations"]
+
+
+@pytest.mark.skipif(not emulator.has_sparse(), reason="needs memory that is not touched")
+@EMULATED
+def test_the_last_image_of_more_than_2_to_the_31_pixels_emulated(monkeypatch):
+    images = emulator.sparse((3, 3, 20_000, 20_000), torch.uint8)
+    last = torch.arange(200, dtype=torch.uint8)
+    images[-1, -1, -1, -200:] = last
+    with emulator.sparse_where_large() as launch:
+        emulate(monkeypatch, launch)
+        inverted = apply_operations(images, np.full((3, 1), CODES["Posterize"]), np.full((3, 1, 6), 4), FILL, "bicubic")
+        assert torch.equal(inverted[-1, -1, -1, -200:], last & 0xF0)
+        finished = finish(images, (0, 0, 0), (1, 1, 1))
+        assert torch.equal(finished[-1, -1, -1, -200:], last / 255.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_is_the_same_bit_for_bit_each_time_and_without_the_others():
+    device, numbers = torch.device("cuda"), random.Random(0)
+    images = [tensor(smooth(375, 500, i)).to(device) for i in range(64)]
+    boxes = np.array([(i, 2 * i, 300 - 2 * i, 350 - 3 * i) for i in range(64)])
+    flips = np.arange(64) % 2 == 0
+    codes, arguments = encoded([[random_operation(numbers) for _ in range(2)] for _ in images], (224, 224))
+    erasing = np.array([(i, i, 100, 90) for i in range(64)], np.int32)
+
+    def augmented(which):
+        crops = crop_resize_flip([images[i] for i in which], boxes[which], flips[which], (224, 224), "bicubic")
+        operated = apply_operations(crops, codes[which], arguments[which], FILL, "bicubic")
+        return finish(operated, MEAN, STD, erasing[which], np.array(which, np.uint32), "pixel")
+
+    whole = augmented(list(range(64)))
+    assert torch.equal(augmented(list(range(64))), whole)
+    assert torch.equal(augmented([40, 3, 17]), whole[[40, 3, 17]])

@@ -1,0 +1,305 @@
+"""What is around the GPU backends, on a CPU: which one runs, what it is handed, and what becomes of its results."""
+
+import importlib
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vil.kernels import cuda, longhorn_scan, selective_scan
+from vil.kernels.scan import chunked as reference
+from vil.kernels.scan import chunks as kept
+from vil.kernels.scan import cuda_scan as launch
+from vil.kernels.scan import interface as operators
+from vil.kernels.scan import naive
+from vil.kernels.scan import operator as gpu
+
+
+class StandIn:
+    """A backend's module by the definition, which refuses what real ones could not take."""
+
+    def __init__(self):
+        self.kept, self.state_sizes, self.dtypes = [], [], []
+
+    def forward(self, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
+        assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*gpu.DTYPES, x.dtype}
+        assert x.dtype == logits.dtype == k.dtype == q.dtype
+        assert k.shape[-1] in gpu.STATE_SIZES
+        assert all(type(r) is bool for r in reverse)
+        assert isinstance(reverse, list | tuple)
+        for parameter in (rates, skip, bias):
+            assert parameter is None or (parameter.dtype == torch.float32 and parameter.is_contiguous())
+        self.kept.append(keep)
+        self.state_sizes.append(k.shape[-1])
+        self.dtypes.append(x.dtype)
+        G, B, L, D = x.shape
+        y = self.y(recurrence, [t if t is None else t.double() for t in (x, logits, k, q, rates, skip, bias)], reverse)
+        states = x.new_empty((G, B, kept.boundaries(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
+        return y.to(x.dtype), states
+
+    def backward(self, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
+        named = dict(x=x, logits=logits, k=k, q=q, rates=rates, skip=skip, bias=bias)
+        leaves = {name: t.detach().double().requires_grad_() for name, t in named.items() if t is not None}
+        with torch.enable_grad():
+            y = self.y(recurrence, [leaves.get(name) for name in named], reverse)
+        found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy.double())))
+        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # which nobody may read
+        channels = torch.stack([found.get("skip", none), found.get("bias", none)], dim=1).float()
+        drates = x.new_empty(0, dtype=torch.float32) if rates is None else found["rates"].float()
+        return *(found[name].to(x.dtype) for name in ("x", "logits", "k", "q")), drates, channels
+
+    @staticmethod
+    def y(recurrence, tensors, reverse):
+        definitions = {
+            "longhorn": lambda x, logits, k, q, _, *rest: naive.longhorn(x, logits, k, q, *rest),
+            "selective": lambda x, logits, k, q, rates, *rest: naive.selective(x, logits, rates, k, q, *rest),
+        }
+        one = definitions[recurrence]
+        each = [[t if t is None else t[g] for t in tensors] for g in range(len(reverse))]
+        return torch.stack([one(*parts, r) for parts, r in zip(each, reverse)])
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # with which Triton takes tensors on a CPU
+    module = StandIn()
+    monkeypatch.setattr(gpu, "_module", lambda backend, device: module)
+    return module
+
+
+@SCANS
+@pytest.mark.parametrize(("N", "padded"), [(1, 4), (4, 4), (5, 8), (16, 16), (17, 32), (64, 64)])
+def test_any_number_of_states_is_padded_to_one_that_kernels_have(scan, definition, make_inputs, N, padded, stand_in):
+    inputs = make_inputs(2, 5, 3, N, torch.float32)
+    expected = outputs_and_gradients(definition, exact(inputs), torch.float32)
+    actual = outputs_and_gradients(lambda *t: scan(*t, backend="triton"), inputs)
+    assert [t.dtype for t in actual] == [torch.float32] * len(actual)
+    for a, truth in zip(actual, expected):
+        assert relative_error(a, truth) < 1e-6
+    assert stand_in.kept == [True]
+    assert stand_in.state_sizes == [padded]
+
+
+@SCANS
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_inputs_of_several_dtypes_lose_only_the_rounding_of_the_output(scan, definition, make_inputs, low, stand_in):
+    """Kernels take one dtype; gradients have that of their inputs."""
+    for mixed in range(4):
+        inputs = make_inputs(2, 5, 3, 4, torch.float32)
+        per_token = [i for i, t in enumerate(inputs) if t.dim() == 3]
+        for i in {*range(len(inputs))} - {per_token[mixed]}:
+            inputs[i] = inputs[i].detach().to(low).requires_grad_()
+        expected = outputs_and_gradients(definition, exact(inputs), low)
+        actual = outputs_and_gradients(lambda *t: scan(*t, backend="triton"), inputs, low)
+        assert [t.dtype for t in actual] == [inputs[0].dtype, *(t.dtype for t in inputs)]
+        for a, truth in zip(actual, expected):
+            assert relative_error(a, truth) < (1e-6 if a.dtype == torch.float32 else 4e-3)
+    scan(*(t.to(low) if t.dim() == 3 else t for t in inputs), backend="triton")
+    assert stand_in.dtypes == [torch.float32] * 4 + [low]
+
+
+@SCANS
+def test_without_skip_bias_or_gradients(scan, definition, make_inputs, stand_in):
+    *inputs, skip, bias = make_inputs(2, 5, 3, 4, torch.float32)
+    for given in ((None, None), (skip, None), (None, bias)):
+        wanted = [*inputs, *(t for t in given if t is not None)]
+
+        def run(f, *tensors, given=given, **kwargs):
+            rest = iter(tensors[len(inputs) :])
+            return f(*tensors[: len(inputs)], *(t if t is None else next(rest) for t in given), **kwargs)
+
+        expected = outputs_and_gradients(lambda *t: run(definition, *t), exact(wanted), torch.float32)
+        for a, truth in zip(outputs_and_gradients(lambda *t: run(scan, *t, backend="triton"), wanted), expected):
+            assert relative_error(a, truth) < 1e-6
+    stand_in.kept.clear()
+    frozen = [t.detach() for t in inputs]
+    scan(*frozen, backend="triton")
+    with torch.no_grad():
+        scan(*inputs, backend="triton")
+    assert stand_in.kept == [False, False]  # states for a backward that cannot come
+    for i, t in enumerate(inputs):  # each by itself
+        leaf = t.detach().requires_grad_()
+        y = scan(*frozen[:i], leaf, *frozen[i + 1 :], backend="triton")
+        truth = definition(*exact(frozen)[:i], exact([t])[0], *exact(frozen)[i + 1 :])
+        assert relative_error(y.detach(), truth.detach()) < 1e-6
+        assert torch.autograd.grad(y.sum(), leaf)[0].shape == t.shape
+    assert stand_in.kept == [False] * 2 + [True] * len(inputs)
+
+
+@SCANS
+def test_three_directions_with_weights_of_their_own(scan, definition, make_inputs, stand_in):
+    reverse = (True, False, True)
+    each = [make_inputs(2, 5, 3, 4, torch.float32, seed) for seed in range(3)]
+    stacked = [torch.stack(tensors).detach().requires_grad_() for tensors in zip(*each)]
+    y, *found = outputs_and_gradients(lambda *t: scan(*t, reverse=reverse, backend="triton"), stacked)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for g in range(3):
+        inputs = exact(each[g])
+        truth = definition(*inputs, reverse=reverse[g])
+        assert relative_error(y[g], truth) < 1e-6
+        for a, expected in zip(found, torch.autograd.grad(truth, inputs, dy[g].float().double())):
+            assert relative_error(a[g], expected) < 1e-6
+
+
+@SCANS
+@pytest.mark.parametrize(("B", "L"), [(0, 3), (2, 0)])
+def test_nothing_is_run_over_nothing(scan, definition, make_inputs, B, L, stand_in):
+    inputs = make_inputs(B, L, 4, 3, torch.float32)
+    y, *gradients = outputs_and_gradients(lambda *t: scan(*t, backend="triton"), inputs)
+    assert y.shape == (B, L, 4)
+    assert [g.shape for g in gradients] == [t.shape for t in inputs]
+    assert not any(g.any() for g in gradients)
+    assert stand_in.kept == []
+
+
+def inputs_on_a_gpu(dtype=torch.float32, N=16, L=5, D=3, G=1):
+    x, k = torch.zeros((), dtype=dtype, device="cuda"), torch.zeros((), dtype=dtype, device="cuda")
+    return x.expand(G, 1, L, D), x.expand(G, 1, L, D), k.expand(G, 1, L, N), k.expand(G, 1, L, N)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (dict(), None),
+        (dict(dtype=torch.float16, N=64), None),
+        (dict(dtype=torch.bfloat16, N=1, G=63), None),
+        (dict(L=2**31 - 2**10, D=1), None),
+        (dict(L=1, D=2**29 - 1), None),
+        (dict(dtype=torch.float64), "takes float16, bfloat16 and float32; x is torch.float64"),
+        (dict(N=65), "takes up to 64 states and 63 directions, not 65 and 1"),
+        (dict(G=64), "takes up to 64 states and 63 directions, not 16 and 64"),
+        (dict(L=2**31 - 2**10 + 1, D=1), "takes up to 2147482624 tokens and 536870911 channels, not 2147482625 and 1"),
+        (dict(L=1, D=2**29), "takes up to 2147482624 tokens and 536870911 channels, not 1 and 536870912"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_gpu_for_what_its_kernels_take_and_else_the_reference(inputs, reason):
+    with FakeTensorMode():
+        x, _, k, _ = tensors = inputs_on_a_gpu(**inputs)
+        chosen = operators._backend("auto", x, k.shape[-1], len(x))
+        assert chosen is (gpu.AUTO if reason is None else reference)
+        for name, backend in (("cuda", gpu.CUDA), ("triton", gpu.TRITON)):
+            if reason is None:
+                assert operators._backend(name, x, k.shape[-1], len(x)) is backend
+            else:
+                with pytest.raises(ValueError, match=f"the {name} backend {reason}"):
+                    longhorn_scan(*tensors, reverse=[False] * len(x), backend=name)
+        assert operators._backend("reference", x, k.shape[-1], len(x)) is reference
+
+
+def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
+    x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)
+    A = torch.zeros(3, 4)
+    for interpret, names in (("0", ("cuda", "triton")), ("1", ("cuda",))):
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        for name in names:
+            with pytest.raises(ValueError, match=f"the {name} backend needs tensors on a GPU; x is on cpu"):
+                longhorn_scan(x, x, k, k, backend=name)
+            with pytest.raises(ValueError, match=f"the {name} backend needs tensors on a GPU; x is on cpu"):
+                selective_scan(x, x, A, k, k, backend=name)
+        assert operators._backend("auto", x, 4, 1) is gpu.CPU
+    assert operators._backend("triton", x, 4, 1) is gpu.TRITON
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes this machine look as if it had a GPU: of AMD or not, and with or without what its CUDA kernels need."""
+    gpu._module.cache_clear()
+
+    def look(hip=None, missing=None):
+        gpu._module.cache_clear()
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(cuda, "unavailable", lambda device: missing)
+
+    yield look
+    gpu._module.cache_clear()
+
+
+def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
+    triton = pytest.importorskip("triton") and importlib.import_module("vil.kernels.scan.triton_scan")
+    device = torch.device("cuda", 0)
+    machine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gpu._module("auto", device) is gpu._module("cuda", device) is launch
+        assert gpu._module("triton", device) is triton
+    assert gpu.runs_cuda(device)
+    assert not gpu.runs_cuda(torch.device("cpu"))
+    machine(hip="6.2")
+    assert gpu._module("auto", device) is gpu._module("triton", device) is triton
+    assert not gpu.runs_cuda(device)
+    machine(missing="no NVRTC here")
+    with pytest.warns(UserWarning, match="no NVRTC here. The triton backend takes over"):
+        assert gpu._module("auto", device) is triton
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so once
+        assert gpu._module("auto", device) is triton
+        assert gpu._module("triton", device) is triton
+        assert not gpu.runs_cuda(device)
+    with pytest.raises(RuntimeError, match="no NVRTC here"):
+        gpu._module("cuda", device)
+
+
+def test_the_reference_takes_over_on_a_gpu_without_nvrtc_and_triton(machine, monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "vil.kernels.scan.triton_scan", None)  # as where Triton is not installed
+    gpu._why_nothing_runs.cache_clear()
+    machine(missing="no NVRTC here")
+    on_gpu = torch.empty(1, 1, 3, 4, device="meta")
+    monkeypatch.setattr(gpu, "_unreachable", lambda backend, device: None)
+    with pytest.warns(UserWarning, match="no NVRTC here") as said:
+        found = operators._backend("auto", on_gpu, 4, 1), gpu.runs_cuda(device)
+    assert found == (reference, False)
+    assert re.search("needs Triton, which cannot be imported: .*. The reference takes over", str(said[-1].message))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so once
+        assert operators._backend("auto", on_gpu, 4, 1) is reference
+        assert not gpu.runs_cuda(device)
+    with pytest.raises(RuntimeError, match="the triton backend needs Triton"):
+        gpu._module("triton", device)
+    machine()
+    gpu._why_nothing_runs.cache_clear()
+    assert operators._backend("auto", on_gpu, 4, 1) is gpu.AUTO
+    gpu._why_nothing_runs.cache_clear()
+
+
+def test_cards_older_than_their_kernels_are_refused_by_name(monkeypatch):
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert cuda.unavailable(device) == "The cuda backend needs compute capability 8.0; cuda:1 has 7.5"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_compilers_are_told_of_a_scan(device, monkeypatch):
+    """Shapes, dtypes and devices without running it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    B, L, D, N = 2, 200, 6, 16
+    with FakeTensorMode():
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+
+        x, logits, b, c = empty(B, L, D), empty(B, L, D), empty(B, L, N), empty(B, L, N)
+        fp32 = torch.float32
+        inputs = x, logits, empty(D, N, dtype=fp32), b, c, empty(D, dtype=fp32), empty(D, dtype=fp32)
+        y = selective_scan(*inputs, backend="triton")
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+        if device == "cpu":  # gradients cannot be foretold of a GPU that is not there
+            for t, gradient in zip(inputs, torch.autograd.grad(y.sum(), inputs), strict=True):
+                assert (gradient.shape, gradient.dtype) == (t.shape, t.dtype)
+        stacked = [t.detach()[None] for t in (x, logits, b, c)]
+        for keep, shape in ((True, (1, B, 3, N, D)), (False, (0,))):  # after 64, 128 and 192 tokens
+            y, states = gpu.scan("auto", "longhorn", *stacked, None, None, None, [False], keep)
+            assert (y.shape, y.dtype, states.shape, states.dtype) == ((1, B, L, D), x.dtype, shape, fp32)
+
+
+@pytest.mark.parametrize("logit", [-300.0, 300.0])
+def test_the_reference_takes_over_in_the_same_call(logit):
+    """float64 and many states, on any machine."""
+    x, _, k, q, *_ = longhorn_inputs(1, 4, 2, 70)
+    logits = torch.full_like(x, logit)
+    torch.testing.assert_close(longhorn_scan(x, logits, k, q), naive.longhorn(x, logits, k, q))

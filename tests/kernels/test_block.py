@@ -1,0 +1,1092 @@
+"""The fused block against the plain one: its algebra on a CPU with plain kernels, and on a GPU as it is."""
+
+import contextlib
+import copy
+import math
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import emulator
+import naive_model
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.prune
+import torch.utils.checkpoint
+from test_cuda import NVRTC, assert_no_spills
+from test_models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
+from torch.utils._pytree import tree_leaves
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.block import launch as kernels
+from vil.kernels.block import naive as reference
+from vil.kernels.block import operator as operator
+from vil.kernels.cuda import compiler
+from vil.kernels.scan import cuda_scan as scan
+from vil.kernels.scan import heuristics as variants
+
+from vil import block as vil_block
+from vil.block import Block, LonghornMixer, MambaMixer
+
+MIXERS = [LonghornMixer, MambaMixer]
+
+
+def make_block(mixer, dim, drop_path=0.0, seed=0, **dd):
+    """A block none of whose parameters is at a special value."""
+    torch.manual_seed(seed)
+    block = Block(dim, mixer, drop_path=drop_path)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if name.endswith(("bias", "skip", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return block.to(**dd)
+
+
+def outcome(block, x, dy, autocast=None, **kwargs):
+    """Output and every gradient, by name."""
+    x = x.detach().clone().requires_grad_()
+    block.zero_grad()
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        y = block(x, **kwargs)
+    y.backward(dy[:, : y.shape[1]].to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+def directions_of(block):
+    """The weights of both directions as `vil::block` takes them."""
+    return [
+        parameter for d in block.mixer.directions
+        for parameter in (*d.conv1d.parameters(), d.x_proj.weight, *d.step_proj.parameters(), *d._parameters.values())
+    ]  # fmt: skip
+
+
+def relative_error(value, truth):
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def gradients(function, inputs, dy):
+    """Gradients of `function(*inputs)` by autograd, None for inputs that are None."""
+    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        y = function(*inputs)
+    found = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
+    return [None if t is None else next(found) for t in inputs]
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, y):
+        return y * self.scale[:, None, None]
+
+
+class PlainKernels:
+    """The kernels that the fused block calls, in plain PyTorch; their gradients by autograd."""
+
+    @staticmethod
+    def fuses_product(x, D, dtype):
+        return False
+
+    @staticmethod
+    def runs_hopper_kernels(T, C, D, dtype, device):
+        return True
+
+    @staticmethod
+    def empty_tiles(T, out_proj, dtype):
+        return None
+
+    @staticmethod
+    def rms_norm(x, eps, dtype, copy):
+        scale = (x.square().mean(-1) + eps).rsqrt()
+        return (x * scale[:, None]).to(dtype), scale, x.clone()
+
+    @staticmethod
+    def pack(norm, in_proj, out_proj, directions, dtype):
+        half = len(directions) // 2
+        conv, conv_bias, x_proj, step, step_bias, skip = [
+            torch.stack(pair).to(dtype) for pair in list(zip(directions[:half], directions[half:]))[:6]
+        ]
+        rank = step.shape[2]
+        x_proj = torch.cat([F.pad(x_proj[:, :rank], (0, 0, 0, -rank % 8)), x_proj[:, rank:]], 1)
+        step = F.pad(step, (0, -rank % 8))
+        return [in_proj * norm, out_proj.clone(), x_proj, step, conv.squeeze(2), conv_bias, step_bias, skip]
+
+    packed_sizes, packed_size = staticmethod(kernels.packed_sizes), staticmethod(kernels.packed_size)
+    unflatten = staticmethod(kernels.unflatten)
+
+    @classmethod
+    def pack_weights(cls, norm, in_proj, out_proj, directions, dtype, tiles, x, eps, copy):
+        sizes = kernels.packed_sizes(out_proj, directions)
+        packed = out_proj.new_zeros(kernels.packed_size(*sizes, dtype), dtype=dtype)
+        for part, value in zip(
+            kernels.Weights.of(packed, *sizes), cls.pack(norm, in_proj, out_proj, directions, dtype)
+        ):
+            part.copy_(value)
+        return packed, [None] * 3 if x is None else list(cls.rms_norm(x, eps, dtype, copy))
+
+    @classmethod
+    def unpack_gradients(
+        cls, norm, in_proj, directions, dfolded, dfilters, dx_proj, dstep, dchannels, dtype, flat=False
+    ):
+        half = len(directions) // 2
+
+        def one(norm, in_proj, *directions):
+            folded, _, *rest = cls.pack(norm, in_proj, in_proj, directions, dtype)
+            return torch.cat([t.flatten() for t in (folded, *rest)])
+
+        dfilters, dx_proj, dstep = dfilters.sum(0), dx_proj.sum(1), dstep.sum(1)
+        dskip, dstep_bias = dchannels.unbind(1)
+        packed = dfolded, dx_proj, dstep, dfilters[:, :-1].mT, dfilters[:, -1], dstep_bias, dskip
+        weights = [norm, in_proj, *directions[:6], *directions[half : half + 6]]
+        found = gradients(one, weights, torch.cat([t.flatten() for t in packed]))
+        return [torch.cat([t.flatten() for t in found])] if flat else found
+
+    @staticmethod
+    def norm_backward(dxhat, xhat, scale, dresidual):
+        dx = dresidual + scale[:, None] * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))
+        return dx, dx
+
+    @staticmethod
+    def convolve(u, conv, conv_bias):
+        def one(u, weight, bias):
+            taps = weight.shape[1]
+            return F.silu(F.conv1d(F.pad(u.mT, (taps - 1, 0)), weight[:, None], bias, groups=len(weight)).mT)
+
+        return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
+
+    @classmethod
+    def conv_xproj(cls, u, conv, conv_bias, x_proj, step_proj, H, logits=True):
+        v = cls.convolve(u, conv, conv_bias)
+        v = torch.stack([v[0, :, :H], v[1, :, -H:]])
+        projected = v.flatten(1, 2) @ x_proj.mT
+        return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
+
+    @staticmethod
+    def plan_scan(recurrence, u, H, x_proj, step_proj):
+        return None, False
+
+    @staticmethod
+    def dt_proj_backward(dlogits, step, step_proj, dk, dq):
+        return torch.cat([dlogits @ step_proj, dk, dq], dim=-1), (dlogits.mT @ step)[:, None]
+
+    @staticmethod
+    def products_over_tokens(a, b):
+        return (a.mT @ b)[:, None]
+
+    @classmethod
+    def conv_backward(cls, u, dv, dprojected, x_proj, conv, conv_bias, du):
+        dv = dv + (dprojected @ x_proj).view_as(dv)
+        others = u.shape[1] - dv.shape[2]
+        dv = torch.stack([F.pad(dv[0], (0, 0, 0, others)), F.pad(dv[1], (0, 0, others, 0))])
+        found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
+        du.copy_(found)
+        return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]
+
+    @staticmethod
+    def gate(y, z, scale, keep):
+        mean = y.mean(0)
+        return mean * F.silu(z) * (1 if scale is None else scale[:, None, None]), mean
+
+    @classmethod
+    def gate_outproj(cls, x, y, z, scale, out_proj, tiles, keep, eps):
+        gated, mean = cls.gate(y, z, scale, keep)
+        out = x + gated.flatten(0, 1) @ out_proj.t()
+        return out, mean, [] if eps is None else list(cls.rms_norm(out, eps, out.dtype, False)[:2])
+
+    @classmethod
+    def gate_backward(cls, dgated, mean, z, scale, dy, dz):
+        def one(mean, z):
+            return cls.gate(mean[None], z, scale, True)[0]
+
+        dmean, found = gradients(one, [mean, z], dgated)
+        dy.copy_(dmean / 2)
+        dz.copy_(found)
+        return one(mean, z)
+
+    @classmethod
+    def gate_outproj_backward(cls, dout, out_proj, mean, z, scale, dy, dz):
+        return cls.gate_backward((dout @ out_proj).view_as(mean), mean, z, scale, dy, dz)
+
+    @staticmethod
+    def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, plan=None, step_proj_GDR=None):
+        if recurrence == "longhorn":
+            return longhorn_scan(x, logits, k, q, skip, bias, reverse=reverse, backend="reference"), x.new_empty(0)
+        y = selective_scan(x, logits, rates, k, q, skip, bias, reverse=reverse, backend="reference")
+        return y, x.new_empty(0)
+
+    @classmethod
+    def scan_backward(cls, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse, over_logits=False):
+        def one(*inputs):
+            return cls.scan_forward(recurrence, *inputs, reverse, False)[0]
+
+        *found, dskip, dbias = gradients(one, [x, logits, k, q, rates, skip, bias], dy)
+        return *found, torch.stack([dskip, dbias], 1)
+
+
+@contextlib.contextmanager
+def operator_on_a_cpu():
+    """The operator takes tensors on a CPU, for what is to stand for its kernels there."""
+    with torch.library._scoped_library("vil", "IMPL") as library:
+        library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
+        library.impl("block_backward", lambda *arguments: operator._block_backward(*arguments), "CPU")
+        yield
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """The operator on a CPU, in fp64, with plain kernels; a list of whether a block, in turn, was handed its norm."""
+    handed, pack_weights = [], PlainKernels.pack_weights
+    monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[6] is None) or pack_weights(*a))
+    monkeypatch.setattr(operator, "kernels", PlainKernels)
+    monkeypatch.setattr(operator, "scans", PlainKernels)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for name in ("supports", "supports_weights", "_check_forward", "_check_backward"):  # which know of no fp64
+        monkeypatch.setattr(operator, name, lambda *_: True)
+    with operator_on_a_cpu():
+        yield handed
+
+
+@pytest.fixture
+def plain():
+    """Switches the fused kernels off and, after the test, on."""
+    yield lambda: vil_block.set_fused(False)
+    vil_block.set_fused(True)
+
+
+@pytest.mark.parametrize("size", [(16, 80), (32, 48)])
+@pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
+def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_kernels):
+    """With stochastic depth in training and without in evaluation, with the norms handed over and not."""
+    model = with_random_parameters(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
+    x, weights = random_images(5, 3, *size, dtype=torch.float64), dict(model.named_parameters())
+    scales = stochastic_depth([0, 0.25, 0.5], len(x), seed=3)
+    assert sum(scale.eq(0).sum() for scale in scales[1:]) in range(2, 9)
+
+    def whole(x):
+        return model.forward_head(model.forward_features(x))
+
+    for checkpointing, forward, handed in (
+        (False, model, [False, True, True]), (True, model, [False] * 3), (False, whole, [False, True, True]),
+    ):  # fmt: skip
+        model.set_grad_checkpointing(checkpointing)
+        plain_kernels.clear()
+        torch.manual_seed(3)
+        y = forward(x)
+        assert plain_kernels == handed
+        assert_same_output_and_gradients(model, y, naive_model.model(x, weights, scales=scales))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
+def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kernels, plain):
+    """By what one block has computed of the next one's norm."""
+    model = with_random_parameters(small(depth=3, img_size=32)).eval()
+    if between == "hook":
+        model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
+    elif between == "eps":
+        model.blocks[1].norm.eps = 0.1
+    elif between == "dtype":
+        model.blocks[1].to(torch.float32)
+    else:
+        model.blocks[1].mixer.out_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    x = random_images(2, 3, 32, 32, dtype=torch.float64)
+    y = model(x)
+    assert len(plain_kernels) == (2 if between == "unfused" else 3)
+    plain()
+    tolerance = 1e-5 if between == "dtype" else 1e-11
+    torch.testing.assert_close(y, model(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
+    """As in a penalty of gradients, whose own gradient would lack a part."""
+    monkeypatch.setattr(operator, "runs_at_once", lambda t: at_once)
+    model = with_random_parameters(small(depth=2, img_size=32)).eval()
+    x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(again, dx)
+    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+        again.square().sum().backward()
+
+
+class LowRank(torch.nn.Module):
+    """A layer with what was learned beside it, as in LoRA."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.down = torch.nn.Parameter(torch.randn(2, layer.in_features, dtype=layer.weight.dtype))
+        self.up = torch.nn.Parameter(torch.randn(layer.out_features, 2, dtype=layer.weight.dtype))
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.down.t() @ self.up.t()
+
+
+def replace_weight(block):
+    block.mixer.in_proj.weight = torch.nn.Parameter(torch.randn_like(block.mixer.in_proj.weight))
+
+
+def call_through(block):
+    """As libraries do that move weights about: a forward of the instance's own."""
+    forward = block.mixer.out_proj.forward
+    block.mixer.out_proj.forward = lambda y: 2 * forward(y)
+
+
+CHANGES = {
+    "weights in place": lambda block: block.mixer.out_proj.weight.data.mul_(2),
+    "another parameter": replace_weight,
+    "other memory for a parameter": lambda block: setattr(block.norm.weight, "data", block.norm.weight.data * 3),
+    "a state dict": lambda block: block.load_state_dict(make_block(LonghornMixer, 32, seed=7).double().state_dict()),
+    "a hook": lambda block: block.mixer.in_proj.register_forward_hook(lambda module, args, out: 2 * out),
+    "a hook ahead": lambda block: block.mixer.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "a hook on the block": lambda block: block.register_forward_hook(lambda module, args, out: 2 * out),
+    "a forward of an instance": call_through,
+    "a wrapper": lambda block: setattr(block.mixer, "in_proj", LowRank(block.mixer.in_proj)),
+    "a parametrisation": lambda block: torch.nn.utils.parametrizations.weight_norm(block.mixer.in_proj),
+    "pruning": lambda block: torch.nn.utils.prune.random_unstructured(block.mixer.out_proj, "weight", 0.5),
+    "another block": lambda block: block.__setattr__("mixer", make_block(MambaMixer, 32, seed=5).double().mixer),
+    "another eps": lambda block: setattr(block.norm, "eps", 0.1),
+    "stochastic depth": lambda block: setattr(block, "drop_path", Scale(torch.tensor([2.0, 3.0]).double())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
+    """Forward and every gradient, of the first, a middle and the last; nothing found before is used."""
+    for place in (0, 1, 2):
+        model = with_random_parameters(small(depth=3, img_size=32)).train()
+        x = random_images(2, 3, 32, 32, dtype=torch.float64)
+        model(x).sum().backward()
+        assert plain_kernels
+        CHANGES[change](model.blocks[place])
+        found = {}
+        for fused in (True, False):
+            vil_block.set_fused(fused)
+            model.zero_grad()
+            y = model(x)
+            y.square().sum().backward()
+            found[fused] = [y.detach(), *(p.grad for p in model.parameters())]
+        vil_block.set_fused(True)
+        torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_kernels, plain):
+    model, other = (with_random_parameters(small(depth=2, img_size=32)).eval() for _ in range(2))
+    x = random_images(2, 3, 32, 32, dtype=torch.float64)
+    expected = other(x)
+    found = torch.func.functional_call(model, dict(other.named_parameters()), (x,))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+    try:
+        torch.testing.assert_close(other(x), expected, rtol=1e-11, atol=1e-11)
+    finally:
+        handle.remove()
+    assert seen.count(LonghornMixer) == 2
+
+
+@pytest.mark.parametrize(("tokens", "middle"), [(9, False), (9, True), (8, True), (1, True), (2, True)])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_block_operator_has_the_gradients_of_the_plain_block(
+    mixer, scaled, compiled, tokens, middle, plain_kernels, plain
+):
+    """In fp64, kernels aside: folding, projections and every derivative by hand."""
+    plain()
+    block = make_block(mixer, 24, dtype=torch.float64)
+    x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
+    scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
+    if scaled:
+        block.drop_path = Scale(scale)
+    expected = outcome(block, x, dy, class_token_only=middle)
+
+    norm, m = block.norm, block.mixer
+    directions = directions_of(block)
+    block.zero_grad()
+    x.requires_grad_()
+    block_operator = operator.block
+    if compiled:
+        torch.compiler.reset()
+        block_operator = torch.compile(block_operator, fullgraph=True, backend="aot_eager")
+    y, _ = block_operator(
+        m.recurrence, x, None, scale, norm.eps, norm.weight, m.in_proj.weight, m.out_proj.weight, directions, x.dtype,
+        middle,
+    )  # fmt: skip
+    y.backward(dy[:, : y.shape[1]])
+    found = {name: parameter.grad for name, parameter in block.named_parameters()}
+    torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_definition_of_the_operator_is_the_block(mixer, scaled):
+    block = make_block(mixer, 24, dtype=torch.float64)
+    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
+    scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
+    if scaled:
+        block.drop_path = Scale(scale)
+    expected = outcome(block, x, dy)
+    block.zero_grad()
+    x.requires_grad_()
+    norm, m = block.norm, block.mixer
+    weights = norm.weight, m.in_proj.weight, m.out_proj.weight, directions_of(block)
+    y = reference.block(m.recurrence, x, scale, norm.eps, *weights)
+    y.backward(dy)
+    found = {name: parameter.grad for name, parameter in block.named_parameters()}
+    torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
+
+
+class Chain(torch.nn.Module):
+    """Blocks that pass on what they know of the next one's norm."""
+
+    def __init__(self, blocks, class_token_only):
+        super().__init__()
+        self.blocks, self.class_token_only = torch.nn.Sequential(*blocks), class_token_only
+
+    def forward(self, x):
+        return vil_block.run_blocks(self.blocks, x, self.class_token_only)
+
+
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(compiled, middle, plain_kernels, plain):
+    """In fp64, kernels aside."""
+    chain = Chain([make_block(LonghornMixer, 24, seed=i, dtype=torch.float64) for i in range(3)], middle)
+    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
+    plain()
+    expected = outcome(chain, x, dy)
+    vil_block.set_fused(True)
+    if compiled:
+        torch.compiler.reset()
+        chain = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    found = outcome(chain, x, dy)
+    torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
+    assert plain_kernels == [False, True, True]
+
+
+def test_the_operator_is_not_taken_without_a_gpu():
+    assert not operator.supports(torch.randn(1, 5, 16), 16)
+
+
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward"])
+def test_a_block_runs_fused_only_with_every_part_as_it_was_built(hook, monkeypatch, plain):
+    """What users attach or put in the place of a part has to run."""
+    monkeypatch.setattr(operator.scan, "runs_cuda", lambda device: device.type == "cpu")
+    x = torch.randn(2, 5, 16)
+
+    def runs_fused(change=lambda block: None, x=x, mixer=LonghornMixer):
+        block = Block(16, mixer, drop_path=0.1)
+        change(block)
+        return vil_block.fused_weights(block, x) is not None
+
+    def attach(part):
+        getattr(part, f"register_{hook}_hook")(lambda *args: None)
+
+    assert runs_fused()
+    assert runs_fused(mixer=MambaMixer)
+    assert runs_fused(lambda block: block.bfloat16())
+    assert runs_fused(lambda block: attach(block))  # it runs whenever the block does
+    assert not runs_fused(lambda block: attach(block.drop_path))
+    assert not runs_fused(x=x.double())
+    assert not runs_fused(x=x.bfloat16())
+    assert not runs_fused(x=x[:0])
+    assert not runs_fused(x=x.to("meta"))
+    for part in ("norm", "mixer", "mixer.directions.1.conv1d", "mixer.out_proj"):
+        assert not runs_fused(lambda block, part=part: attach(block.get_submodule(part)))
+    assert not runs_fused(lambda block: block.mixer.in_proj.double())
+    assert not runs_fused(lambda block: setattr(block, "norm", torch.nn.RMSNorm(16)))
+    assert not runs_fused(lambda block: block.mixer.directions[0].add_module("x_proj", torch.nn.Identity()))
+    assert not runs_fused(mixer=lambda dim, **dd: LonghornMixer(dim, state_size=12, **dd))
+    assert runs_fused(mixer=lambda dim, **dd: LonghornMixer(dim, state_size=8, **dd))
+    plain()
+    assert not runs_fused()
+    vil_block.set_fused(True)
+    assert runs_fused()
+
+
+def test_compiles_without_graph_breaks():
+    block = make_block(LonghornMixer, 16)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
+
+
+@NVRTC
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
+def test_kernels_of_the_block_compile_without_spills(arch, dtype):
+    types = {name: t for t, name in kernels.INPUT.items()}
+    t, small = types[dtype], dtype != "float"
+    of_pack = [kernels._macros(t, 4, width) for width in (192, 768)]
+    of_conv = [kernels._conv_macros(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)]
+    of_conv_xproj = [
+        kernels._conv_xproj_macros(t, 1536, R + 32, R, 4, logits, shared)
+        for R in (16, 24, 48) for logits in (False, True) for shared in (99 << 10, 163 << 10) if small
+    ]  # fmt: skip
+    of_dt_proj = [kernels._dt_proj_backward_macros(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small]
+    widths, hopper = (192, 384) if small else (), arch == "sm_90"
+    named = {
+        "block/pack": of_pack,
+        "block/conv": of_conv,
+        "block/conv_xproj": of_conv_xproj,
+        "block/dt_proj_bwd": of_dt_proj,
+        "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C) for C in widths],
+        "block/gate_outproj_sm90": [
+            kernels._gate_outproj_macros(t, C, keep) for C in widths for keep in (False, True) if hopper
+        ],
+        "block/gate_outproj_bwd_sm90": [kernels._gate_outproj_backward_macros(t, C) for C in widths if hopper],
+    }
+    assert_no_spills(
+        [
+            (name, arch + "a" * (name in compiler.ONLY_HOPPER), macros)
+            for name, all_macros in named.items() for macros in all_macros
+        ]
+    )  # fmt: skip
+
+
+def close(value, truth, dtype, name, roundings=1):
+    """But for rounding: of the result, of products that are kept, and of the factors that `conv_xproj` multiplies."""
+    own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
+    if name == "conv_xproj":
+        own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    assert value.shape == truth.shape, name
+    rounded = relative_error(truth.to(value.dtype), truth)
+    assert relative_error(value, truth) <= math.hypot(rounded * math.sqrt(roundings), own), name
+
+
+# B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
+GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("shape", "hopper"), [*((shape, True) for shape in GATED), *((few, False) for few in GATED[4:])]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    check_gate_outproj("cpu", dtype, shape, monkeypatch)
+
+
+def random_tensors(device, *kinds):
+    """Of these sizes and dtypes."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
+
+
+def check_gate_outproj(device, dtype, shape, monkeypatch):
+    B, L, C, multiprocessors = shape
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    D = 2 * C
+    x, y, uz, out_proj, scale = random_tensors(
+        device, ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
+        ((B,), torch.float32),
+    )  # fmt: skip
+    z = uz[..., D:]
+    before = x.clone()
+    assert kernels.fuses_product(x, D, dtype)
+    tiles = kernels.empty_tiles(B * L, out_proj, dtype)
+    if tiles is not None:
+        tiles.copy_(in_tiles(out_proj))
+    for scale_B, keep in (scale, True), (None, False):
+        (out, mean, norm), (again, *_) = (
+            kernels.gate_outproj(x, y, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
+        )
+        assert torch.equal(x, before)
+        assert torch.equal(out, again)
+        gated, truth = PlainKernels.gate(y.double(), z.double(), None if scale_B is None else scale_B.double(), keep)
+        expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
+        assert relative_error(out, expected) < {torch.bfloat16: 1e-4, torch.float16: 1e-5}[dtype]
+        if keep:
+            close(mean, truth, dtype, "mean")
+        assert len(norm) == (0 if tiles is None else 2)
+        for value, truth in zip(norm, PlainKernels.rms_norm(out.double(), 1e-5, torch.float64, False)):
+            close(value, truth, dtype, "norm")
+
+
+# B, L, C and multiprocessors: groups of 33 to 50 tokens and fewer, also in the last of several rounds; and of 2 or none
+GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", GATED_BACKWARD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *args: True)  # also for few tokens
+    monkeypatch.setattr(kernels, "gate_backward", None)
+    check_gate_outproj_backward("cpu", dtype, shape, monkeypatch)
+
+
+def check_gate_outproj_backward(device, dtype, shape, monkeypatch):
+    B, L, C, multiprocessors = shape
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    D = 2 * C
+    dout, out_proj, mean, uz, scale = random_tensors(
+        device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
+    )
+    z = uz[..., D:]
+    # few tokens are left to two kernels, with the product in between
+    roundings = 1 if kernels.runs_hopper_kernels(B * L, C, D, dtype, dout.device) else 3
+    for scale_B in scale, None:
+        duz, again = (torch.empty_like(uz) for _ in range(2))
+        gated, gated_again = (
+            kernels.gate_outproj_backward(dout, out_proj, mean, z, scale_B, *t.chunk(2, dim=-1)) for t in (duz, again)
+        )
+        assert torch.equal(duz, again)
+        assert torch.equal(gated, gated_again)
+        exactly = [t if t is None else t.double() for t in (dout, out_proj, mean, z, scale_B)]
+        truth = torch.empty(2, B, L, D, device=device, dtype=torch.float64)
+        close(gated, PlainKernels.gate_outproj_backward(*exactly, *truth), dtype, "gated")
+        for value, expected in zip(duz.chunk(2, dim=-1), truth):
+            close(value, expected, dtype, "duz", roundings)
+
+
+def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    launched = []
+    monkeypatch.setattr(kernels, "launch", lambda name, entry, *args: launched.append(entry))
+    C, D = 192, 384
+
+    def entry(L=64, dtype=torch.bfloat16, start=0, D=D, z=None):
+        uz, duz = (torch.empty(2 * L * D + start, dtype=dtype)[start:].view(1, L, 2 * D) for _ in range(2))
+        z = uz[..., D:] if z is None else z
+        dout, out_proj, mean = (torch.zeros(*size, dtype=dtype) for size in ((L, C), (C, D), (1, L, D)))
+        kernels.gate_outproj_backward(dout, out_proj, mean, z, None, *duz.chunk(2, dim=-1))
+        return launched.pop()
+
+    assert entry() == entry(dtype=torch.float16) == "gate_outproj_backward"
+    others = dict(L=63), dict(dtype=torch.float32), dict(start=4), dict(D=320)
+    for case in *others, dict(z=torch.zeros(1, 64, D, dtype=torch.bfloat16)):
+        assert entry(**case) == "gate_backward"
+
+
+def in_tiles(out_proj):
+    """The weights as wgmma reads them: 32 channels of all outputs after another, in rows of 64 bytes."""
+    (C, D), outputs = out_proj.shape, torch.arange(len(out_proj))
+    place = outputs // 16 * 16 + outputs % 4 // 2 * 8 + outputs % 16 // 4 * 2 + outputs % 2
+    eighths = torch.arange(4) ^ place[:, None] // 2 % 4
+    tiles = torch.empty(D // 32, C, 4, 8, device=out_proj.device, dtype=out_proj.dtype)
+    tiles[:, place[:, None], eighths] = out_proj.view(C, D // 32, 4, 8).transpose(0, 1)
+    return tiles.view(C, D)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
+    (B, L, C, D), taps = shape, 4
+    torch.manual_seed(0)
+
+    def tokens(*sizes, dtype=dtype):
+        return torch.randn(*sizes).to(dtype)
+
+    comparisons = []
+
+    def compare(name, *inputs, writes=(), rounded=None):
+        """A kernel and the plain one, later; `writes` are the sizes of tensors that it is given to write."""
+        comparisons.append((name, inputs, writes, rounded))
+
+    def result(name, inputs, writes):
+        written = [torch.empty(*size, dtype=dtype) for size in writes]
+        return getattr(kernels, name)(*inputs, *written), written
+
+    def check(name, inputs, writes, rounded):
+        exactly = [
+            [t.double() for t in i] if isinstance(i, list) else i.double() if isinstance(i, torch.Tensor) else i
+            for i in (*inputs, *[torch.empty(*size, dtype=dtype) for size in writes])
+        ]
+        values, written = result(name, inputs, writes)
+        if name == "conv_backward":  # in parts
+            values = values.sum(0, keepdim=True)
+        if name == "dt_proj_backward":
+            values = values[0], values[1].sum(1, keepdim=True)
+        truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
+        if name == "pack_weights":
+            sizes = kernels.packed_sizes(inputs[2], inputs[3])
+            values, truths = [
+                [*kernels.Weights.of(packed, *sizes), *(t for t in norm if t is not None)]
+                for packed, norm in (values, truths)
+            ]
+        for value, truth in zip(
+            [*([values] if isinstance(values, torch.Tensor) else values), *written],
+            [*([truths] if isinstance(truths, torch.Tensor) else truths), *exactly[len(inputs) :]],
+        ):
+            close(value, truth, dtype, name)
+
+    u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
+    conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
+    for R, N in (8, 4), (24, 8):
+        P = R + 2 * N
+        x_proj = tokens(2, P, D)
+        for H in (L, L // 2 + 1):
+            dv, dprojected = tokens(2, B, H, D), tokens(2, B * H, P)
+            compare("conv_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
+        step = tokens(2, B * L, P)[..., :R]
+        if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
+            compare("dt_proj_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N))
+        for H in (L, L // 2 + 1):
+            compare("conv_xproj", u, conv, conv_bias, x_proj, tokens(2, D, R), H)
+    for scale in (None, torch.rand(B)):
+        compare("gate", tokens(2, B, L, D), z, scale, True)
+        compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
+        compare("gate", tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True)
+    block = make_block(LonghornMixer, C)
+    directions = [p.detach() for p in directions_of(block)]
+    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    for x in (tokens(B * L, C, dtype=torch.float32), None):
+        compare("pack_weights", *weights, directions, dtype, None, x, 1e-5, True, rounded=torch.float64)
+    packed = PlainKernels.pack(*weights, directions, dtype)
+    parts, R, N = 3, packed[3].shape[2], block.mixer.state_size
+    dfilters, dchannels = torch.randn(parts, 2, taps + 1, 2 * C), torch.randn(2, 2, 2 * C)
+    dx_proj, dstep_proj = torch.randn(2, parts, R + 2 * N, 2 * C), torch.randn(2, parts, 2 * C, R)
+    compare(
+        "unpack_gradients", *weights[:2], directions, torch.randn(4 * C, C), dfilters, dx_proj, dstep_proj, dchannels,
+        dtype, rounded=torch.float64,
+    )  # fmt: skip
+    compare(
+        "norm_backward", tokens(B * L, C), tokens(B * L, C), torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)
+    )
+    with emulator.compiling():
+        for name, inputs, writes, _ in comparisons:
+            result(name, inputs, writes)
+    for comparison in comparisons:
+        check(*comparison)
+
+
+# With a GPU
+
+
+def gpu_test(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
+
+
+# channels that do and do not fill vectors and warps, one token, more tokens than a stretch, a batch of several parts,
+# one that fills a GPU
+SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
+TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+
+
+@gpu_test
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, plain):
+    """Outputs and every gradient; in low precision with no larger an error than that of the plain block."""
+    block = make_block(mixer, shape[2], device="cuda")
+    x, dy = torch.randn(2, *shape, device="cuda")
+    truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
+    for autocast, tolerance in TOLERANCE.items():
+        assert vil_block.fused_weights(block, x) is not None
+        fused, again = [outcome(block, x, dy, autocast, class_token_only=middle) for _ in range(2)]
+        plain()
+        reference = outcome(block, x, dy, autocast, class_token_only=middle)
+        vil_block.set_fused(True)
+        for name, expected in truth.items():
+            assert torch.equal(fused[name], again[name]), name
+            if expected.norm() == 0:  # of rates that only the token behind the first could show
+                assert fused[name].norm() == 0, name
+                continue
+            error = relative_error(fused[name], expected)
+            # gradients that come from one token of one image are sums of few terms, which may cancel
+            most = max(3 * tolerance if middle else tolerance, 2 * relative_error(reference[name], expected))
+            assert error < most, (autocast, name, error)
+
+
+@gpu_test
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    check_gate_outproj("cuda", dtype, shape, monkeypatch)
+
+
+@gpu_test
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED_BACKWARD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_backward_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    check_gate_outproj_backward("cuda", dtype, shape, monkeypatch)
+
+
+@gpu_test
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
+def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
+    """On Hopper those of the first two shapes are."""
+    chain = Chain([make_block(LonghornMixer, shape[2], seed=i) for i in range(3)], middle).cuda()
+    x, dy = torch.randn(2, *shape, device="cuda")
+    found = outcome(chain, x, dy, torch.bfloat16)
+    first, second, third = chain.blocks
+    chain.forward = lambda x: third(second(first(x)), class_token_only=middle)
+    for name, expected in outcome(chain, x, dy, torch.bfloat16).items():
+        assert torch.equal(found[name], expected), name
+
+
+@gpu_test
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("middle", [False, True])
+def test_stochastic_depth_is_that_of_the_plain_block(mixer, middle, plain):
+    block = make_block(mixer, 64, drop_path=0.5, device="cuda").train()
+    x, dy = torch.randn(2, 16, 9, 64, device="cuda")
+    torch.manual_seed(1)
+    fused = outcome(block, x, dy, class_token_only=middle)
+    plain()
+    torch.manual_seed(1)
+    for name, expected in outcome(block, x, dy, class_token_only=middle).items():
+        torch.testing.assert_close(fused[name], expected, atol=1e-4, rtol=1e-4)
+    dropped = (fused["y"] == (vil_block.middle_token(x) if middle else x)).flatten(1).all(1)
+    assert 0 < dropped.sum() < 16
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("middle", [False, True])
+# the others with one kernel for gate and product, of few tokens, of many, and of many on Hopper
+@pytest.mark.parametrize(
+    ("shape", "multiprocessors", "hopper"),
+    [((1, 70, 100), 1, False), ((2, 17, 192), 132, False), ((2, 49, 192), 1, False), ((2, 49, 192), 1, True)],
+)
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float16, 3e-3)])
+def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
+    dtype, tolerance, mixer, shape, multiprocessors, hopper, middle, monkeypatch, autocast_on_gpus
+):
+    """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
+    monkeypatch.setattr(operator.scan, "runs_cuda", lambda device: True)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    launched = set()
+    for module in (kernels, scan):
+        monkeypatch.setattr(
+            module, "launch", lambda name, entry, *args: launched.add(entry) or emulator.launch(name, entry, *args)
+        )
+        monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
+        monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
+    choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
+    monkeypatch.setattr(
+        scan,
+        "choose",
+        lambda kind, *a, **k: (variants.FORWARD_MMA[1], 1) if long and kind == "forward" else choose(kind, *a, **k),
+    )
+    from_step, scan_forward = [], operator.scans.scan_forward
+
+    def scan_and_note(*arguments, plan, step_proj_GDR):
+        from_step.append(step_proj_GDR is not None)
+        return scan_forward(*arguments, plan=plan, step_proj_GDR=step_proj_GDR)
+
+    monkeypatch.setattr(operator.scans, "scan_forward", scan_and_note)
+    monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
+    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
+    for name in ("block", "block_backward"):
+        foretold = as_foretold(getattr(operator, f"_{name}"), getattr(operator, f"_fake_{name}"))
+        monkeypatch.setattr(operator, f"_{name}", foretold)
+    block = make_block(mixer, shape[2], drop_path=0.25).train()
+    block.norm.eps = 1e-3
+    x, dy, dnext = torch.randn(3, *shape)
+    after = hopper and not middle
+
+    (scale,) = stochastic_depth([0.25], len(x), seed=1, dtype=x.dtype)
+    assert scale.all()
+    weights = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
+    exact = x.double().requires_grad_()
+    expected = naive_model.block(exact, weights, naive_model.OURS, scale, eps=1e-3)
+    expected = vil_block.middle_token(expected) if middle else expected
+    xhat = PlainKernels.rms_norm(expected.flatten(0, 1), 1e-3, torch.float64, False)[0].view_as(expected)
+    loss = (expected * dy[:, : expected.shape[1]]).sum() + (after * xhat * dnext[:, : expected.shape[1]]).sum()
+    loss.backward()
+    truth = {"y": expected.detach(), "x": exact.grad, **{name: w.grad for name, w in weights.items()}}
+
+    def found():
+        """On Hopper as of a block amid others, which is given a norm and whose own is used."""
+        leaf, normed = x.clone().requires_grad_(), None
+        if hopper:
+            xhat, factors, _ = PlainKernels.rms_norm(leaf.flatten(0, 1), 1e-3, dtype, False)
+            normed = xhat, factors.detach()
+        torch.manual_seed(1)
+        y, given = vil_block.fused_block(block, vil_block.fused_weights(block, leaf), leaf, normed, middle, hopper)
+        results, gradients = [y], [dy[:, : y.shape[1]]]
+        if given:
+            results, gradients = [y, given[0]], [*gradients, dnext.flatten(0, 1).to(dtype)]
+        dx, *gradients = torch.autograd.grad(results, [leaf, *block.parameters()], gradients)
+        return {"y": y.detach(), "x": dx, **dict(zip(weights, gradients))}, given
+
+    autocast_on_gpus(dtype)
+    with operator_on_a_cpu():
+        with emulator.compiling():
+            found()
+        results, given = found()
+    assert set(from_step) == {long} or not hopper
+    assert ("gate_outproj_backward" in launched) == after
+    assert (given is not None) == after
+    y = results["y"].flatten(0, 1)
+    for value, norm in zip(given or (), PlainKernels.rms_norm(y.double(), 1e-3, torch.float64, False)):
+        close(value, norm, dtype, "norm")
+    for name, expected in truth.items():
+        assert relative_error(results[name], expected) < (3 * tolerance if middle else tolerance), name
+
+
+def as_foretold(run, foretell):
+    """A part of the operator, of which what compilers are told of its results is checked against them."""
+
+    def checked(*arguments):
+        results = run(*arguments)
+        for result, foretold in zip(tree_leaves(results), tree_leaves(foretell(*arguments)), strict=True):
+            assert (result.shape, result.dtype) == (foretold.shape, foretold.dtype)
+        return results
+
+    return checked
+
+
+@pytest.fixture
+def autocast_on_gpus():
+    """Switches autocast on for GPUs, to a dtype; here, where there is none, `torch.autocast` would not."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    def switch(enabled, dtype):
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+
+    yield lambda dtype: switch(True, dtype)
+    switch(*before)
+
+
+@gpu_test
+def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most():
+    block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
+    x = torch.randn(B, L, C, device="cuda", requires_grad=True)
+    torch.cuda.empty_cache()  # of which blocks that are up to a MiB too large would be taken
+    for _ in range(2):  # what the first allocates for good does not count
+        with torch.autocast("cuda", torch.bfloat16):
+            y = block(x)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y.backward(y.detach())
+        del y
+    assert torch.cuda.max_memory_allocated() - before < 5 * (2 * B * L * 2 * C * 2)
+
+
+@gpu_test
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle):
+    block = make_block(mixer, 32, device="cuda")
+    weights = [block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight]
+    directions = directions_of(block)
+    x = torch.randn(2, 70, 32, device="cuda", requires_grad=True)
+    arguments = (mixer.recurrence, x, [], None, 1e-5, *weights, directions, torch.float32, middle, True, True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
+
+
+@gpu_test
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autocast):
+    block = make_block(LonghornMixer, 64, device="cuda")
+    x, dy = torch.randn(2, 4, 70, 64, device="cuda")
+    expected = outcome(block, x, dy, autocast)
+    compiled = torch.compile(block, fullgraph=True)
+    for name, value in outcome(block, x, dy, autocast).items():
+        assert torch.equal(value, expected[name])
+    with torch.autocast("cuda", autocast, enabled=autocast is not None):
+        torch.testing.assert_close(compiled(x), expected["y"])
+        checkpointed = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        block.zero_grad()
+        checkpointed.backward(dy)
+        for name, parameter in block.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            captured = block(x)
+        captured.fill_(float("nan"))
+        graph.replay()
+    assert torch.equal(captured, expected["y"])
+
+
+@gpu_test
+def test_models_in_several_threads_and_streams_do_what_they_do_alone():
+    """With plans of one kind in all, and of others."""
+    torch.manual_seed(0)
+    model = timm.create_model("vil_tiny", img_size=64, depth=3, num_classes=5).cuda()
+    images = [torch.randn(2 + i % 3, 3, 64, 64, device="cuda") for i in range(8)]
+
+    def outcome(x):
+        # PyTorch's cache of cast weights is one for all threads, which have streams of their own here
+        with torch.cuda.stream(torch.cuda.Stream()), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            y = model(x)
+            return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
+
+    torch.cuda.synchronize()
+    expected = [outcome(x) for x in images]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(outcome, images))
+    torch.cuda.synchronize()
+    for results, alone in zip(found, expected):
+        for one, other in zip(results, alone, strict=True):  # of products that cuBLAS may choose otherwise
+            assert relative_error(one, other.double()) < 1e-2
+
+
+@gpu_test
+@pytest.mark.parametrize(("size", "batch"), [(64, 8), (224, 128)])
+def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(size, batch):
+    """In bf16, and with many tokens on Hopper, where blocks pass on norms."""
+    model = timm.create_model("vil_tiny", img_size=size, depth=3, num_classes=5).cuda()
+    images = torch.randn(batch, 3, size, size, device="cuda")
+
+    def gradients(forward):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = forward(images).square().mean()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients(model)
+    torch.compiler.reset()
+    for value, truth in zip(gradients(torch.compile(model, fullgraph=True)), expected):
+        assert relative_error(value, truth) < 0.03
+
+
+@gpu_test
+def test_model_in_every_dtype_and_layout_and_a_part_replaced_or_hooked(plain):
+    model = timm.create_model("vil_tiny", img_size=64, depth=2, num_classes=5).cuda().eval()
+    x = torch.randn(2, 3, 64, 64, device="cuda")
+    fused = model(x)
+    torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), fused)
+    half = copy.deepcopy(model).bfloat16()
+    assert vil_block.fused_weights(half.blocks[0], half.embed(x.bfloat16())) is not None
+    assert relative_error(half(x.bfloat16()), fused) < 3e-2
+    called = []
+    handle = model.blocks[0].mixer.in_proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
+    assert called
+    handle.remove()
+    model.blocks[1].mixer.out_proj = torch.nn.Sequential(model.blocks[1].mixer.out_proj)
+    torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
+    plain()
+    torch.testing.assert_close(model(x), fused, atol=1e-4, rtol=1e-4)
+
+
+@gpu_test
+@pytest.mark.parametrize("size", [64, (48, 48)])
+def test_the_class_token_alone_equals_that_of_all_tokens(size):
+    """The whole model with its head: eager, compiled and checkpointed."""
+    model = timm.create_model("vil_tiny", img_size=size, depth=2, num_classes=5, drop_path_rate=0.5).cuda().train()
+    x = torch.randn(8, 3, *model.patch_embed.img_size, device="cuda")
+
+    def outcome(forward):
+        torch.manual_seed(0)
+        return torch.autograd.grad(forward(x).square().mean(), list(model.parameters()))
+
+    expected = outcome(lambda x: model.forward_head(model.forward_features(x)))
+    torch.testing.assert_close(outcome(model), expected, atol=1e-5, rtol=1e-4)
+    compiled = torch.compile(model.eval(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
+    model.train().set_grad_checkpointing()
+    torch.testing.assert_close(outcome(model), expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,199 @@
+"""Plans: what is recorded on stand-ins and replayed does what the function does, whatever tensors it is given."""
+
+import shutil
+
+import emulator
+import pytest
+import torch
+from test_block import directions_of, make_block
+from vil.kernels.block import launch as kernels
+from vil.kernels.block import operator as operator
+from vil.kernels.cuda import compiler, plan
+from vil.kernels.cuda.plan import Plan
+from vil.kernels.scan import cuda_scan as scan
+
+from vil.block import LonghornMixer, MambaMixer
+
+CPU = torch.device("cpu")
+
+
+def composition(x, weights, factor):
+    """Views, allocations, results of operators, in place and not, and of no use."""
+    u, z = (x @ weights[0].t()).chunk(2, dim=-1)
+    memory = torch.empty(2, *u.shape, dtype=x.dtype, device=x.device)
+    torch.empty(5, device=x.device)
+    first, second = memory.unbind()
+    first.copy_(u * factor)
+    second.zero_().add_(z.mT.mT)
+    large = torch.empty_like(x).fill_(3)
+    stacked = torch.stack([first, weights[1].expand_as(first)]).flatten(0, 1)
+    out = torch.empty(3, 4, device=x.device)
+    out.t().copy_(large[:3, :4].t())
+    return [stacked[1:3], None, memory[1], out, torch.nn.functional.pad(z, (1, 2)).to(torch.float64), x[1:]]
+
+
+def test_a_replayed_plan_does_what_the_function_does(poison):
+    def tensors():
+        return torch.randn(4, 6), [torch.randn(8, 6), torch.randn(4)]
+
+    x, weights = tensors()
+    recorded = Plan(composition, (x, weights, 2.0), CPU)
+    for _ in range(2):
+        x, weights = tensors()
+        for found, expected in zip(recorded([x, *weights]), composition(x, weights, 2.0), strict=True):
+            assert found is None if expected is None else torch.equal(found, expected)
+
+
+def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(monkeypatch):
+    def function(x):
+        a, b, c = (torch.empty_like(x) for _ in range(3))
+        a.copy_(x)
+        d = torch.empty_like(x)
+        b.copy_(a)
+        d.copy_(b)
+        c.copy_(a + d)
+        return [c * 2]
+
+    x, made = torch.randn(1000), []
+    empty = torch.empty
+    for small, sizes in ((plan.SMALL, [4 * 1024]), (0, [1024, 1024, 1024, 1024])):
+        monkeypatch.setattr(plan, "SMALL", small)
+        recorded = Plan(function, (x,), CPU)
+        made.clear()
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+        assert torch.equal(recorded([x])[0], 4 * x)
+        monkeypatch.setattr(torch, "empty", empty)
+        assert [size for (size,) in made] == sizes
+
+    def pair(x):
+        a, b = torch.empty_like(x), torch.empty_like(x)
+        a.copy_(x), b.copy_(x)
+        return [a + b]
+
+    recorded = Plan(pair, (x,), CPU)
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a) or empty(*a, **k))
+    made.clear()
+    assert torch.equal(recorded([x])[0], 2 * x)
+    assert made == [(2 * 1024,)]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of_their_own(offset, monkeypatch):
+    seen = []
+
+    def function(x):
+        seen.append(x.data_ptr() % 16)
+        return [x[1:] + 1]
+
+    for x in (torch.randn(9)[offset:], torch.randn(9, 5).t()[:, offset:]):
+        behind = x.data_ptr() % 16
+        recorded = Plan(function, (x,), CPU)
+        assert seen.pop() == behind
+        assert torch.equal(recorded([x])[0], x[1:] + 1)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def get_device(self):
+        return 0
+
+
+def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypatch):
+    recorded = []
+
+    class Recorded:
+        def __init__(self, function, arguments, device):
+            recorded.append(arguments)
+
+        def __call__(self, tensors):
+            return len(recorded), tensors
+
+    monkeypatch.setattr(plan, "Plan", Recorded)
+    run = plan.planned()(lambda *arguments: None)
+
+    def t(*size, **kind):
+        return torch.zeros(*size, **kind).as_subclass(OnGpu)
+
+    odd = torch.zeros(4)[1:].as_subclass(OnGpu)
+    calls = [
+        (t(3), [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (t(4), [t(2, 2)], None, 1),
+        (t(3), [t(2, 2).t()[:, :1]], None, 1),
+        (t(3), [t(2, 2), t(2, 2)], None, 1), (t(3), [t(2, 2)], t(1), 1), (t(3), [t(2, 2)], None, 2),
+        (t(3).double(), [t(2, 2)], None, 1), (t(3), [], t(2, 2), 1),
+    ]  # fmt: skip
+    for number, call in enumerate(calls, 1):
+        for _ in range(2):
+            found, tensors = run(*call)
+            assert found == number
+            leaves = [leaf for a in call for leaf in (a if isinstance(a, list) else [a])]
+            assert all(a is b for a, b in zip(tensors, [t for t in leaves if isinstance(t, torch.Tensor)], strict=True))
+    monkeypatch.setattr(plan, "PLANS", len(calls))
+    assert run(t(7), [], None, 1)[0] == len(calls) + 1
+    assert run(*calls[0])[0] == len(calls) + 2  # which was forgotten
+
+
+def test_a_view_as_another_dtype_is_for_kernels_alone():
+    with pytest.raises(AssertionError, match="only kernels see"):
+        Plan(lambda x: [x.view(torch.int32) + 1], (torch.randn(4),), CPU)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("class_token_only", [False, True])
+@pytest.mark.parametrize(
+    ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 49, 192), True), (MambaMixer, (1, 70, 40), False)]
+)
+def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
+    mixer, shape, hopper, class_token_only, monkeypatch, poison
+):
+    """Bit for bit, forward and backward, given a norm and with one of its own, also a second time, of other tensors."""
+    dtype, (B, L, C) = torch.bfloat16, shape
+    for module in (kernels, scan):
+        monkeypatch.setattr(module, "_multiprocessors", lambda device: 1)
+        monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
+    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
+    monkeypatch.setattr(compiler.Launch, "run_with", emulator.run_with)
+
+    def at_once(one):
+        values = one.values.copy()
+        for place, t in one.tensors:
+            values[place] = t.data_ptr()
+        emulator.run_with(one, values)
+
+    monkeypatch.setattr(compiler.Launch, "run", at_once)
+    forward, backward = operator._forward.__wrapped__, operator._backward.__wrapped__
+
+    def calls(seed, given):
+        block = make_block(mixer, C, seed=seed)
+        weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+        directions = [p.detach() for p in directions_of(block)]
+        x, dy, dnext = torch.randn(3, B, L, C)
+        normed = [torch.randn(B * L, C).to(dtype), torch.rand(B * L)] if given else []
+        M, recurrence = 1 if class_token_only else L, block.mixer.recurrence
+        yield (recurrence, x, normed, torch.rand(B), 1e-5, *weights, directions, dtype, class_token_only, hopper, True)
+        _, xhat, factors, *saved = forward(
+            recurrence, x, normed, torch.rand(B), 1e-5, *weights, directions, dtype, class_token_only, hopper, True
+        )
+        after = [] if xhat is None else [xhat, factors]
+        yield (
+            recurrence, dy[:, :M].contiguous(), dnext.flatten(0, 1).to(dtype) if after else None, after, torch.rand(B),
+            *weights[:2], operator._shapes(weights[2], directions), class_token_only, given, True, [*saved, *normed],
+        )  # fmt: skip
+
+    for given in (False, True):
+        plans = [Plan(function, call, CPU) for function, call in zip((forward, backward), calls(0, given), strict=True)]
+        for seed in (0, 1):
+            for function, replayed, call in zip((forward, backward), plans, calls(seed, given), strict=True):
+                tensors = [t for a in call for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+                for i, (found, expected) in enumerate(zip(replayed(tensors), function(*call), strict=True)):
+                    if function is forward and i == 6:  # packed weights, between which there may be anything
+                        sizes = kernels.packed_sizes(call[7], call[8])
+                        found, expected = (torch.cat([
+                            part.double().flatten() for part in kernels.Weights.of(t, *sizes)
+                        ]) for t in (found, expected))  # fmt: skip
+                    assert found is None if expected is None else torch.equal(found, expected), (i, found, expected)

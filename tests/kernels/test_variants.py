@@ -1,0 +1,320 @@
+"""Which variant of a kernel runs and how it cuts sequences: the cost model against what was measured, and bounds."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from vil.kernels.block import launch as block
+from vil.kernels.scan import cuda_scan as scan
+from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan.heuristics import BACKWARD, FORWARD_MMA, FORWARD_SIMT, Backward, ForwardMma, ForwardSimt
+
+H200, A100 = 132, 108  # multiprocessors
+LONGHORN, SELECTIVE = FORWARD_SIMT["longhorn"], FORWARD_SIMT["selective"]
+RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
+
+
+@KINDS
+def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(kind):
+    def segment_chunks(B, D, L):
+        return variants.choose(kind, "longhorn", 2 * B, D, L, 16, 2, H200)[1]
+
+    assert segment_chunks(128, 768, 197) == segment_chunks(128, 384, 197) == 4
+    assert segment_chunks(64, 768, 6085) == 96
+    assert segment_chunks(1, 768, 6085) < 8
+
+
+@pytest.mark.parametrize(("B", "D"), [(4, 768), (4, 384), (2, 768)])
+def test_the_cost_model_cuts_sequences_so_that_no_last_wave_of_blocks_is_nearly_empty(B, D):
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, 6085, 16, 2, H200)
+    segments = -(-96 // segment_chunks)
+    waves = 2 * B * segments * D / (8 * variant.channels) / (H200 * 12)  # warps of a multiprocessor
+    assert waves < 1 or waves / math.ceil(waves) > 0.95
+
+
+@pytest.mark.parametrize(("B", "D", "L", "fastest"), [
+    (8, 768, 6085, [(4, 24), (4, 12)]), (4, 768, 6085, [(4, 12), (4, 6)]), (4, 384, 6085, [(4, 6)]),
+    (4, 768, 3043, [(4, 6)]), (2, 768, 9217, [(4, 9)]), (2, 768, 1025, [(4, 1)]), (1, 768, 9217, [(4, 5)]),
+    (1, 768, 3043, [(2, 3)]),
+])  # fmt: skip
+def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_within_2_percent(B, D, L, fastest):
+    """Channels of a lane and chunks of a segment, of all lengths on an H200."""
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, L, 16, 2, H200)
+    assert (variant.channels, segment_chunks) in fastest
+
+
+@pytest.mark.parametrize(("B", "L", "N", "itemsize", "fastest"), [
+    (2, 6085, 16, 4, (4, 9)), (1, 6085, 32, 2, (4, 9)), (8, 4097, 32, 2, (2, 65)),
+])  # fmt: skip
+def test_the_cost_model_counts_blocks_of_wide_inputs_and_long_keys_that_share_a_multiprocessor(
+    B, L, N, itemsize, fastest
+):
+    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, 768, L, N, itemsize, H200)
+    assert (variant.channels, segment_chunks) == fastest
+
+
+def test_the_cost_model_gives_a_lane_more_where_there_is_more():
+    def lane(B, D, L, itemsize=2):
+        variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, itemsize, H200)
+        return variant.states * variant.channels
+
+    assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(1, 768, 197) == lane(8, 768, 6085, 4) == 4
+
+
+def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_a_block_has_the_memory():
+    def consumers(B, L, **limits):
+        variant, _ = variants.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
+        return variant.consumers if isinstance(variant, ForwardMma) else None
+
+    assert [consumers(8, 6085), consumers(4, 6085), consumers(4, 6085, shared_bytes=99 * 1024)] == [6, 3, 3]
+    assert [consumers(8, 6085, vectors=False), consumers(128, 197)] == [None, None]
+
+
+# What was chosen when docs/benchmarks.md was measured, for B, D, L, N and bytes of an element, and its chunks a segment
+FORWARD_CHOICES = [
+    ("longhorn", (128, 768, 197, 16, 2), LONGHORN[0], 4),
+    ("longhorn", (128, 384, 197, 16, 2), LONGHORN[1], 4),
+    ("longhorn", (64, 192, 197, 16, 2), LONGHORN[1], 4),
+    ("longhorn", (8, 768, 197, 16, 2), FORWARD_MMA[1], 4),
+    ("longhorn", (1, 768, 197, 16, 2), LONGHORN[2], 4),
+    ("longhorn", (1, 768, 197, 16, 4), LONGHORN[2], 4),
+    ("longhorn", (8, 768, 6085, 16, 2), FORWARD_MMA[0], 96),
+    ("longhorn", (4, 768, 6085, 16, 2), FORWARD_MMA[1], 96),
+    ("longhorn", (32, 384, 785, 16, 2), FORWARD_MMA[0], 13),
+    ("longhorn", (1, 768, 6085, 16, 2), LONGHORN[1], 5),
+    ("longhorn", (4, 384, 6085, 16, 2), FORWARD_MMA[1], 96),
+    ("longhorn", (2, 768, 9217, 16, 2), FORWARD_MMA[1], 145),
+    ("longhorn", (1, 192, 577, 16, 2), LONGHORN[2], 1),
+    ("selective", (128, 768, 197, 16, 2), SELECTIVE[0], 4),
+    ("selective", (1, 768, 197, 16, 2), SELECTIVE[1], 4),
+    ("selective", (8, 768, 6085, 16, 2), SELECTIVE[1], 96),
+    ("selective", (1, 768, 6085, 16, 2), SELECTIVE[0], 5),
+    ("selective", (4, 384, 6085, 16, 2), SELECTIVE[0], 9),
+    ("selective", (1, 768, 197, 16, 4), SELECTIVE[1], 4),
+]
+BACKWARD_CHOICES = [
+    ("longhorn", (128, 768, 197, 16, 2), BACKWARD["longhorn"][0], 4),
+    ("longhorn", (64, 192, 197, 16, 2), BACKWARD["longhorn"][1], 4),
+    ("longhorn", (1, 768, 197, 16, 2), BACKWARD["longhorn"][1], 1),
+    ("longhorn", (32, 384, 785, 16, 2), BACKWARD["longhorn"][0], 6),
+    ("longhorn", (8, 768, 6085, 16, 2), BACKWARD["longhorn"][0], 24),
+    ("longhorn", (1, 768, 6085, 16, 2), BACKWARD["longhorn"][0], 3),
+    ("longhorn", (1, 768, 65, 16, 2), BACKWARD["longhorn"][1], 2),
+    ("longhorn", (8, 768, 1025, 64, 2), BACKWARD["longhorn"][1], 17),
+    ("selective", (8, 768, 6085, 16, 2), BACKWARD["selective"][0], 16),
+    ("selective", (1, 768, 6085, 16, 2), BACKWARD["selective"][0], 6),
+    ("selective", (2, 768, 9217, 16, 2), BACKWARD["selective"][0], 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recurrence", "shape", "variant", "segment_chunks"),
+    [("forward", *row) for row in FORWARD_CHOICES] + [("backward", *row) for row in BACKWARD_CHOICES],
+)
+def test_the_cost_model_chooses_as_when_it_was_measured(kind, recurrence, shape, variant, segment_chunks):
+    B, D, L, N, itemsize = shape
+    assert variants.choose(kind, recurrence, 2 * B, D, L, N, itemsize, H200) == (variant, segment_chunks)
+
+
+LANES = ForwardSimt(16, 4, 4, (540, 910, 1365))  # of 4 channels and 16 states each; three warps of a scheduler
+FEW = ForwardSimt(4, 1, 32, (69, 104, 156), warps=2)  # 4 lanes a channel
+BACK = Backward(4, (670, 1035, 1400))  # 4 lanes for 4 channels; 3 CTAs of 4 warps
+LAST = Backward(2, (800, 1200))
+SCHEDULERS = 4 * H200
+
+
+@pytest.mark.parametrize(
+    ("variant", "channels", "N", "itemsize", "short", "cycles"),
+    [
+        # one warp on every scheduler, then two, three, and a second wave of those
+        (LANES, 128 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 540),
+        (LANES, 128 * SCHEDULERS + 1, 16, 2, 0, 3000 + 100 * 910),
+        (LANES, 3 * 128 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 1365),
+        (LANES, 3 * 128 * SCHEDULERS + 1, 16, 2, 0, 2 * (3000 + 100 * 1365)),
+        # a segment of few tokens adds a warp but no wave
+        (LANES, 128 * SCHEDULERS, 16, 2, 1, 3000 + 100 * 910),
+        (LANES, 3 * 128 * SCHEDULERS, 16, 2, 999, 3000 + 100 * 1365),
+        # a lane has all states where there are fewer than it may have
+        (LANES, 128 * SCHEDULERS, 4, 2, 0, 3000 + 100 * 540),
+        (FEW, 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 69),
+        (FEW, 2 * 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 104),
+        (FEW, 2 * SCHEDULERS, 64, 2, 0, 3000 + 100 * 69),
+        (FEW, 3 * 2 * SCHEDULERS + 1, 64, 2, 0, 2 * (3000 + 100 * 156)),
+        (variants.SEGMENT_STATES["selective"], 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 350),
+        (variants.SEGMENT_GRADIENTS_MMA, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 130),
+        (variants.SEGMENT_GRADIENTS_MMA, 3 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 174),
+        (BACK, 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 670),
+        (BACK, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 1035),
+        (BACK, 4 * 32 * SCHEDULERS, 16, 2, 0, 2 * (3000 + 100 * 1400)),
+        # wider inputs leave room for two CTAs, 4 states for one channel of a lane, 64 for half of a CTA's warps
+        (BACK, 3 * 32 * SCHEDULERS, 16, 4, 0, 2 * (3000 + 100 * 1035)),
+        (BACK, 32 * SCHEDULERS, 4, 2, 0, 3000 + 100 * 670),
+        (LAST, 3 * 4 * SCHEDULERS, 64, 2, 0, 4 * (3000 + 100 * 800)),
+        # one CTA of a multiprocessor after the other
+        (FORWARD_MMA[0], 96 * H200, 16, 2, 0, 19000 + 100 * 87),
+        (FORWARD_MMA[0], 96 * H200 + 1, 16, 2, 0, 2 * (19000 + 100 * 87)),
+        (FORWARD_MMA[1], 48 * H200, 16, 2, 9, 6500 + 100 * 52),
+    ],
+)
+def test_cycles_are_those_of_the_warps_that_fit_in_waves(variant, channels, N, itemsize, short, cycles):
+    assert variants.cycles(variant, channels, N, itemsize, 100, H200, short) == cycles
+
+
+CASES = list(itertools.product((1, 2, 16, 256), (1, 40, 768), (1, 64, 65, 197, 1025, 20000), (4, 16, 32, 64), (2, 4)))
+
+
+@RECURRENCES
+@KINDS
+def test_a_choice_covers_the_sequence_and_fits_a_block(kind, recurrence):
+    for sequences, D, L, N, itemsize in CASES:
+        for multiprocessors, vectors, limit in (
+            (H200, True, 227 * 1024),
+            (A100, False, 163 * 1024),
+            (1, True, 99 * 1024),
+        ):
+            arguments = sequences, D, L, N, itemsize, multiprocessors, vectors, limit
+            variant, segment_chunks = variants.choose(kind, recurrence, *arguments)
+            assert 1 <= segment_chunks <= -(-L // 64)
+            assert isinstance(variant, Backward) == (kind == "backward")
+            if isinstance(variant, ForwardMma):
+                assert (recurrence, N, itemsize, vectors) == ("longhorn", 16, 2, True)
+                assert variant.block_bytes() <= limit
+            assert variants.choose(kind, recurrence, *arguments) == (variant, segment_chunks)
+
+
+@RECURRENCES
+def test_every_variant_is_the_best_for_some_inputs(recurrence):
+    shapes = *CASES, (256, 384, 197, 16, 2), (256, 768, 197, 16, 2), (8, 768, 6085, 16, 2)
+    chosen = {variants.choose(kind, recurrence, *s, H200)[0] for kind in ("forward", "backward") for s in shapes}
+    every = {*FORWARD_SIMT[recurrence], *BACKWARD[recurrence]}
+    assert chosen == every | set(FORWARD_MMA if recurrence == "longhorn" else [])
+
+
+def test_two_tokens_at_a_time_are_for_longhorn_in_16_bits_and_a_cta_that_has_the_memory():
+    def consumers(recurrence, N, itemsize, *rest):
+        found = variants.forward_variants(recurrence, N, itemsize, *rest)
+        assert found[: len(FORWARD_SIMT[recurrence])] == FORWARD_SIMT[recurrence]
+        return [v.consumers for v in found[len(FORWARD_SIMT[recurrence]) :]]
+
+    assert consumers("longhorn", 16, 2) == [6, 3]
+    assert consumers("longhorn", 16, 2, False) == []
+    assert consumers("longhorn", 16, 2, True, 99 * 1024) == [3]
+    assert consumers("longhorn", 16, 2, True, FORWARD_MMA[0].block_bytes()) == [6, 3]
+    assert consumers("longhorn", 16, 2, True, FORWARD_MMA[0].block_bytes() - 1) == [3]
+    for recurrence, N, itemsize in ("longhorn", 16, 4), ("longhorn", 32, 2), ("longhorn", 8, 2), ("selective", 16, 2):
+        assert consumers(recurrence, N, itemsize) == []
+    assert len(FORWARD_SIMT["longhorn"]) == 3  # nothing was added to the table
+
+
+def test_three_tokens_at_a_time_are_for_the_gradients_of_longhorn_in_16_bits():
+    every = itertools.product(("forward", "backward"), ("longhorn", "selective"), (4, 8, 16, 32, 64), (2, 4))
+    triples = [case for case in every if variants.segment_variant(*case) is variants.SEGMENT_GRADIENTS_MMA]
+    assert triples == [("backward", "longhorn", 16, 2)]
+    assert variants.segment_variant("forward", "longhorn", 16, 2) is variants.SEGMENT_STATES["longhorn"]
+    assert variants.segment_variant("backward", "selective", 16, 2) is variants.SEGMENT_STATES["selective"]
+
+
+@pytest.mark.parametrize("N", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_blocks_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
+    for variant in variants.backward_variants("longhorn", N) + variants.backward_variants("selective", N):
+        for channels in {1, variant.lane_channels(N)}:
+            warps, block_bytes, blocks = variant.block(N, itemsize, channels)
+            assert warps in (1, 2, 4)
+            assert block_bytes <= 99 * 1024
+            # halved only if it has to be
+            of_keys = 4 * 64 * (2 * N + 1)
+            assert warps == 4 or of_keys + 2 * (block_bytes - of_keys) > 99 * 1024
+            assert blocks >= 1
+            assert blocks * (block_bytes + 1024) <= 228 * 1024
+            # 12 warps of 16-bit inputs with long keys have registers, of others 8
+            most = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps
+            assert blocks == most or (blocks + 1) * (block_bytes + 1024) > 228 * 1024
+
+
+def test_bytes_of_a_block_are_those_of_its_structure():
+    """As the kernels assert where they are compiled."""
+
+    def block(of_lane, N, itemsize, channels):
+        found = Backward(of_lane, ()).block(N, itemsize, channels)
+        assert [type(n) for n in found] == [int] * 3
+        return found
+
+    assert block(4, 16, 2, 4) == (4, 72448, 3)
+    assert block(2, 16, 2, 2) == (4, 53504, 3)
+    assert block(2, 16, 4, 1) == (4, 47104, 2)
+    assert block(2, 4, 4, 1) == (4, 55552, 2)
+    assert block(2, 64, 4, 2) == (1, 73760, 3)
+    assert [[v.block_bytes(*rank) for rank in ([], [8], [24], [48])] for v in FORWARD_MMA] == [
+        [135936, 113408, 117504, 123648],
+        [82176, 71936, 76032, 82176],
+    ]
+    assert [v.warps for v in FORWARD_MMA] == [15, 10]
+
+
+def test_lanes_of_backward_have_no_more_channels_than_4_states_leave():
+    assert [Backward(4, ()).lane_channels(N) for N in (4, 8, 16, 32, 64)] == [1, 2, 4, 4, 4]
+    assert [Backward(2, ()).lane_channels(N) for N in (4, 8, 16, 32, 64)] == [1, 2, 2, 2, 2]
+
+
+def test_the_model_is_asked_about_all_sequences_and_the_gpu_at_hand(monkeypatch):
+    """Of tensors (G, B, L, D)."""
+    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
+    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
+    for kind, table in ("forward", FORWARD_CHOICES), ("backward", BACKWARD_CHOICES):
+        for recurrence, (B, D, L, N, itemsize), variant, segment_chunks in table:
+            dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+            x = torch.empty(2, B, L, D, device="meta", dtype=dtype)
+            assert scan._choose(kind, recurrence, x, N, vectors=True) == (variant, segment_chunks)
+    x = torch.empty(2, 8, 6085, 768, device="meta", dtype=torch.bfloat16)
+    assert isinstance(scan._choose("forward", "longhorn", x, 16, vectors=False)[0], ForwardSimt)
+    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 99 * 1024)
+    assert scan._choose("forward", "longhorn", x, 16, vectors=True)[0] == FORWARD_MMA[1]
+
+
+def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypatch):
+    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
+    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
+
+    def projects(B, L, D=768, recurrence="longhorn", R=24, N=16, dtype=torch.bfloat16):
+        return scan.forward_plan(recurrence, torch.empty(2, B, L, D, device="meta", dtype=dtype), N, R)[1]
+
+    assert projects(8, 6085)
+    assert projects(8, 6085, R=48)
+    assert not projects(8, 6085, R=12)
+    assert not projects(8, 6085, D=764)
+    assert not projects(8, 6085, recurrence="selective")
+    assert not projects(8, 6085, N=32)
+    assert not projects(8, 6085, dtype=torch.float32)
+    assert not projects(128, 197)
+    assert projects(1, 197)  # where the scan alone would be faster from logits
+    # nor where sequences are cut
+    monkeypatch.setattr(scan, "choose", lambda *args, **step: (FORWARD_MMA[0], 4))
+    assert [projects(1, L) for L in (256, 257)] == [True, False]
+
+
+@pytest.mark.parametrize("of_block", [False, True])
+@pytest.mark.parametrize("limit", [4, 8])
+def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, of_block):
+    """Rows of channels, of tensors (G, B, L, D) or of any other number of dimensions."""
+    vector = block._vector if of_block else scan._vector
+    g = torch.Generator().manual_seed(0)
+
+    def view(multiple):
+        """Rows of multiples of so many elements, most of which begin at such."""
+        start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
+        sizes = (2, 3) if of_block else (2, 2, 3)
+        start += int(torch.randint(4, (), generator=g) == 0)
+        return torch.zeros(4096, dtype=torch.bfloat16).as_strided((*sizes, n), (*strides[: len(sizes)], 1), start)
+
+    seen = set()
+    for i in range(200):
+        tensors = [view(2 ** (i % 4)) for _ in range(2)]
+        rows = [t[place] for t in tensors for place in itertools.product(*map(range, t.shape[:-1]))]
+        starts = [row.data_ptr() // 2 for row in rows] + [len(row) for row in rows]
+        widest = next(w for w in (8, 4, 2, 1) if w <= limit and all(start % w == 0 for start in starts))
+        assert vector(limit, *tensors) == widest
+        seen.add(widest)
+    assert seen == {w for w in (1, 2, 4, 8) if w <= limit}

@@ -1,0 +1,379 @@
+"""vil.export: files that run without this package, against an fp64 loop written from the papers."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from naive_model import model as naive_model
+from naive_model import patches_and_class_token, residual_stream
+from PIL import Image
+from processes import run
+from timm.data import create_transform, resolve_data_config
+from torch.export import Dim
+from vil.kernels.scan.naive import longhorn, selective
+
+import vil  # noqa: F401  registers the models
+from vil import export
+from vil.export import ExportError, export_model
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+SMALL = dict(embed_dim=32, depth=2, patch_size=8, img_size=(16, 24), num_classes=5)
+# runs files where neither this package nor, for ONNX, PyTorch can be imported
+ELSEWHERE = """
+import json, sys
+import numpy as np
+for name in ("vil", "timm", "kernels", "train_imagenet", "torch"):
+    sys.modules[name] = None
+path, images, out = sys.argv[1:]
+images = np.load(images)
+if path.endswith(".onnx"):
+    import onnxruntime
+    session = onnxruntime.InferenceSession(path)
+    names = [output.name for output in session.get_outputs()]
+    found = dict(zip(names, session.run(None, {"images": images})))
+    metadata = session.get_modelmeta().custom_metadata_map
+else:
+    del sys.modules["torch"]
+    import torch
+    files = {"metadata.json": ""}
+    module = torch.export.load(path, extra_files=files).module()
+    found = {str(i): output.numpy() for i, output in enumerate(module(torch.from_numpy(images)))}
+    metadata = json.loads(files["metadata.json"])
+assert not [name for name in sys.modules if name.split(".")[0] in ("vil", "timm") and sys.modules[name]]
+np.savez(out, metadata=json.dumps(metadata), **found)
+"""
+
+
+def small(name, **arguments):
+    """A model whose states decay between not at all and in a token."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{**SMALL, **arguments}).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "x_proj" in parameter_name:
+                parameter.mul_(8)
+            elif parameter_name.endswith(("bias", "skip", "cls_token", "pos_embed")):
+                parameter.normal_()
+        model.head.weight.mul_(50)
+    return model
+
+
+def run_elsewhere(path, images, folder):
+    """What a file computes in another folder and process: its outputs, and its metadata."""
+    np.save(folder / "images.npy", images.numpy())
+    script = folder / "elsewhere.py"
+    script.write_text(ELSEWHERE)
+    arguments = str(path), str(folder / "images.npy"), str(folder / "out.npz")
+    subprocess.run([sys.executable, "-I", str(script), *arguments], check=True, cwd=folder)
+    found = dict(np.load(folder / "out.npz"))
+    metadata = json.loads(str(found.pop("metadata")))
+    return {name: torch.from_numpy(value) for name, value in found.items()}, metadata
+
+
+def naive_outputs(model, images):
+    """Logits and maps of all blocks by the definition, in fp64."""
+    weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+    stride = model.patch_embed.patch_size[0]
+    logits = naive_model(images.double(), weights, stride=stride)
+    grid = images.shape[2] // stride, images.shape[3] // stride
+    streams = residual_stream(images.double(), weights, stride=stride)[1:]
+    return logits, [patches_and_class_token(x)[0].mT.unflatten(2, grid) for x in streams]
+
+
+def variables_of(metadata):
+    names = ("crop_pct", "input_size", "mean", "std")
+    return {name: json.loads(metadata[name]) for name in names} | {"interpolation": metadata["interpolation"]}
+
+
+def relative(found, truth):
+    assert found.shape == truth.shape
+    return ((found - truth).abs().max() / truth.abs().max()).item()
+
+
+@pytest.mark.parametrize(("name", "ending"), [("vil_tiny", "onnx"), ("vim_tiny", "onnx"), ("vim_tiny", "pt2")])
+def test_a_file_computes_the_model_where_the_package_is_not(name, ending, tmp_path):
+    model = small(name)
+    model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    path = tmp_path / f"model.{ending}"
+    report = export_model(model, path, features=[1, 0], crop_pct=0.5)
+    assert report.size == path.stat().st_size
+    assert report.images == report.same_top1
+    assert 0 < report.difference < 1e-3
+
+    images = torch.randn(3, 3, 16, 24)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    found, metadata = run_elsewhere(path, images, elsewhere)
+    logits, maps = naive_outputs(model, images)
+    if ending == "onnx":
+        assert list(found) == ["logits", "features_0", "features_1"]
+        metadata = {key: value if key in ("model", "interpolation", "crop_mode") else json.loads(value)
+                    for key, value in metadata.items()}  # fmt: skip
+    for value, truth in zip(found.values(), [logits, *maps], strict=True):
+        assert relative(value, truth) < 1e-5
+    assert metadata == {
+        "model": name, "num_classes": 5, "input_size": [3, 16, 24], "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225], "crop_pct": 0.5, "crop_mode": "center", "interpolation": "bicubic",
+        "label_names": ["n2", "n10", "é", "a, b", ""],
+    }  # fmt: skip
+    # the model is left as it was
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert relative(model(images).detach(), logits) < 1e-5
+
+
+def test_names_of_other_classes_than_the_heads_are_left_out():
+    model = small("vil_tiny", depth=1)
+    for names in (None, (), ["ant"] * 4, "names"):
+        model.pretrained_cfg["label_names"] = names
+        assert "label_names" not in export.describe(model, {})
+    model.pretrained_cfg["label_names"] = [7, "a\nb", *"cdefgh"][: model.num_classes]
+    assert export.describe(model, {})["label_names"] == ["7", "a?b", *"cdefgh"][: model.num_classes]
+    model.pretrained_cfg["label_names"] = None
+    with pytest.raises(ExportError, match=r"label_names in the metadata is for the model itself to say"):
+        export_model(model, "weights.safetensors", metadata={"label_names": "ant, bee"})
+    model.reset_classifier(0)
+    model.pretrained_cfg["label_names"] = []
+    assert "label_names" not in export.describe(model, {})
+
+
+def test_onnx_files_are_of_standard_operators_any_number_of_images_and_no_traces_of_this_machine(tmp_path):
+    export_model(small("vil_tiny"), tmp_path / "model.onnx")
+    proto = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
+    assert not proto.functions
+    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 2
+    (images,), (logits,) = proto.graph.input, proto.graph.output
+    shapes = [[d.dim_param or d.dim_value for d in t.type.tensor_type.shape.dim] for t in (images, logits)]
+    assert (images.name, logits.name) == ("images", "logits")
+    assert shapes == [["batch", 3, 16, 24], ["batch", 5]]
+    assert not any(
+        word in proto.SerializeToString() for word in (b"/work", b"File ", b"export.py", str(tmp_path).encode())
+    )
+
+
+def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_path):
+    model = small("vil_tiny", depth=1, dynamic_img_size=True, drop_path_rate=0.5, drop_rate=0.5).bfloat16().train()
+    report = export_model(model, tmp_path / "model.onnx")
+    assert report.same_top1 == 4
+    assert model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    model.reset_classifier(0, "avg")
+    export_model(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert [(output.name, output.shape) for output in session.get_outputs()] == [("embedding", ["batch", 32])]
+
+
+class Scan(torch.nn.Module):
+    def __init__(self, recurrence):
+        super().__init__()
+        self.recurrence = recurrence
+
+    def forward(self, x, step, k, q, rates=None):
+        return self.recurrence(x, step, k, q, rates)
+
+
+@pytest.mark.parametrize("recurrence", [export.scan_by_steps, export.scan_by_linear_attention])
+@pytest.mark.parametrize("selects", [False, True], ids=["longhorn", "selective"])
+def test_recurrences_in_onnxruntime_against_the_definition(selects, recurrence):
+    D, N = 6, 5
+    shapes = [("L", 2, "B", D), ("L", 2, "B", D), ("L", 2, "B", N), ("L", 2, "B", N)] + [(2, N, D)] * selects
+    dims = {letter: Dim(letter, min=1, max=4096) for letter in "LB"}
+    dynamic = tuple({i: dims[size] for i, size in enumerate(shape) if size in dims} for shape in shapes)
+    example = tuple(torch.rand([{"L": 7, "B": 3}.get(size, size) for size in shape]) for shape in shapes)
+    with torch.no_grad():
+        program = torch.export.export(Scan(recurrence), example, dynamic_shapes=dynamic if selects else (*dynamic,))
+        proto = torch.onnx.export(program, (), dynamo=True, opset_version=18, verbose=False).model_proto
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+
+    generator = torch.Generator().manual_seed(1)
+    for B, L in ((1, 1), (1, 2), (4, 1), (2, 41)):
+        x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (D, D, N, N))
+        for scale in (1, 30):  # of which the second gives steps of 0 and 1, and keys that empty the state
+            logits, k = logits * scale, k * scale
+            rates = -torch.rand(2, D, N, generator=generator).double() * scale
+            if selects:
+                step = F.softplus(logits)
+                truth = torch.stack([selective(*parts) for parts in zip(x, logits, rates, k, q)])
+            else:
+                step = 1 / (1 + torch.exp(-logits) + k.square().sum(-1, keepdim=True))
+                truth = torch.stack([longhorn(*parts) for parts in zip(x, logits, k, q)])
+            inputs = [t.permute(2, 0, 1, 3) for t in (x, step, k, q)] + [rates.mT] * selects
+            feeds = {i.name: t.float().numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)}
+            (found,) = session.run(None, feeds)
+            assert relative(torch.from_numpy(found).permute(1, 2, 0, 3), truth) < 2e-6
+
+
+def test_the_command_exports_features_of_a_checkpoint_with_classes(tmp_path, monkeypatch):
+    exported, model = [], small("vil_tiny", depth=1, img_size=16)
+    config = dict(model="vil_tiny", model_kwargs=dict(embed_dim=32, depth=1, patch_size=8), img_size=16, num_classes=5)
+    torch.save(dict(version=3, config=config, state_dict=model.state_dict()), tmp_path / "best.pt")
+    words = ["--checkpoint", str(tmp_path / "best.pt"), "--num-classes", "0", "--out", str(tmp_path / "x.safetensors")]
+    monkeypatch.setattr(sys, "argv", ["vil.export", *words])
+    with pytest.raises(SystemExit, match="error: weights keep their head: without it they are loaded by"):
+        export.main()
+    monkeypatch.setattr(export, "export_model", lambda found, *_, **__: exported.append(found))
+    export.main()
+    images = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(model.head(exported[0](images)), model(images))
+
+
+def test_linear_attention_is_onnxruntimes_operator(tmp_path):
+    model = small("vil_tiny", depth=1)
+    export_model(model, tmp_path / "model.onnx", runtime="onnxruntime")
+    proto = onnx.load(tmp_path / "model.onnx")
+    assert [n.domain for n in proto.graph.node if n.op_type == "LinearAttention"] == ["com.microsoft"]
+    assert not any(node.op_type == "Scan" for node in proto.graph.node)
+    images = torch.randn(1, 3, 16, 24)
+    (logits,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"images": images.numpy()})
+    assert relative(torch.from_numpy(logits), naive_outputs(model, images)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(path="model.h5"), "model.h5 must end with .onnx for ONNX, .pt2 for .*, or .safetensors for weights"),
+        (dict(path="none/model.onnx"), "there is no folder .*none"),
+        (dict(runtime="tensorrt"), "runtime 'tensorrt' is none of any, onnxruntime"),
+        (dict(path="model.pt2", runtime="onnxruntime"), "runtime and opset are of ONNX files"),
+        (dict(path="model.safetensors", opset=17), "runtime and opset are of ONNX files"),
+        (
+            dict(path="model.safetensors", features=[0]),
+            "has weights, not outputs: features are of .onnx and .pt2 files",
+        ),
+        (
+            dict(path="model.safetensors"),
+            "does not say with which arguments it was built, as those of vil.from_checkpoint do",
+        ),
+        (dict(metadata={"mean": "0", "data": "x"}), "^mean in the metadata is for the model itself to say"),
+        (dict(features=[0, 2, -1]), r"features \[-1, 2\] are not of the model's blocks 0 to 0"),
+        (dict(opset=17), "opset 17 cannot be written: .* ReduceMean of opset 18, Split of opset 18; use 18"),
+        (dict(opset=99), "opset 99 cannot be written"),
+        (dict(mean=(0, 0, 0), mode="x"), "mode is none of mean, std, crop_pct"),
+    ],
+)
+def test_what_cannot_be_exported_is_named_and_leaves_the_file_as_it_was(options, message, tmp_path):
+    path = tmp_path / options.pop("path", "model.onnx")
+    if path.parent.is_dir():
+        path.write_text("before")
+    with pytest.raises(ExportError, match=message):
+        export_model(small("vil_tiny", depth=1), path, **options)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(path.name, "before")] * path.exists()
+
+
+def test_a_runtime_without_an_operator_is_named_with_it(tmp_path, monkeypatch):
+    class Older:
+        def __init__(self, content, **_):
+            raise RuntimeError("Fatal error: com.microsoft:LinearAttention(-1) is not a registered function/op\nmore")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Older)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.20.0")
+    message = (
+        r"onnxruntime 1.20.0 cannot read this at opset 18, with the operators com.microsoft.LinearAttention beside "
+        r"ONNX's: Fatal error: com.microsoft:LinearAttention\(-1\) is not a registered function/op$"
+    )
+    with pytest.raises(ExportError, match=message):
+        export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx", runtime="onnxruntime")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+    def too_large(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND):
+        return 1.1 * export.scan_by_steps(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND)
+
+    monkeypatch.setattr(export, "scan_by_linear_attention", too_large)
+    with pytest.raises(ExportError, match="logits differs from the model's by"):
+        export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx", runtime="onnxruntime")
+    assert not list(tmp_path.iterdir())
+    model = small("vil_tiny", depth=1)
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    with pytest.raises(ExportError, match="logits differs from the model's by nan"):
+        export_model(model, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "mix", lambda recurrence, mixer, h: type(mixer).forward(mixer, h))
+    with pytest.raises(ExportError, match=r"the graph has the operator vil\.\w+\.default, which only this package"):
+        export_model(small("vil_tiny"), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxruntime", "onnxscript"])
+def test_a_missing_package_is_named_with_the_remedy(missing, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ExportError, match=rf"{missing}.*pip install 'vision-longhorn\[export\]'"):
+        export_model(small("vil_tiny"), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ([], "; of random weights, as no --checkpoint was given"),
+        (["--model-kwargs", "pretrained=true"], ""),
+        (["--checkpoint", "best.pt"], ""),
+    ],
+    ids=["neither", "pretrained", "checkpoint"],
+)
+def test_the_command_says_when_weights_are_random(words, end, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "_model_of", lambda options: None)
+    monkeypatch.setattr(export, "export_model", lambda *_, **__: "written")
+    monkeypatch.setattr(sys, "argv", ["vil.export", "--model", "vil_tiny", *words, "--out", str(tmp_path / "x.onnx")])
+    export.main()
+    assert capsys.readouterr().out == f"written{end}\n"
+
+
+def test_the_command_takes_model_size_and_preprocessing_from_a_checkpoint(tmp_path, capsys):
+    kwargs = dict(embed_dim=32, depth=1, patch_size=8)
+    model = small("vil_tiny", depth=1, img_size=16, num_classes=3)
+    config = dict(
+        model="vil_tiny", model_kwargs=kwargs, img_size=16, num_classes=3, crop_pct=0.9, interpolation="bilinear"
+    )
+    parts = dict(config=config, state_dict=model.state_dict(), label_names=["ant", "bee", "cat"])
+    torch.save(dict(version=3, **parts), tmp_path / "best.pt")
+    command = ["-m", "vil.export", "--checkpoint", str(tmp_path / "best.pt")]
+    out = tmp_path / "model.onnx"
+    done = run([sys.executable, *command, "--features", "0", "--out", str(out)])
+    assert f"{out}: " in done.stdout
+    assert "top-1 is the same on 4 of 4 images" in done.stdout
+    session = onnxruntime.InferenceSession(out)
+    metadata = session.get_modelmeta().custom_metadata_map
+    chosen = {name: metadata[name] for name in ("model", "num_classes", "input_size", "crop_pct", "interpolation")}
+    assert chosen == dict(
+        model="vil_tiny", num_classes="3", input_size="[3, 16, 16]", crop_pct="0.9", interpolation="bilinear"
+    )
+    images = torch.randn(2, 3, 16, 16)
+    logits, maps = session.run(None, {"images": images.numpy()})
+    truth, truth_maps = naive_outputs(model, images)
+    assert relative(torch.from_numpy(logits), truth) < 1e-5
+    assert relative(torch.from_numpy(maps), truth_maps[0]) < 1e-5
+
+    # what the document has for other programs prepares a picture as timm does
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (31, 50, 3), dtype=np.uint8))
+    picture.save(tmp_path / "photo.png")
+    document = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    code = re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
+    code = code.replace("vil_tiny.onnx", str(out)).replace("photo.jpg", str(tmp_path / "photo.png"))
+    exec(code, variables := {})
+    transform = create_transform(**{**resolve_data_config(model=model), **variables_of(metadata)})
+    torch.testing.assert_close(torch.from_numpy(variables["images"][0]), transform(picture))
+    assert capsys.readouterr().out == ["ant", "bee", "cat"][variables["logits"].argmax()] + "\n"
+
+    for arguments, message in (
+        (["--checkpoint", str(tmp_path / "none.pt"), "--out", str(out)], "error: there is no checkpoint"),
+        (["--out", str(out)], "error: neither --model nor --checkpoint is given"),
+        (["--model", "vil_tinny", "--out", str(out)], "did you mean 'vil_tiny'"),
+        (["--model", "vil_tiny", "--out", str(tmp_path / "model.txt")], "error: .*model.txt must end with .onnx"),
+    ):
+        done = run([sys.executable, "-m", "vil.export", *arguments], check=False)
+        assert done.returncode == 1
+        assert re.search(message, done.stderr)

@@ -1,0 +1,140 @@
+"""`vil.from_checkpoint`: a trained model by one call, with what it was trained for."""
+
+from pathlib import Path
+
+import naive_model
+import pytest
+import timm
+import torch
+from conftest import CLASSES
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
+
+import vil
+from vil.checkpoint import CheckpointError, label_names
+from vil.config import ConfigError
+from vil.export import export_model
+
+
+@pytest.fixture(scope="module")
+def trained(uninterrupted):
+    """The last.pt of a small run, and what it holds."""
+    path = uninterrupted / "run" / "last.pt"
+    return path, torch.load(path, weights_only=True)
+
+
+def changed(trained, folder, **parts):
+    """A copy of last.pt in which some options of the run, or whole parts, are others."""
+    content = dict(trained[1])
+    content["config"] = content["config"] | parts.pop("config", {})
+    torch.save(content | parts, folder / "changed.pt")
+    return folder / "changed.pt"
+
+
+def test_images_prepared_by_the_models_own_data_config_get_the_accuracy_that_training_reports(trained, image_folder):
+    path, saved = trained
+    model = vil.from_checkpoint(path)
+    assert not model.training
+    config = resolve_model_data_config(model)
+    assert config["input_size"] == (3, 16, 16)
+    transform = create_transform(**config, is_training=False)
+    correct = []
+    for number, folder in enumerate(sorted((image_folder / "val").iterdir())):
+        for file in folder.iterdir():
+            with Image.open(file) as image, torch.inference_mode():
+                correct.append(model(transform(image.convert("RGB"))[None]).argmax().item() == number)
+    assert len(correct) == 28
+    assert 100 * sum(correct) / len(correct) == pytest.approx(saved["history"][-1]["eval_top1"])
+
+
+def test_the_weights_are_all_the_files(trained):
+    path, saved = trained
+    for use_ema, part in ((False, "state_dict"), (True, "state_dict_ema"), (None, "state_dict")):
+        found = vil.from_checkpoint(str(path), use_ema=use_ema).state_dict()
+        assert found.keys() == saved[part].keys()
+        assert all(torch.equal(found[name], saved[part][name]) for name in found)
+
+
+@pytest.mark.parametrize("best", ["state_dict", "state_dict_ema"])
+def test_of_a_best_checkpoint_the_better_weights_are_taken(trained, tmp_path, best):
+    found = vil.from_checkpoint(changed(trained, tmp_path, best=best)).state_dict()
+    assert all(torch.equal(found[name], trained[1][best][name]) for name in found)
+    assert not torch.equal(trained[1]["state_dict"]["norm.weight"], trained[1]["state_dict_ema"]["norm.weight"])
+
+
+def test_preprocessing_is_that_of_the_run(trained, tmp_path):
+    default = vil.from_checkpoint(trained[0])
+    own = vil.from_checkpoint(changed(trained, tmp_path, config=dict(crop_pct=0.7, interpolation="bilinear")))
+    assert (default.pretrained_cfg["crop_pct"], default.pretrained_cfg["interpolation"]) == (0.875, "bicubic")
+    assert (own.pretrained_cfg["crop_pct"], own.pretrained_cfg["interpolation"]) == (0.7, "bilinear")
+    assert own.pretrained_cfg is own.default_cfg
+    assert own.pretrained_cfg["num_classes"] == own.num_classes == 4
+    assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875  # nobody else's has changed
+
+
+@pytest.mark.parametrize("size", [32, (24, 40)])
+def test_arguments_win_over_the_file_and_another_size_resamples(trained, size):
+    model = vil.from_checkpoint(trained[0], img_size=size, drop_path_rate=0.3)
+    height, width = (size, size) if isinstance(size, int) else size
+    assert resolve_model_data_config(model)["input_size"] == (3, height, width)
+    assert model.pos_embed.shape[1] == height // 8 * (width // 8) + 1
+    assert model(torch.rand(2, 3, height, width)).shape == (2, 4)
+    assert model.blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
+
+
+def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_it(trained, tmp_path):
+    model = vil.from_checkpoint(trained[0])
+    assert model.pretrained_cfg["label_names"] == list(CLASSES)
+    export_model(model, tmp_path / "weights.safetensors")
+    assert vil.from_checkpoint(tmp_path / "weights.safetensors").pretrained_cfg["label_names"] == list(CLASSES)
+    assert "label_names" not in vil.from_checkpoint(trained[0], num_classes=0).pretrained_cfg
+    older = changed(trained, tmp_path, label_names=None)
+    assert label_names(older) == []
+    assert "label_names" not in vil.from_checkpoint(older).pretrained_cfg
+
+
+def test_weights_of_others_need_the_name_of_their_model(tmp_path):
+    path = tmp_path / "vim.pth"
+    torch.save({"model": naive_model.published_vim(embed_dim=32, depth=2, grid=(3, 3), num_classes=7)}, path)
+    with pytest.raises(ConfigError, match=r"vim.pth does not say its model: give the name as well"):
+        vil.from_checkpoint(path)
+    model = vil.from_checkpoint(path, "vim_tiny", embed_dim=32, depth=2, img_size=48, num_classes=7)
+    assert resolve_model_data_config(model)["input_size"] == (3, 48, 48)
+    with pytest.raises(CheckpointError, match="the checkpoint has 7 classes but the model 1000"):
+        vil.from_checkpoint(path, "vim_tiny", embed_dim=32, depth=2, img_size=48)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        vil.from_checkpoint(tmp_path / "nowhere.pt")
+
+
+def test_without_classes_a_model_gives_what_its_head_would_read(trained, tmp_path):
+    """Also of the files of others, with their head or without."""
+    path, saved = trained
+    weights, arguments = saved["state_dict"], dict(img_size=16, **saved["config"]["model_kwargs"])
+    torch.save(weights, tmp_path / "plain.pth")
+    torch.save({name: t for name, t in weights.items() if "head" not in name}, tmp_path / "headless.pth")
+    models = [vil.from_checkpoint(path, num_classes=0)]
+    for name in ("plain", "headless"):
+        models.append(vil.from_checkpoint(tmp_path / f"{name}.pth", "vil_tiny", num_classes=0, **arguments))
+    whole, images = vil.from_checkpoint(path), torch.rand(2, 3, 16, 16)
+    for model in models:
+        assert not model.training
+        assert model.num_classes == model.pretrained_cfg["num_classes"] == 0
+        with torch.inference_mode():
+            torch.testing.assert_close(whole.head(model(images)), whole(images))
+
+
+def test_any_model_of_timm_is_loaded(tmp_path):
+    torch.manual_seed(0)
+    original = timm.create_model("resnet10t", num_classes=5).eval()
+    torch.save(original.state_dict(), tmp_path / "resnet.pth")
+    assert "test_input_size" in original.pretrained_cfg  # of weights on the hub, not of these
+    model = vil.from_checkpoint(tmp_path / "resnet.pth", "resnet10t", num_classes=5)
+    assert resolve_model_data_config(model, use_test_size=True) == resolve_model_data_config(original)
+    images = torch.rand(1, 3, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), original(images), rtol=0, atol=0)
+
+
+def test_the_name_of_a_file_may_be_a_path_or_text(trained):
+    assert isinstance(trained[0], Path)
+    assert isinstance(vil.from_checkpoint(str(trained[0])), vil.VisionLonghorn)

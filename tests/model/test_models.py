@@ -1,0 +1,735 @@
+"""The models: against an independent implementation, and what timm's users expect of a model."""
+
+import copy
+import functools
+import math
+
+import naive_model
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models import _registry, group_parameters
+from timm.models._features_fx import create_feature_extractor
+from timm.optim import create_optimizer_v2
+from vil.kernels.scan import naive
+
+import vil
+from vil import block as vil_block
+from vil import vision_longhorn
+from vil.block import Block, LonghornMixer, MambaMixer, middle_token
+from vil.vision_longhorn import insert_class_token, resample_pos_embed, split_class_token
+
+SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # a grid of 3 x 3
+KINDS = pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
+
+
+def small(name="vil_tiny", **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, **{**SMALL, **kwargs})
+
+
+def random_images(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def with_random_parameters(module):
+    """So that no bias is zero and no scale one."""
+    g = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in module.double().parameters():
+            p += 0.1 * torch.randn(p.shape, generator=g, dtype=torch.float64)
+    return module
+
+
+def gradients(output, module):
+    dy = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=output.dtype)
+    return torch.autograd.grad(output, list(module.parameters()), dy)
+
+
+def assert_same_output_and_gradients(module, actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    names = [name for name, _ in module.named_parameters()]
+    for name, a, e in zip(names, gradients(actual, module), gradients(expected, module)):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10, msg=name)
+
+
+# against the independent implementation
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("vil_tiny", 6_853_096),
+        ("vil_small", 25_206_760),
+        ("vil_base", 96_418_792),
+        ("vim_tiny", 7_148_008),
+        ("vim_small", 25_796_584),
+        ("vim_base", 97_598_440),
+    ],
+)
+def test_parameter_counts(name, parameters):
+    model = timm.create_model(name, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert all(p.is_meta for p in model.parameters())
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
+@pytest.mark.parametrize(("dim", "tokens"), [(20, 1), (16, 2), (33, 7), (24, 40)])
+def test_a_block_equals_the_independent_one(mixer, dim, tokens):
+    block = with_random_parameters(Block(dim, mixer))
+    x = random_images(2, tokens, dim, dtype=torch.float64)
+    expected = naive_model.block(x, dict(block.named_parameters()), naive_model.OURS)
+    assert_same_output_and_gradients(block, block(x), expected)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(), dict(img_size=(64, 48)), dict(img_size=(16, 80)), dict(stride=8), dict(global_pool="avg"),
+        dict(patch_size=(8, 16), stride=(8, 4), img_size=(24, 32), in_chans=1, depth=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_equals_the_independent_one(name, kwargs):
+    model = with_random_parameters(small(name, **kwargs))
+    x = random_images(2, model.in_chans, *model.patch_embed.img_size, dtype=torch.float64)
+    weights = dict(model.named_parameters())
+    stride, pool = kwargs.get("stride", 16), kwargs.get("global_pool", "token")
+    assert_same_output_and_gradients(model, model(x), naive_model.model(x, weights, stride=stride, pool=pool))
+
+
+def stochastic_depth(rates, images, seed, dtype=torch.float64):
+    """What multiplies each image's update in each block: 0 or 1 / (1 - rate), drawn as timm's layers do."""
+    torch.manual_seed(seed)
+    kept = [torch.empty(images, dtype=dtype).bernoulli_(1 - rate) if rate else None for rate in rates]
+    return [k if k is None else k / (1 - rate) for k, rate in zip(kept, rates)]
+
+
+@KINDS
+def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name):
+    model = with_random_parameters(small(name, depth=4, img_size=32, drop_path_rate=0.75)).train()
+    x, weights = random_images(6, 3, 32, 32, dtype=torch.float64), dict(model.named_parameters())
+    scales = stochastic_depth([0, 0.25, 0.5, 0.75], len(x), seed=5)
+    torch.manual_seed(5)
+    assert_same_output_and_gradients(model, model(x), naive_model.model(x, weights, scales=scales))
+    torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
+def test_the_second_direction_is_the_first_on_the_flipped_sequence(mixer):
+    forward = with_random_parameters(mixer(24, expand=3, state_size=5, conv_width=3))
+    swapped = copy.deepcopy(forward)
+    for direction, other in zip(swapped.directions, reversed(forward.directions)):
+        direction.load_state_dict(other.state_dict())
+    h = random_images(2, 9, 24, dtype=torch.float64)
+    torch.testing.assert_close(swapped(h.flip(1)), forward(h).flip(1), rtol=0, atol=1e-12)
+
+
+# tokens, sizes, pooling
+
+
+@pytest.mark.parametrize("size", [(48, 48), (48, 64), (16, 16), (80, 16), (32, 32)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_class_token_is_in_the_middle(size, dynamic):
+    model = small(img_size=48 if dynamic else size, dynamic_img_size=dynamic)
+    n = size[0] * size[1] // 256
+    x = model.embed(random_images(2, 3, *size))
+    assert x.shape == (2, n + 1, 32)
+    grid = (size[0] // 16, size[1] // 16)
+    positions = resample_pos_embed(model.pos_embed, grid, model.patch_embed.grid_size)
+    torch.testing.assert_close(x[:, n // 2], (model.cls_token[:, 0] + positions[:, n // 2]).expand(2, -1))
+    old = model.patch_embed.num_patches
+    assert torch.equal(positions[:, n // 2], model.pos_embed[:, old // 2])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 9, 16])
+def test_splitting_off_the_class_token_undoes_inserting_it(n):
+    patches, token = torch.randn(2, n, 3), torch.randn(2, 1, 3)
+    x = insert_class_token(patches, token)
+    assert torch.equal(x[:, n // 2 : n // 2 + 1], token)
+    assert all(torch.equal(a, b) for a, b in zip(split_class_token(x), (patches, token)))
+
+
+def test_pooling():
+    x = random_images(2, 3, 48, 48)
+    token = small().eval()
+    tokens = token.forward_features(x)
+    assert tokens.shape == (2, 10, 32)
+    torch.testing.assert_close(token(x), token.head(tokens[:, 4]))
+    torch.testing.assert_close(token.forward_head(tokens, pre_logits=True), tokens[:, 4])
+    patches = torch.cat([tokens[:, :4], tokens[:, 5:]], 1)
+    average = small(global_pool="avg").eval()
+    torch.testing.assert_close(average(x), average.head(patches.mean(1)))
+    token.reset_classifier(0, "")
+    torch.testing.assert_close(token(x), tokens)
+    assert small(global_pool="", num_classes=0)(x).shape == tokens.shape
+    for build in (small, lambda global_pool: small().reset_classifier(5, global_pool)):
+        with pytest.raises(ValueError, match="global_pool 'max' is none of 'token', 'avg' and ''"):
+            build(global_pool="max")
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Blocks run as on a GPU, by plain modules; a list of whether each, in turn, computed the middle token alone."""
+    middles = []
+
+    def fused_block(block, weights, x, normed, scale_B, class_token_only, norm_next):
+        middles.append(class_token_only)
+        branch = block.mixer(block.norm(x))
+        x = x + (branch if scale_B is None else scale_B[:, None, None] * branch)
+        return middle_token(x) if class_token_only else x, None
+
+    monkeypatch.setattr(vil_block, "fused_weights", lambda block, x: [])
+    monkeypatch.setattr(vil_block, "_fused_block", fused_block)
+    return middles
+
+
+@pytest.mark.parametrize("size", [(48, 48), (48, 64), (16, 16)])
+def test_the_last_block_computes_the_class_token_alone(size, fused):
+    model = with_random_parameters(small(depth=3, img_size=size, drop_path_rate=0.5))
+    x = random_images(4, 3, *size, dtype=torch.float64)
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        expected = model.forward_head(model.forward_features(x))
+        fused.clear()
+        model.set_grad_checkpointing(checkpointing)
+        torch.manual_seed(1)
+        actual = model(x)
+        assert fused == [False, False, True]
+        assert_same_output_and_gradients(model, actual, expected)
+
+
+def test_the_last_block_computes_all_tokens_for_whoever_looks_at_them(fused):
+    model = small(depth=2).eval()
+    x = random_images(2, 3, 48, 48)
+    expected = model(x)
+    assert fused == [False, True]
+    fused.clear()
+    shapes = []
+    for watched in (model.blocks, model.blocks[-1]):
+        handle = watched.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+        torch.testing.assert_close(model(x), expected)
+        handle.remove()
+    assert shapes == [(2, 10, 32)] * 2
+    model.forward_features(x)
+    model.forward_intermediates(x)
+    small(global_pool="avg", depth=2)(x)
+    model.blocks[-1] = torch.nn.Sequential(model.blocks[-1])
+    torch.testing.assert_close(model(x), expected)
+    assert fused == [False] * 12
+    model.blocks = model.blocks[:0]
+    assert model(x).shape == expected.shape
+
+
+def test_features_by_tracing_are_of_all_tokens():
+    model = small(depth=2).eval()
+    traced = create_feature_extractor(model, {"blocks.1": "last"})
+    x = random_images(2, 3, 48, 48)
+    torch.testing.assert_close(model.norm(traced(x)["last"]), model.forward_features(x))
+
+
+def test_dropout_before_the_head_is_for_training():
+    model = small(drop_rate=0.25)
+    tokens = torch.rand(400, 10, 32) + 1
+    pooled = model.train().forward_head(tokens, pre_logits=True)
+    dropped = pooled == 0
+    assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.02)
+    torch.testing.assert_close(pooled[~dropped], tokens[:, 4][~dropped] / 0.75)
+    assert torch.equal(model.eval().forward_head(tokens, pre_logits=True), tokens[:, 4])
+
+
+def test_reset_classifier():
+    model = small(global_pool="avg").eval()
+    x = random_images(2, 3, 48, 48)
+    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+    model.reset_classifier(5)
+    assert model.global_pool == "avg"
+    assert model.num_classes == model.get_classifier().out_features == model(x).shape[1] == 5
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(x), pooled)
+    model.to(torch.bfloat16).reset_classifier(3, "token")
+    assert model.global_pool == "token"
+    assert model.head.weight.dtype == torch.bfloat16
+    assert not model.head.training
+    model.train().reset_classifier(3)
+    assert model.head.training
+
+
+@pytest.mark.parametrize("size", [(48, 48), (50, 33), (7, 100), (96, 16), (128, 80)])
+@pytest.mark.parametrize("stride", [(16, 16), (8, 8), (8, 16)])
+def test_dynamic_img_size_equals_a_model_built_for_the_padded_image(size, stride):
+    model = with_random_parameters(small(dynamic_img_size=True, stride=stride)).float().eval()
+    x = random_images(2, 3, *size)
+    padded = [max(16, 16 + math.ceil((n - 16) / step) * step) for n, step in zip(size, stride)]
+    fixed = small(stride=stride).eval()
+    fixed.load_state_dict(model.state_dict())
+    fixed.set_input_size(padded)
+    expected = fixed(F.pad(x, (0, padded[1] - size[1], 0, padded[0] - size[0])))
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_stride_8_is_the_fine_grained_setting_of_vim():
+    model = timm.create_model("vim_tiny", stride=8, depth=1)
+    assert model.patch_embed.grid_size == (27, 27)
+    assert model.pos_embed.shape == (1, 730, 192)
+    assert model.feature_info[0]["reduction"] == 8
+    assert small(stride=(8, 16)).feature_info[1]["reduction"] == 16
+    maps = small(stride=8).forward_intermediates(random_images(1, 3, 48, 48), intermediates_only=True)
+    assert maps[0].shape == (1, 32, 5, 5)
+
+
+def test_set_input_size_to_the_same_changes_nothing():
+    model = small()
+    before, state = list(model.parameters()), copy.deepcopy(model.state_dict())
+    model.set_input_size()
+    model.set_input_size(img_size=48, patch_size=16)
+    assert all(p is q for p, q in zip(model.parameters(), before))
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change", [dict(img_size=80), dict(img_size=(32, 64)), dict(patch_size=8), dict(img_size=36, patch_size=(12, 6))]
+)
+def test_set_input_size_equals_loading_into_a_model_created_at_that_size(change):
+    model = small().eval()
+    created = small(**change).eval()
+    created.load_state_dict(model.state_dict())
+    model.set_input_size(**change)
+    x = random_images(2, 3, *created.patch_embed.img_size)
+    torch.testing.assert_close(model(x), created(x))
+    assert [i["reduction"] for i in model.feature_info] == [i["reduction"] for i in created.feature_info]
+
+
+@pytest.mark.skipif(not hasattr(timm.data, "resolve_input_data_config"), reason="timm 1.0.29 does not ask the model")
+def test_the_data_config_follows_the_size_of_the_model():
+    model = small(img_size=(48, 80))
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 48, 80)
+    model.set_input_size(64)
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 64, 64)
+    with pytest.raises(ValueError, match="the model requires"):
+        timm.data.resolve_input_data_config(model, dict(img_size=80))
+    assert timm.data.resolve_input_data_config(small(dynamic_img_size=True), dict(img_size=80))["input_size"][1] == 80
+
+
+def resampled(pos_embed, old, new):
+    """The positions of a grid of patches as those of another by antialiased bicubic interpolation."""
+    patches, class_row = naive_model.patches_and_class_token(pos_embed)
+    image = patches.unflatten(1, old).permute(0, 3, 1, 2)
+    patches = F.interpolate(image, new, mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
+    middle = patches.shape[1] // 2
+    return torch.cat([patches[:, :middle], class_row[:, None], patches[:, middle:]], dim=1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_positions_go_from_one_oblong_grid_to_another(dynamic):
+    model = with_random_parameters(small(img_size=(32, 80), dynamic_img_size=dynamic)).float().eval()
+    weights = {name: t.detach().clone() for name, t in model.named_parameters()}
+    weights["pos_embed"] = resampled(weights["pos_embed"], (2, 5), (4, 3))
+    x = random_images(2, 3, 64, 48)
+    if not dynamic:
+        model.set_input_size((64, 48))
+        torch.testing.assert_close(model.pos_embed.detach(), weights["pos_embed"])
+    torch.testing.assert_close(model(x), naive_model.model(x, weights), rtol=1e-4, atol=1e-5)
+
+
+def test_a_refused_size_leaves_the_model_as_it_was():
+    model = small().eval()
+    x = random_images(1, 3, 48, 48)
+    expected = model(x)
+    with pytest.raises(ValueError, match="not covered"):
+        model.set_input_size(img_size=50, patch_size=8)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_resized_parameters_are_trained_if_they_were(trained):
+    model = small().requires_grad_(trained)
+    model.set_input_size(img_size=64, patch_size=8)
+    assert {p.requires_grad for p in model.parameters()} == {trained}
+
+
+def test_sizes_that_do_not_fit_are_errors_that_say_what_would():
+    with pytest.raises(
+        ValueError, match=r"img_size \(50, 48\) is not covered by patches of \(16, 16\).*use \(48, 48\)"
+    ):
+        small(img_size=(50, 48))
+    with pytest.raises(
+        ValueError, match=r"img_size \(8, 8\) is not covered .* use \(16, 16\), or dynamic_img_size=True"
+    ):
+        small(img_size=8)
+    with pytest.raises(
+        ValueError, match=r"image is \(64, 48\) but the model was built for \(48, 48\).*img_size=\(64, 48\)"
+    ):
+        small()(random_images(1, 3, 64, 48))
+
+
+# features
+
+
+@KINDS
+@pytest.mark.parametrize("stride", [16, 8])
+@pytest.mark.parametrize("norm", [False, True])
+def test_intermediates_are_maps_of_the_independent_models_tokens(name, stride, norm):
+    model = with_random_parameters(small(name, depth=3, img_size=(48, 80), stride=stride)).eval()
+    x, weights = random_images(2, 3, 48, 80, dtype=torch.float64), dict(model.named_parameters())
+    stream = naive_model.residual_stream(x, weights, stride=stride)
+    normed = [naive_model.rms_norm(tokens, weights["norm.weight"]) for tokens in stream]
+    final, maps = model.forward_intermediates(x, norm=norm)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
+    close(final, normed[-1])
+    close(model.forward_features(x), normed[-1])
+    assert len(maps) == 3
+    h, w = (3, 5) if stride == 16 else (5, 9)
+    for tokens, found in zip((normed if norm else stream)[1:], maps):
+        patches, _ = naive_model.patches_and_class_token(tokens)
+        assert found.is_contiguous()
+        close(found, patches.transpose(1, 2).reshape(2, 32, h, w))
+
+
+def test_options_of_forward_intermediates():
+    model = with_random_parameters(small(depth=4)).float().eval()
+    x = random_images(2, 3, 48, 48)
+    stream = naive_model.residual_stream(x, dict(model.named_parameters()))
+    patches, class_tokens = zip(*map(naive_model.patches_and_class_token, stream[1:]))
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+
+    def intermediates(**options):
+        return model.forward_intermediates(x, output_fmt="NLC", **options)
+
+    close(intermediates(intermediates_only=True), list(patches))
+    close(intermediates(indices=2, intermediates_only=True), list(patches[2:]))
+    close(intermediates(indices=[0, -1], intermediates_only=True), [patches[0], patches[3]])
+    final, (stopped,) = intermediates(indices=[1], stop_early=True)
+    close(stopped, patches[1])
+    close(final, model.norm(stream[2]))
+    close(intermediates(indices=[1])[0], model.norm(stream[4]))
+    ((chosen, token),) = intermediates(indices=[1], return_prefix_tokens=True, intermediates_only=True)
+    close((chosen, token), (patches[1], class_tokens[1][:, None]))
+    ((_, token),) = intermediates(indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True)
+    close(model.head(token[:, 0]), model(x))
+    result = intermediates(output_dict=True)
+    assert set(result) == {"image_intermediates", "image_features"}
+    close(result["image_intermediates"], list(patches))
+    close(result["image_features"], model.norm(stream[4]))
+    result = intermediates(output_dict=True, return_prefix_tokens=True, intermediates_only=True)
+    assert set(result) == {"image_intermediates", "image_intermediates_prefix"}
+    close(result["image_intermediates_prefix"], [token[:, None] for token in class_tokens])
+    with pytest.raises(ValueError, match="output_fmt 'NHWC' is neither 'NCHW' nor 'NLC'"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+def test_features_only_of_any_size():
+    backbone = small(features_only=True, dynamic_img_size=True, depth=4, out_indices=(1, 3)).eval()
+    assert backbone.feature_info.channels() == [32, 32]
+    assert backbone.feature_info.reduction() == [16, 16]
+    full = small(dynamic_img_size=True, depth=4).eval()
+    for size, grid in [((48, 48), (3, 3)), ((64, 100), (4, 7)), ((33, 16), (3, 1))]:
+        x = random_images(1, 3, *size)
+        maps = backbone(x)
+        assert [tuple(m.shape) for m in maps] == [(1, 32, *grid)] * 2
+        torch.testing.assert_close(maps, full.forward_intermediates(x, indices=[1, 3], intermediates_only=True))
+    assert small(features_only=True, depth=5).feature_info.module_name() == ["blocks.2", "blocks.3", "blocks.4"]
+
+
+def test_pruning_drops_what_the_intermediates_do_not_need():
+    x = random_images(1, 3, 48, 48)
+    model = small(depth=4).eval()
+    weights = {name: t.detach().clone() for name, t in model.named_parameters()}
+    expected = model.forward_intermediates(x, indices=[1], intermediates_only=True)
+    tokens = naive_model.residual_stream(x, weights)[2]
+    model.norm.weight.data += 1
+    assert model.prune_intermediate_layers([1], prune_norm=True) == [1]
+    assert len(model.blocks) == 2
+    assert model.num_classes == 0
+    torch.testing.assert_close(model.forward_intermediates(x, indices=[1], intermediates_only=True), expected)
+    torch.testing.assert_close(model(x), tokens)  # all of them, and neither normed nor classified
+
+    model = small(depth=4).eval()
+    model.load_state_dict(weights)
+    assert model.prune_intermediate_layers([0, 2], prune_head=False) == [0, 2]
+    kept = {name: t for name, t in weights.items() if not name.startswith("blocks.3.")}
+    torch.testing.assert_close(model(x), naive_model.model(x, kept))
+    assert model.prune_intermediate_layers() == [2]  # the last block's
+    assert len(model.blocks) == 3
+
+
+# training
+
+
+def test_layer_decay_groups():
+    ids = group_parameters(small(depth=3), small(depth=3).group_matcher(), reverse=True)
+    assert {name for name, i in ids.items() if i == 0} == {
+        "cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"
+    }  # fmt: skip
+    for i in range(3):
+        assert {ids[name] for name in ids if name.startswith(f"blocks.{i}.")} == {i + 1}
+    assert ids["norm.weight"] == 3  # with the last block, as in timm's vision transformers
+    assert ids["head.weight"] == ids["head.bias"] == 4
+
+
+@KINDS
+def test_weight_decay_spares_vectors_class_token_and_positions(name):
+    model = small(name)
+    spared, decayed = create_optimizer_v2(model, "adamw", weight_decay=0.1).param_groups
+    assert (spared["weight_decay"], decayed["weight_decay"]) == (0, 0.1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    ends = {".".join(names[id(p)].split(".")[-2:]) for p in decayed["params"]}
+    matrices = {"in_proj.weight", "x_proj.weight", "step_proj.weight", "out_proj.weight", "conv1d.weight"}
+    rates = {f"{g}.A_log" for g in (0, 1)} if name == "vim_tiny" else set()
+    assert ends == matrices | rates | {"proj.weight", "head.weight"}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_gradient_checkpointing_runs_every_block_again_for_its_gradient(fuse, request):
+    if fuse:
+        request.getfixturevalue("fused")
+    model = small(depth=3)
+    x, runs = random_images(2, 3, 48, 48), []
+    for i, block in enumerate(model.blocks):
+        block.mixer.register_forward_pre_hook(lambda module, args, i=i: runs.append(i))
+    for forward in (model, lambda x: model.forward_intermediates(x)[0]):
+        for enable, again in ((True, [2, 1, 0]), (False, [])):
+            model.set_grad_checkpointing(enable)
+            forward(x).sum().backward()
+            assert runs == [0, 1, 2] + again
+            runs.clear()
+
+
+@KINDS
+def test_gradient_checkpointing_changes_no_gradient(name):
+    model = small(name, drop_path_rate=0.5, depth=4).train()
+    x = random_images(4, 3, 48, 48)
+    results = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        for forward in (model, lambda x: model.forward_intermediates(x)[0]):
+            torch.manual_seed(0)
+            results.append(torch.autograd.grad(forward(x).square().mean(), list(model.blocks.parameters())))
+    for plain, checkpointed in ((0, 2), (1, 3)):
+        torch.testing.assert_close(results[checkpointed], results[plain])
+
+
+@KINDS
+def test_every_parameter_gets_a_gradient_and_images_do_not_mix(name):
+    model = small(name)
+    x = random_images(3, 3, 48, 48)
+    output = model(x)
+    torch.testing.assert_close(output[1:2], model(x[1:2]))
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in gradients(output, model))
+
+
+# precision
+
+
+@KINDS
+def test_autocast_is_close_to_fp32_and_keeps_the_residual_stream_in_fp32(name):
+    model = small(name, depth=6)
+    x = random_images(4, 3, 48, 48)
+    expected = model(x)
+    dtypes = set()
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: dtypes.add((args[0].dtype, output.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = model(x)
+    assert dtypes == {(torch.float32, torch.float32)}
+    assert (actual - expected).norm() / expected.norm() < 0.02
+    for found, truth in zip(gradients(actual.float(), model), gradients(expected, model)):
+        assert (found - truth).norm() / truth.norm() < 0.1
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_of_another_dtype(name, dtype):
+    reference = small(name)
+    x = random_images(2, 3, 48, 48)
+    expected = reference(x)
+    model = small(name, dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    model.load_state_dict(reference.state_dict())
+    residual = []
+    model.blocks[0].register_forward_hook(lambda module, args, output: residual.append(output.dtype))
+    logits, (tokens, maps) = model(x.to(dtype)), model.forward_intermediates(x.to(dtype))
+    assert {logits.dtype, tokens.dtype, maps[0].dtype} == {dtype}
+    assert set(residual) == {torch.promote_types(dtype, torch.float32)}
+    tolerance = 0.02 if dtype == torch.bfloat16 else 3e-3 if dtype == torch.float16 else 1e-5
+    assert (logits - expected).norm() / expected.norm() < tolerance
+
+
+def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
+    """Patches are rounded as products are; positions, bias, norm and rates of states are exact until used."""
+    model = with_random_parameters(small("vim_tiny", depth=1)).bfloat16()
+    exact = {name: t.detach().double() for name, t in model.named_parameters()}
+    close = functools.partial(torch.testing.assert_close, check_dtype=False, atol=1e-6)
+    x = random_images(2, 3, 48, 48, dtype=torch.bfloat16)
+    tokens = model.embed(x)
+    patches = model.patch_embed(x, add_bias=False).double().flatten(1, 2)
+    patches, class_token = patches + exact["patch_embed.proj.bias"], exact["cls_token"].expand(2, -1, -1)
+    assert tokens.dtype == torch.float32
+    close(tokens, torch.cat([patches[:, :4], class_token, patches[:, 4:]], 1) + exact["pos_embed"], rtol=1e-6)
+
+    tokens = 100 * random_images(2, 5, 32)
+    close(model.norm(tokens), naive_model.rms_norm(tokens.double(), exact["norm.weight"]), rtol=1.01 * 2**-8)
+
+    mixer = model.blocks[0].mixer
+    v, logits = random_images(2, 2, 2, 30, 64).unbind(0)
+    b, c = random_images(2, 2, 2, 30, 16).unbind(0)
+    for g, (y, w) in enumerate(zip(mixer.scan(v, logits, b, c), mixer.directions)):
+        weights = (-w.A_log.double().exp(), b[g].double(), c[g].double(), w.skip.double(), w.step_proj.bias.double())
+        close(y, naive.selective(v[g].double(), logits[g].double(), *weights, reverse=bool(g)), rtol=1e-5, atol=1e-5)
+
+
+# initialisation
+
+
+def assert_initialised(model, name):
+    """Each rule of the initialisation, on a model wide enough for its statistics."""
+    width, depth = model.embed_dim, len(model.blocks)
+
+    def about(t, std, mean=0.0):
+        t = t.detach().double()
+        assert t.std().item() == pytest.approx(std, rel=4 / t.numel() ** 0.5)
+        assert t.mean().item() == pytest.approx(mean, abs=5 * std / t.numel() ** 0.5)
+
+    def uniform(t, bound):
+        about(t, bound / 3**0.5)
+        assert 0.95 * bound < t.abs().max() <= bound * (1 + 1e-6)
+
+    about(model.pos_embed, 0.02)
+    about(model.cls_token, 0.02)
+    about(model.head.weight, 0.02)
+    lecun = (3 * 16 * 16) ** -0.5  # normal of variance 1 / fan-in, cut at two standard deviations of what is cut
+    about(model.patch_embed.proj.weight, lecun)
+    assert 2.2 * lecun < model.patch_embed.proj.weight.abs().max() < 2.28 * lecun
+    assert model.pos_embed.abs().max() > 3 * 0.02
+    assert not model.patch_embed.proj.bias.any()
+    assert not model.head.bias.any()
+    assert (model.norm.weight == 1).all()
+    for block in model.blocks:
+        assert (block.norm.weight == 1).all()
+        uniform(block.mixer.in_proj.weight, width**-0.5)  # PyTorch's default
+        uniform(block.mixer.out_proj.weight, (2 * width) ** -0.5 / depth**0.5)
+        for direction in block.mixer.directions:
+            uniform(direction.x_proj.weight, (2 * width) ** -0.5)
+            uniform(direction.conv1d.weight, 4**-0.5)
+            uniform(direction.conv1d.bias, 4**-0.5)
+            uniform(direction.step_proj.weight, (width / 16) ** -0.5)
+            assert (direction.skip == 1).all()
+            if name == "vil_tiny":
+                assert not direction.step_proj.bias.any()
+            else:
+                dt = F.softplus(direction.step_proj.bias.detach().double())
+                assert 1e-3 * 0.999 < dt.min() < 1.2e-3
+                assert 0.8e-1 < dt.max() < 1e-1 * 1.001
+                about(dt.log(), math.log(100) / 12**0.5, mean=math.log(1e-2))  # log-uniform
+                expected = torch.arange(1.0, 17.0).expand(2 * width, -1)
+                torch.testing.assert_close(direction.A_log.detach().exp(), expected)
+
+
+@KINDS
+def test_initialisation(name):
+    torch.manual_seed(0)
+    assert_initialised(timm.create_model(name, depth=4), name)
+
+
+@KINDS
+def test_init_weights_after_the_meta_device(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, depth=4, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+    model.init_weights()
+    assert_initialised(model, name)
+
+
+# tools
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [("vil_tiny", False), ("vim_tiny", True)])
+def test_compiles_without_graph_breaks(name, dynamic):
+    model = small(name, dynamic_img_size=dynamic, depth=1)
+    x = random_images(2, 3, 40 if dynamic else 48, 48)
+    expected = model(x)
+    actual = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
+
+
+@KINDS
+def test_exports(name):
+    model = small(name).eval()
+    x = random_images(2, 3, 48, 48)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@KINDS
+@pytest.mark.parametrize("kwargs", [dict(), dict(dynamic_img_size=True), dict(global_pool="avg")], ids=str)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_scripts(name, kwargs):
+    model = small(name, **kwargs)
+    x = random_images(2, 3, 40 if kwargs.get("dynamic_img_size") else 48, 48)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
+@KINDS
+def test_copies_and_state_dicts(name):
+    model = with_random_parameters(small(name))
+    x = random_images(2, 3, 48, 48, dtype=torch.float64)
+    other = small(name).double()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert torch.equal(other(x), model(x))
+
+
+def test_registered_with_timm():
+    sizes = ("base", "small", "tiny")
+    names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in sizes]
+    assert timm.list_models(module="vision_longhorn") == names
+    model = small("vil_small")
+    assert isinstance(model, vil.VisionLonghorn)
+    assert model.num_features == model.head_hidden_size == model.embed_dim == 32
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_base"])
+def test_the_pretrained_config_is_that_of_vims_evaluation(name):
+    model = timm.create_model(name, depth=1, device="meta")
+    data = timm.data.resolve_model_data_config(model)
+    assert data["input_size"] == (3, 224, 224)
+    assert (data["interpolation"], data["crop_pct"], data["crop_mode"]) == ("bicubic", 0.875, "center")
+    assert data["mean"] == (0.485, 0.456, 0.406)
+    assert data["std"] == (0.229, 0.224, 0.225)
+    config = model.pretrained_cfg
+    assert (config["num_classes"], config["fixed_input_size"], config["license"]) == (1000, True, "apache-2.0")
+    assert not config.get("url")
+    parameters = {name for name, _ in model.named_parameters()}
+    assert {config["first_conv"] + ".weight", config["classifier"] + ".weight"} <= parameters
+
+
+def test_no_token_stands_before_the_patches():
+    """What code for timm's models does with `num_prefix_tokens` never cuts off a patch."""
+    model = small().eval()
+    assert model.num_prefix_tokens == 0
+    tokens = model.forward_features(random_images(1, 3, 48, 48))
+    patches, class_token = split_class_token(tokens)
+    assert tokens[:, model.num_prefix_tokens :].shape[1] == 3 * 3 + 1  # too many for a map, in place of a shifted one
+    maps, (prefix,) = zip(*model.forward_intermediates(
+        random_images(1, 3, 48, 48), indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True
+    ))  # fmt: skip
+    torch.testing.assert_close(maps[0].flatten(2).mT, patches)
+    torch.testing.assert_close(prefix, class_token)
+
+
+def test_a_model_of_another_package_is_not_hidden(monkeypatch):
+    def vil_tiny():
+        pass
+
+    vil_tiny.__module__ = "vision_lstm.models"
+    monkeypatch.setitem(_registry._model_entrypoints, "vil_tiny", vil_tiny)
+    with pytest.raises(RuntimeError, match="timm has a model vil_tiny of vision_lstm.models, which that of vil"):
+        vision_longhorn.register(vision_longhorn.vil_tiny)
+    assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
+    monkeypatch.undo()
+    assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny

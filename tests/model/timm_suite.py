@@ -1,0 +1,74 @@
+"""timm's own tests of its models, run on ours: `python tests/model/timm_suite.py [--all] [options of pytest]`.
+
+Takes the tests from the source package of the installed timm: all that timm runs on its own vision transformers.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import timm
+
+import vil  # noqa: F401  registers the models
+
+# What timm's test file has to know about our models: the names that are no convolutional networks, and the module whose
+# models have forward_intermediates().
+FILTERS = """
+NON_STD_FILTERS += ["vil_*", "vim_*"]
+FEAT_INTER_FILTERS += ["vision_longhorn"]
+"""
+ANCHOR = "NUM_NON_STD = len(NON_STD_FILTERS)\n"
+
+
+class Select:
+    """Keeps the tests of these models."""
+
+    def __init__(self, models: list[str]):
+        self.models = models
+
+    def pytest_collection_modifyitems(self, config, items):
+        selected = [i for i in items if hasattr(i, "callspec") and i.callspec.params.get("model_name") in self.models]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+        items[:] = selected
+
+
+def fetch_tests(folder: Path) -> Path:
+    """Downloads the source package of the installed timm and returns its test file, made aware of our models."""
+    release = f"timm-{version('timm')}"
+    command = ["download", "--quiet", "--no-deps", "--no-binary", "timm", "--dest", folder, release.replace("-", "==")]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True)
+    with tarfile.open(folder / f"{release}.tar.gz") as package:
+        for name in ("pyproject.toml", "tests/model/test_models.py"):
+            file = folder / release / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(package.extractfile(f"{release}/{name}").read())
+    tests = folder / release / "tests" / "test_models.py"
+    source = tests.read_text()
+    if source.count(ANCHOR) != 1:
+        raise SystemExit(f"timm's tests have changed: {ANCHOR.strip()!r} is not in test_models.py of {release}")
+    tests.write_text(source.replace(ANCHOR, FILTERS + ANCHOR))
+    return tests
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every model, not only the tiny ones")
+    args, pytest_args = parser.parse_known_args()
+    models = timm.list_models("*" if args.all else "*_tiny", module="vision_longhorn")
+    os.environ["TORCH_BACKEND"] = "vil"
+    with tempfile.TemporaryDirectory() as folder:
+        tests = fetch_tests(Path(folder))
+        config = tests.parents[1] / "pyproject.toml"
+        options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", str(config), "--rootdir", str(config.parent)]
+        # pytest's own exit code, which is not 0 if no test was selected
+        return pytest.main([*options, *pytest_args, str(tests)], plugins=[Select(models)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Files that runs write, and the folder that a run holds: beside other users, other runs, and after crashes."""
+
+import multiprocessing
+import os
+import stat
+import threading
+
+import pytest
+from faults import Run
+
+from vil import checkpoint, files
+from vil.files import FolderInUseError, FolderLock, write_atomically
+
+
+def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path):
+    path = tmp_path / "summary.csv"
+    write_atomically(path, "one")
+    write_atomically(path, b"two")
+    assert path.read_bytes() == b"two"
+
+    def fail(file):
+        file.write(b"half of ")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"two"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.csv"]
+
+
+def test_readers_see_one_of_the_contents_while_two_write(tmp_path):
+    path, contents = tmp_path / "file", {b"a" * 200_000, b"b" * 200_000}
+    write_atomically(path, min(contents))
+    writers = [
+        threading.Thread(target=lambda content=content: [write_atomically(path, content) for _ in range(30)])
+        for content in contents
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert path.read_bytes() in contents
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_links_that_somebody_left_lead_nowhere(tmp_path):
+    """In a folder that others may write to, as /tmp: what is behind a link keeps its content."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    for name in ("last.pt", "last.pt.tmp", ".last.pt.tmp"):
+        (folder / name).symlink_to(precious)
+    names = set()
+    for content in ("one", "two"):
+
+        def write(file, content=content):
+            names.add(file.name)
+            file.write(content.encode())
+
+        write_atomically(folder / "last.pt", write)
+    assert precious.read_text() == "precious"
+    assert not (folder / "last.pt").is_symlink()
+    assert (folder / "last.pt").read_text() == "two"
+    assert len(names) == 2  # and nobody can know them
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
+    old = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "file", "content")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    with FolderLock(tmp_path / "run"):
+        message = rf"run is in use: process {os.getpid()} on \S+ has trained here since 20\d\d-.*--experiment NAME"
+        with pytest.raises(FolderInUseError, match=message):
+            FolderLock(tmp_path / "run")
+        with FolderLock(tmp_path / "other"):
+            pass
+    with FolderLock(tmp_path / "run"):  # that is over
+        pass
+
+
+def hold_and_crash(folder, ready):
+    lock = FolderLock(folder)
+    (folder / ".last.pt.0123.tmp").write_text("half of a checkpoint")
+    ready.set()
+    threading.Event().wait()
+    del lock
+
+
+def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_path):
+    context = multiprocessing.get_context("fork")
+    holder = context.Process(target=hold_and_crash, args=(tmp_path, ready := context.Event()))
+    holder.start()
+    assert ready.wait(60)
+    holder.kill()
+    holder.join()
+    assert list(tmp_path.glob(".*.tmp"))
+    with FolderLock(tmp_path):
+        assert not list(tmp_path.glob(".*.tmp"))
+        assert f"process {os.getpid()} " in (tmp_path / ".holder").read_text()
+
+
+@pytest.mark.parametrize("time", range(int(os.environ.get("TWO_RUNS", 2))))
+def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(image_folder, tmp_path, time):
+    options = dict(data_dir=str(image_folder), resume="auto", global_batch_size=8, epochs=4, checkpoint_interval="1")
+    runs = [Run(tmp_path, 1, hasten, **options) for _ in range(2)]
+    codes = [run.wait()[0] for run in runs]
+    assert sorted(codes) == [0, 1]
+    log = runs[0].log.read_text()
+    assert log.count("is in use: process") == 1
+    assert "Traceback" not in log
+    for name in ("last.pt", "previous.pt", "best.pt"):
+        checkpoint.read_checkpoint(runs[0].folder / name)
+    assert len(checkpoint.read_checkpoint(runs[0].folder / "last.pt")["history"]) == 4
+
+
+def hasten():
+    files.PATIENCE = 1

@@ -1,0 +1,511 @@
+"""Checkpoints and configs from strangers: what they ask for is refused in a line that names the place, or harmless.
+
+FUZZ=500 python -m pytest tests/robustness/test_hostile_checkpoints.py    tries as many of the generated ones.
+"""
+
+import copy
+import io
+import json
+import math
+import os
+import pathlib
+import pickle
+import random
+import re
+import sys
+import zipfile
+
+import pytest
+import timm
+import torch
+import yaml
+from processes import ROOT, SMALL
+
+import validate
+import vil
+from train_imagenet import FORESEEN, Trainer
+from vil import checkpoint
+from vil.checkpoint import CheckpointError
+from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+
+COUNT = int(os.environ.get("FUZZ", 60))
+KWARGS = SMALL["model_kwargs"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The weights of a model that a run of SMALL trains."""
+    torch.manual_seed(0)
+    return timm.create_model("vil_tiny", num_classes=4, img_size=16, **KWARGS).state_dict()
+
+
+@pytest.fixture
+def write(tmp_path, small, image_folder):
+    """Writes a checkpoint of a run whose options or parts are changed."""
+
+    def write(options=(), **parts):
+        config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4, data_dir=str(image_folder))
+        state = dict(history=[], progress={}, scheduler={}, optimizer={}, state_dict=small)
+        checkpoint.save_checkpoint({"config": config | dict(options), **state} | parts, tmp_path / "given.pt")
+        return tmp_path / "given.pt"
+
+    return write
+
+
+@pytest.fixture
+def error_of_validation(monkeypatch):
+    """The error of validate.py, a line."""
+
+    def validated(*words):
+        monkeypatch.setattr(sys, "argv", ["validate.py", "--device", "cpu", "--workers", "0", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            validate.main()
+        assert re.fullmatch("error: [^\n]*", str(stopped.value))
+        return str(stopped.value)
+
+    return validated
+
+
+# what a checkpoint asks for
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
+        (dict(dataset="wds/x", data_dir="pipe:touch MARKER"), "the dataset 'wds/x': to have it read, give --data-dir"),
+        (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
+        (dict(dataset="wds/x"), "is of the dataset 'wds/x': to have it read, give --data-dir"),
+        (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
+        (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
+        (dict(data_dir="s3://bucket/x"), "has data_dir 's3://bucket/x', which is no path of a folder"),
+        (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
+        (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
+        (dict(model="hf-hub:someone/model"), "is of a model 'hf-hub:someone/model', which is none"),
+        (dict(model="vil_huge"), "is of a model 'vil_huge', which is none"),
+        (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
+        (dict(model_kwargs=dict(pretrained_cfg_overlay={"url": "x"})), "has an argument 'pretrained_cfg_overlay'"),
+        (dict(model_kwargs=dict(embed_dim=10**6)), "has embed_dim 1000000, and may have at most 8192"),
+        (dict(model_kwargs=dict(depth=10**9)), "has depth 1000000000, and may have at most 512"),
+        (dict(model_kwargs=dict(embed_dim=-1)), "has embed_dim -1"),
+        (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
+        (dict(model_kwargs=dict(embed_dim="32")), "has embed_dim '32'"),
+        (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
+        (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
+        (dict(num_classes=10**9), "has num_classes 1000000000, and may have at most 1000000"),
+        (dict(num_classes=-4), "option 'num_classes' in the checkpoint .*given.pt must be at least 1, not -4"),
+        (dict(img_size=10**6), "has img_size 1000000, and may have at most 8192"),
+        (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
+        (dict(interpolation="7"), "has interpolation '7', which is unknown"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_decides_no_programs_addresses_and_sizes(write, error_of_validation, tmp_path, options, message):
+    marker = tmp_path / "marker"
+    options = {k: v.replace("MARKER", str(marker)) if isinstance(v, str) else v for k, v in options.items()}
+    assert re.search(message, error_of_validation("--checkpoint", write(options)))
+    assert not marker.exists()
+
+
+def test_a_checkpoint_that_is_compared_with_decides_as_little(write, small, tmp_path, error_of_validation):
+    torch.save({"state_dict": small}, tmp_path / "first.pt")
+    words = ["--checkpoint", tmp_path / "first.pt", "--model", "vil_tiny", "--model-kwargs"]
+    words += [f"{name}={value}" for name, value in KWARGS.items()]
+    message = error_of_validation(*words, "--against", write(dict(model="hf-hub:someone/model")))
+    assert "is of a model 'hf-hub:someone/model'" in message
+
+
+def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(write, tmp_path):
+    asked = dict(
+        output="/etc", experiment="cron.d", device="meta", resume="x", pretrained_path="/x", log_wandb=True, lr=0.5
+    )
+    path = write(asked)
+    config = load_config("", ["--resume", str(path)], checkpoint.saved_config)
+    assert (config.output, config.experiment) == (str(tmp_path.parent), tmp_path.name)  # where the file is
+    assert (config.device, config.pretrained_path, config.log_wandb, config.lr) == (None, None, False, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words", "data_dir"),
+    [
+        ("wds/x", ["--data-dir", "shards"], "shards"),
+        ("wds/x", ["--dataset", "wds/x"], None),
+        ("hfds/x", ["--dataset", "hfds/x"], None),
+    ],
+)
+def test_data_that_the_command_line_confirms_are_read(write, dataset, words, data_dir):
+    path = write(dict(dataset=dataset, data_dir=None))
+    config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
+    assert (config.dataset, config.data_dir) == (dataset, data_dir)
+    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
+        load_config("", ["--resume", str(path), "--lr", "1"], checkpoint.saved_config)
+
+
+@pytest.mark.parametrize("place", ["/root/.ssh", "https://host/shards", "pipe:touch x"])
+@pytest.mark.parametrize("dataset", ["wds/x", "WDS/x", "hfds/x", "tfds/x"])
+def test_where_a_dataset_lies_and_is_written_to_is_never_a_checkpoints_choice(write, dataset, place):
+    path = write(dict(dataset=dataset, data_dir=place))
+    assert "data_dir" not in checkpoint.saved_config(path)
+    assert load_config("", ["--resume", str(path), "--dataset", dataset], checkpoint.saved_config).data_dir is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "splits"),
+    [
+        ("", "../x x/../y .. . ... /x x//y x/ x:y x|5 x{0..3} x[:10%] $HOME ~/x \\x x\n"),
+        ("wds/x", "../{0..3}.tar {0..3}/../x.tar /x.tar x:y a::b a{b,c} {.,x}./x.tar {a..z} {0..3}{0..3} {0..999999}"),
+        ("wds/x", "{0..3..1} ${HOME}/x.tar {WDS_X}.tar x|a x|5|5 x|5/../y pipe:x x[:10%] {" + "0" * 200 + "1..2}"),
+        ("hfds/x", "train[/x] train[a] https://x/y ../x x{0..3} x|5"),
+    ],
+)
+def test_splits_are_names_inside_the_folder(dataset, splits):
+    for split in splits.split(" "):
+        with pytest.raises(ConfigError, match="the checkpoint x has val_split .*, which is no plain name"):
+            options_of_checkpoint(dict(dataset=dataset, val_split=split), "x")
+
+
+def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
+    """By what webdataset makes of them."""
+    from webdataset.shardlists import expand_urls
+
+    words = [*"./|0a,-{}:$", "..", "tar", "{0..3}", "{000..009}", "{0..299}", "{0..999999}", "{HOME}", "{.,a}", "|36"]
+    words += ["::", "pipe:"]
+    rng, accepted = random.Random(0), 0
+    for _ in range(100 * COUNT):
+        split = "".join(rng.choices(words, k=rng.randint(1, 6)))
+        try:
+            options_of_checkpoint(dict(dataset="wds/x", train_split=split), "x")
+        except ConfigError:
+            continue
+        accepted += 1
+        files = expand_urls(split.split("|")[0])
+        assert len(files) <= 10**5
+        assert all(os.path.normpath(os.path.join("/data", name)).startswith("/data/") for name in files), split
+        assert not any(":" in name for name in files)
+    assert accepted > COUNT
+
+
+# weights
+
+
+def test_a_file_that_asks_for_more_than_it_holds_is_refused_before_memory_is_taken(write, small, tmp_path):
+    wide = {name: torch.zeros(()).expand(10**5, 10**5) if "head.weight" in name else t for name, t in small.items()}
+    torch.save(wide, tmp_path / "wide.pth")
+    assert (tmp_path / "wide.pth").stat().st_size < 10**6
+    with pytest.raises(
+        CheckpointError, match="'head.weight' has 10000000000 elements, of which the file does not hold"
+    ):
+        checkpoint.read_weights(tmp_path / "wide.pth")
+
+    path, packed = write(state_dict={"head.weight": torch.zeros(10**7)}), tmp_path / "packed.pt"
+    with zipfile.ZipFile(path) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        for part in plain.infolist():
+            file.writestr(part.filename, plain.read(part))
+    assert packed.stat().st_size < 10**6
+    for read in (checkpoint.read_weights, checkpoint.saved_config, checkpoint.read_checkpoint):
+        with pytest.raises(CheckpointError, match=r"packed.pt cannot be read as a checkpoint.* compressed"):
+            read(packed)
+
+
+def saved(thing):
+    torch.save(thing, file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("words.pt", b"this is no checkpoint", "it holds no tensors"),
+        ("words.npz", b"no" * 50, "it holds no tensors"),  # of which PyTorch says to file an issue
+        ("words.safetensors", b"no" * 50, "header"),
+        ("empty.pt", b"", "it holds no tensors"),
+        ("pickle.pt", pickle.dumps([1, 2]), "it holds no tensors"),  # in a protocol of which PyTorch warns
+        ("list.pt", saved([1, 2]), "it holds no tensors"),
+        (
+            "code.pt",
+            saved(pathlib.PurePosixPath("x")),
+            "it holds pathlib.PurePosixPath, and nothing .* may run code",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_the_same(
+    tmp_path, recwarn, name, content, reason
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read as a checkpoint; .*{reason}") as refused:
+        checkpoint.read_weights(tmp_path / name)
+    assert not re.search("allowlist|safe_globals|weights_only|issue|\n", str(refused.value))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch):
+    """A checkpoint may name a model of gigabytes: it is compared with the weights first."""
+    real, made = timm.create_model, []
+
+    def noted(*args, **kwargs):
+        model = real(*args, **kwargs)
+        made.append({parameter.device.type for parameter in model.parameters()})
+        return model
+
+    monkeypatch.setattr(timm, "create_model", noted)
+    message = error_of_validation("--checkpoint", write(dict(model_kwargs=dict(embed_dim=8192, depth=512))))
+    assert "does not fit the model" in message
+    assert made == [{"meta"}]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.full((4,), torch.nan), "has values that are not finite"),
+        (torch.tensor([1.0, 2.0, torch.inf, 0.0]), "has values that are not finite"),
+        (torch.zeros(4, dtype=torch.complex64), "is a tensor of torch.complex64"),
+        (torch.zeros(4).to_sparse(), "is a tensor of torch.float32, torch.sparse_coo"),
+        ("weights", "is no tensor but str"),
+    ],
+    ids=["nan", "inf", "complex", "sparse", "text"],
+)
+def test_weights_that_are_none_are_named(write, small, tensor, message, error_of_validation):
+    path = write(state_dict=small | {"head.bias": tensor})
+    assert f"given.pt is no weights of a model: 'head.bias' {message}" in error_of_validation("--checkpoint", path)
+
+
+@pytest.mark.parametrize("name", ["patch_embed.proj.weight", "pos_embed"])
+def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(write, small, name, error_of_validation):
+    for shape in ((), (5,), (1, 5), (1, 0, 32), (32, 3, 5, 5, 5)):
+        message = error_of_validation("--checkpoint", write(state_dict=small | {name: torch.zeros(shape)}))
+        assert "given.pt does not fit the model" in message
+        assert name in message
+
+
+# malformed
+
+
+@pytest.mark.parametrize("config", [[1, 2], "vil_tiny", None, 3])
+def test_options_that_are_no_table_are_refused(write, error_of_validation, config):
+    message = error_of_validation("--checkpoint", write(config=config))
+    assert f"given.pt holds {type(config).__name__} in place of options" in message
+
+
+def test_no_arguments_of_a_model_are_none(write):
+    assert checkpoint.saved_config(write(dict(model_kwargs=None)))["model_kwargs"] is None
+
+
+def resumed(path, image_folder, tmp_path):
+    config = Config(
+        **SMALL, data_dir=str(image_folder), output=str(tmp_path), experiment="run", workers=0, resume=str(path)
+    )
+    return Trainer(config, CPU, 0, 1)
+
+
+@pytest.mark.parametrize("part", ["config", "history", "progress", "scheduler", "state_dict", "optimizer"])
+def test_a_checkpoint_that_lacks_a_part_is_nothing_to_go_on_from(write, part, image_folder, tmp_path):
+    for value in ([], {}, None, 7):
+        path = write(**{part: value})
+        with pytest.raises((CheckpointError, ConfigError), match=r"given.pt"):
+            resumed(path, image_folder, tmp_path)
+
+
+def test_parts_of_another_kind_are_nothing_to_go_on_from(write, image_folder, tmp_path):
+    for part in dict(num_images=torch.zeros(2)), dict(progress=dict(losses=torch.zeros(2), norms=[])):
+        with pytest.raises(CheckpointError, match=f"given.pt has no {next(iter(part))} as train_imagenet.py writes it"):
+            resumed(write(**part), image_folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "abcd",
+        4,
+        ["a"] * 3,
+        ["a"] * 5,
+        [],
+        {"a": 0},
+        ["a", "b", "c", 4],
+        ["a\n"] * 4,
+        ["\x1b[31m"] * 4,
+        ["x" * 1001] * 4,
+    ],
+)
+@pytest.mark.parametrize("container", ["pt", "safetensors"])
+def test_names_of_classes_are_as_many_short_lines(write, small, tmp_path, names, container):
+    path = write(label_names=names)
+    if container == "safetensors":
+        path = tmp_path / "given.safetensors"
+        config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4)
+        path.write_bytes(checkpoint.pack_weights(small, config, dict(label_names=json.dumps(names))))
+    with pytest.raises(CheckpointError, match="label_names that are not a name for each of its 4 classes") as refused:
+        vil.from_checkpoint(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_names_of_classes_that_are_no_json_are_refused(small, tmp_path):
+    for text in ("ant", "", "[" * 10**5, "[1"):
+        path = tmp_path / "given.safetensors"
+        path.write_bytes(checkpoint.pack_weights(small, dict(model="vil_tiny"), dict(label_names=text)))
+        with pytest.raises(CheckpointError, match="label_names that are not a name for each"):
+            checkpoint.label_names(path)
+
+
+POOL = [
+    None,
+    -1,
+    0,
+    1,
+    10**30,
+    1.5,
+    math.nan,
+    -math.inf,
+    "",
+    "x",
+    "../../x",
+    "pipe:id",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    True,
+    1j,
+]
+POOL += [torch.zeros(3), torch.zeros(()), torch.full((2, 2), torch.nan), b"bytes", (1, 2)]
+
+
+def mutated(node, rng, pool):
+    """A copy of nested lists and tables in which something is replaced, left out, renamed or exchanged."""
+    node = copy.copy(node)
+    if not isinstance(node, (dict, list)) or not node or rng.random() < 0.15:
+        return rng.choice(pool)
+    key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+    kind = rng.random()
+    if kind < 0.12:
+        del node[key]
+    elif kind < 0.2 and isinstance(node, dict):
+        node[rng.choice([1, "other", str(key) + "x"])] = node.pop(key)
+    elif kind < 0.3 and isinstance(node, dict):
+        other = rng.choice(list(node))
+        node[key], node[other] = node[other], node[key]
+    else:
+        node[key] = mutated(node[key], rng, pool)
+    return node
+
+
+def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupted, image_folder, tmp_path, caplog):
+    whole = torch.load(uninterrupted / "run" / "previous.pt", weights_only=True)
+    refusals = {}
+    for seed in range(COUNT):
+        rng, state = random.Random(seed), whole
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            key = rng.choice(
+                [
+                    "config",
+                    "label_names",
+                    "history",
+                    "progress",
+                    "optimizer",
+                    "state_dict",
+                    "state_dict_ema",
+                    "version",
+                    None,
+                ]
+            )
+            state = {**state, key: mutated(state[key], rng, POOL)} if key in state else mutated(state, rng, POOL)
+            if not isinstance(state, dict) or not state:
+                break
+        path = tmp_path / "generated.pt"
+        torch.save(state, path)
+        try:
+            for read in (checkpoint.saved_config, checkpoint.says_average_is_best, checkpoint.read_weights):
+                read(path)
+            checkpoint.label_names(path)
+            trainer = resumed(path, image_folder, tmp_path)
+            trainer.meter.collect()
+        except FORESEEN as error:
+            refusals[seed] = str(error)
+        trainer = None  # which has the folder
+    assert 0.1 < len(refusals) / COUNT < 0.98
+    for message in refusals.values():
+        assert re.fullmatch(r"[^\n]*(generated.pt|model|num_classes)[^\n]*", message)
+
+
+# configs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs: .inf", "option 'epochs' in .*c.yaml must be int, not inf"),
+        ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
+        ("lr: -1", "option 'lr' in .*c.yaml must be at least 0, not -1"),
+        ("epochs: 0", "option 'epochs' in .*c.yaml must be at least 1, not 0"),
+        ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
+        ("mixup_prob: 1.5", "option 'mixup_prob' in .*c.yaml must be at most 1, not 1.5"),
+        ("opt_betas: [0.9, 2]", "option 'opt_betas' in .*c.yaml must be at most 1"),
+        ("scale: [1, 0.5]", "must be two numbers, the smaller one first"),
+        ("1: 2", "unknown option 1 in .*c.yaml"),
+        ("? [a, b]\n: 1", "c.yaml is not YAML"),
+        ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
+        ("a: &x [*x]", r"c.yaml has an alias \(\*\)"),
+        ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
+        ("epochs: 2024-99-99T99:99:99Z", "c.yaml is not YAML|must be int"),
+        ("[" * 3000, "c.yaml is not YAML"),
+        ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
+        ("sched: cosin", "sched 'cosin' is unknown; did you mean 'cosine'"),
+        ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
+        ("opt: qqqq", r"opt 'qqqq' is unknown; there are \w.* \.\.\.$"),
+        ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
+        ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
+        ("train_interpolation: cubic", "train_interpolation 'cubic' is unknown; did you mean 'bicubic'"),
+    ],
+)  # fmt: skip
+def test_odd_configs_are_refused_by_name(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_config("", ["-c", str(tmp_path / "c.yaml")])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["lr: 1e-3".encode("utf-16"), b"lr: \xff\xfe", b"\x00\x01\x02"])
+def test_a_config_that_is_no_text_is_refused(tmp_path, content):
+    (tmp_path / "c.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="c.yaml is not (text in UTF-8|YAML)"):
+        load_config("", ["-c", str(tmp_path / "c.yaml")])
+
+
+@pytest.mark.parametrize("word", ["a=[", "a=*x", "a=!!python/name:os.system"])
+def test_a_value_on_the_command_line_that_is_no_yaml_is_refused(word):
+    with pytest.raises(ConfigError, match="the value of a (is not YAML|has an alias)"):
+        load_config("", ["--model-kwargs", word])
+
+
+def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    scalars = [value for value in POOL if not isinstance(value, (torch.Tensor, complex, bytes, tuple))]
+    refusals = {}
+    for seed in range(COUNT):
+        rng = random.Random(seed)
+        text = rng.choice(files).read_text()
+        if seed % 2:
+            text = yaml.safe_dump(mutated(yaml.safe_load(text), rng, scalars))
+        for _ in range(rng.choice([0, 1, 3]) if seed % 2 else rng.choice([1, 3, 10])):
+            place = rng.randrange(len(text) + 1)
+            text = (
+                text[:place]
+                + rng.choice([*"[]{}:,&*!|>%@`'\"\\\t\n-#?", "\x00", "é", "null", "1e400", "---\n"])
+                + text[place + rng.randrange(3) :]
+            )
+        (tmp_path / "generated.yaml").write_text(text)
+        try:
+            load_config("", ["-c", str(tmp_path / "generated.yaml")])
+        except ConfigError as error:
+            refusals[seed] = str(error)
+    assert 0.1 < len(refusals) / COUNT < 0.98
+    assert not any("\n" in message for message in refusals.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("gpu", "device 'gpu' is unknown to PyTorch"), ("cuda", "device 'cuda': there is none"), ("xpu", "there is none")],
+)
+def test_a_device_that_is_not_there_is_refused_by_name(device, message, error_of_validation, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert message in error_of_validation("--device", device, "--model", "vil_tiny")

@@ -1,0 +1,688 @@
+"""Image files from strangers: which are read, to which colours, and that none ends a run or starts a program."""
+
+import collections
+import io
+import json
+import logging
+import multiprocessing
+import os
+import random
+import struct
+import tarfile
+import time
+import zlib
+
+import fuzz_images
+import numpy as np
+import pytest
+import torch
+from fuzz_images import DATA_CONFIG
+from PIL import EpsImagePlugin, Image, PngImagePlugin, features
+from processes import SMALL
+from timm.data.dataset import ImageDataset
+from tqdm import tqdm
+
+from train_imagenet import Trainer
+from vil.config import Config, ConfigError
+from vil.data import device_loader
+from vil.data import loaders as data
+
+CPU = torch.device("cpu")
+PATHS = ("training", "device", "evaluation")
+Y, X = np.mgrid[:24, :32]
+RGB = np.stack([8 * X, 10 * Y, 4 * X + 5 * Y], axis=-1).astype(np.uint8)
+GREY = (8 * X).astype(np.uint8)
+
+
+def encode(image, kind, **options):
+    file = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(*chunks):
+    parts = (struct.pack(">I", len(c)) + name + c + struct.pack(">I", zlib.crc32(name + c)) for name, c in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def header(width, height, bits=8, colour=2):
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+
+
+def tiff(pixels, order="<", **tags):
+    """Grey pixels, as the tags say; PIL writes no such files."""
+    numbers = dict(width=256, height=257, bits=258, compression=259, photometric=262, offset=273, samples=277)
+    numbers |= dict(rows=278, length=279, tile_width=322, tile_height=323, tile_offset=324, tile_length=325)
+    numbers |= dict(sample_format=339)
+    start = 10 + 12 * (len(tags) + 1)
+    tags |= {name: start + 4 for name in tags if name.endswith("offset")}
+    entries = sorted((numbers[name], value) for name, value in tags.items())
+    directory = b"".join(
+        struct.pack(f"{order}HHI", number, 3 if number in (258, 259, 262, 277, 339) else 4, 1)
+        + (
+            struct.pack(f"{order}HH", value, 0)
+            if number in (258, 259, 262, 277, 339)
+            else struct.pack(f"{order}I", value)
+        )
+        for number, value in entries
+    )
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    head = mark + struct.pack(f"{order}IH", 8, len(entries)) + directory + bytes(4)
+    return head.ljust(start + 4, b"\0") + pixels
+
+
+def strips(pixels, bits, order="<", photometric=1, **tags):
+    size = dict(width=32, height=24, rows=24, length=len(pixels), offset=0)
+    return tiff(pixels, order, bits=bits, compression=1, photometric=photometric, samples=1, **size, **tags)
+
+
+def many_scans():
+    """A progressive JPEG whose last scan comes a thousand times: each goes over all pixels."""
+    whole = encode(Image.new("L", (400, 400)), "JPEG", progressive=True)
+    return whole[:-2] + whole[whole.rindex(b"\xff\xda") : -2] * 20_000 + b"\xff\xd9"
+
+
+def large_header(jpeg, width, height, times=1):
+    """A JPEG whose frame says that it is larger; the first of several if `times` is 2."""
+    place = jpeg.index(b"\xff\xc0")
+    frame = jpeg[place : place + 19]
+    large = frame[:5] + struct.pack(">HH", height, width) + frame[9:]
+    return jpeg[:place] + large + frame * (times - 1) + jpeg[place + 19 :]
+
+
+def text_bomb():
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Comment", "\0" * 2**21, zip=True)
+    return encode(RGB, "PNG", pnginfo=text)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 8 8 rectfill\n%%EOF\n"
+SMALL_JPEG = encode(RGB, "JPEG")
+UNFIT = {
+    "eps": EPS,
+    "nothing": b"",
+    "no image": b"no image\n" * 99,
+    "truncated png": encode(RGB, "PNG")[:-40],
+    "truncated jpeg": SMALL_JPEG[: len(SMALL_JPEG) // 2],
+    "text bomb": text_bomb(),
+    "profile bomb": encode(RGB, "PNG", icc_profile=bytes(2**21)),
+    "short header": png((b"IHDR", b"\0\0\0\x08\0\0\0\x08"), (b"IEND", b"")),
+    "no pixels": png(header(0, 8), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")),
+    "pixel bomb": png(header(60000, 60000), (b"IDAT", zlib.compress(bytes(9))), (b"IEND", b"")),
+    "more pixels than pillow warns of": png(header(9460, 9460, 1, 0), (b"IDAT", zlib.compress(bytes(9460 * 1184)))),
+    "a line": encode(np.zeros((1, 60000), np.uint8), "PNG"),
+    "a column": encode(np.zeros((60000, 1), np.uint8), "PNG"),
+    "large jpeg": large_header(SMALL_JPEG, 65500, 65500),
+    "many scans": many_scans(),
+    "large tiles": tiff(
+        zlib.compress(bytes(4096**2)),
+        **dict(width=64, height=64, bits=8, compression=8, photometric=1, samples=1, tile_width=4096),
+        **dict(tile_height=4096, tile_offset=0, tile_length=len(zlib.compress(bytes(4096**2)))),
+    ),
+    "floats": encode((X / 32).astype(np.float32), "TIFF"),
+    "float map": encode((X / 32).astype(np.float32), "PPM"),
+    "32 bits": encode((1000 * X).astype(np.int32), "TIFF"),
+    "signed": strips((1000 * X).astype("<i2").tobytes(), 16, sample_format=2),
+}
+if features.check("avif"):
+    avif = encode(RGB, "AVIF")
+    UNFIT["broken avif"] = avif[: len(avif) // 2] + bytes(len(avif) // 2)
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch):
+    """A file that is there once somebody has started `gs`."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\necho 10\n")
+    (tmp_path / "bin" / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # which Pillow remembers
+    return tmp_path / "started"
+
+
+@pytest.fixture
+def pillow():
+    """What Pillow opens is again what it was."""
+    known = list(Image.ID)
+    yield
+    Image.ID[:] = known
+
+
+def folder_of(root, contents):
+    """{train,val}/{ant,bee}: whole images in the one, and the others in the other."""
+    for name in ("ant", "bee"):
+        (root / "train" / name).mkdir(parents=True)
+    for i in range(12):
+        (root / "train" / "ant" / f"{i}.png").write_bytes(SMALL_JPEG if i % 2 else encode(RGB, "PNG"))
+    for name, content in contents.items():
+        (root / "train" / "bee" / f"{name}.jpg").write_bytes(content)
+    (root / "val").symlink_to("train")
+    return root
+
+
+def loader_of(root, path, workers=0, device=CPU, transform_device=None):
+    if path == "evaluation":
+        return data.evaluation_loader(data.open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
+    dataset = data.open_split(str(root), "", "train", is_training=True)
+    config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=path == "device")
+    batches = data.TrainingBatches(len(dataset) // 4 * 4, config, 4, 0, 1)
+    return data.training_loader(dataset, config, DATA_CONFIG, device, batches)
+
+
+def named(log):
+    return [record.args[0] for record in log.records if record.name == "vil.data.images"]
+
+
+# no file ends a run
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(tmp_path, path, caplog, ghostscript):
+    root = folder_of(tmp_path / "images", UNFIT | {f"whole {i}": SMALL_JPEG for i in range(-len(UNFIT) % 4)})
+    os.mkfifo(root / "train" / "bee" / "pipe.png")
+    (root / "train" / "bee" / "endless.png").symlink_to("/dev/zero")
+    (root / "train" / "bee" / "gone.png").symlink_to("nowhere")
+    (root / "train" / "bee" / "whole.png").write_bytes(SMALL_JPEG)
+    loader = loader_of(root, path)
+    start = time.monotonic()
+    targets = torch.cat([targets for _, targets in loader])
+    assert time.monotonic() - start < 30
+    unfit = {f"bee/{name}.jpg" for name in UNFIT} | {f"bee/{name}.png" for name in ("pipe", "endless", "gone")}
+    assert sorted(named(caplog)) == sorted(unfit)
+    counted = data.unreadable_images(loader)
+    if path == "evaluation":
+        assert (targets == data.UNREADABLE).sum() == counted == len(unfit)
+    else:
+        assert counted >= len(unfit)
+        assert set(targets.tolist()) == {0, 1}
+    assert not ghostscript.exists()
+
+
+ERRORS = [
+    *(ValueError, RuntimeError, IndexError, NotImplementedError, AttributeError, KeyError, TypeError, AssertionError),
+    *(struct.error, zlib.error, MemoryError, RecursionError, OverflowError, EOFError, SyntaxError, OSError),
+    *(tarfile.ReadError, Image.DecompressionBombError, Image.DecompressionBombWarning, UnicodeError),
+]
+
+
+class FailingFile(io.BytesIO):
+    def __init__(self, error):
+        super().__init__(SMALL_JPEG)
+        self.error = error
+
+    def read(self, *_):
+        raise self.error
+
+
+class Rows:
+    """A reader of timm's kind: files, or an error for each, and no folder."""
+
+    def __init__(self, *files):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        file = self.files[index]
+        return (io.BytesIO(file) if isinstance(file, bytes) else FailingFile(file)), index
+
+    def filename(self, index, *_):
+        return f"file {index}"
+
+
+def identity(image):
+    return image
+
+
+def readers(rows, transform=identity, draw=lambda header: device_loader.Draws()):
+    dataset = ImageDataset("", reader=rows)
+    yield data.ImageReader(dataset, transform, is_training=True)
+    yield data.ImageReader(dataset, transform, is_training=False)
+    yield data.EncodedReader(dataset, transform, True, draw)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_a_decoder_may_raise_what_it_likes(error, caplog):
+    training, evaluation, encoded = readers(Rows(error("of the file"), SMALL_JPEG))
+    assert (training[0, 0][1], evaluation[0, 0][1], encoded[0, 0][1]) == (1, data.UNREADABLE, 1)
+    for reader in (training, evaluation, encoded):
+        assert reader.unreadable.count == 1
+    assert caplog.text.count("file 0") == 3
+    assert caplog.text.count(error.__name__) == 3
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_an_error_of_our_own_code_is_one(error):
+    def fail(*_):
+        raise error("of the code")
+
+    training, evaluation, _ = readers(Rows(SMALL_JPEG), transform=fail)
+    *_, encoded = readers(Rows(SMALL_JPEG), draw=fail)
+    for reader in (training, evaluation, encoded):
+        with pytest.raises(error, match="of the code"):
+            _ = reader[0, 0]
+        assert reader.unreadable.count == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_who_ends_a_run_is_no_broken_file(error):
+    for reader in readers(Rows(error(), SMALL_JPEG)):
+        with pytest.raises(error):
+            _ = reader[0, 0]
+
+
+class Million(Rows):
+    def __init__(self, readable):
+        self.readable, self.asked = readable, []
+
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return io.BytesIO(SMALL_JPEG if self.readable(index) else b""), index
+
+
+def test_of_a_million_broken_files_a_hundred_say_that_none_can_be_read():
+    rows = Million(lambda index: False)
+    reader = next(readers(rows))
+    with pytest.raises(ConfigError, match="no image of the training split can be read.*UnidentifiedImageError"):
+        _ = reader[999_990, 0]
+    assert len(set(rows.asked)) == len(rows.asked) < 200
+    assert max(rows.asked) - min(rows.asked) > 900_000  # from all over the split
+
+
+def test_behind_a_long_row_of_broken_files_there_is_one_to_take():
+    rows = Million(lambda index: index >= 50_000)
+    assert next(readers(rows))[100, 0][1] >= 50_000
+    assert next(readers(Million(lambda index: index >= 105)))[100, 0][1] == 105  # the next one where it is near
+
+
+def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp_path):
+    root = folder_of(tmp_path, {})
+    for path in root.glob("train/*/*"):
+        path.write_bytes(b"none")
+    before = set(multiprocessing.active_children())
+    loader = loader_of(root, "training", workers=1)
+    with pytest.raises(ConfigError) as caught:
+        list(loader)
+    for worker in set(multiprocessing.active_children()) - before:  # PyTorch gives it five seconds
+        worker.terminate()
+        worker.join()
+    assert str(caught.value).startswith("no image of the training split can be read: of 12, the last is 'ant/")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
+    root = folder_of(tmp_path / "images", {name: UNFIT[name] for name in ("eps", "floats", "nothing", "a line")})
+    log, logger = logging.FileHandler(tmp_path / "log"), logging.getLogger("vil.data.images")
+    logger.addHandler(log)  # processes that start now write to it as well
+    try:
+        loader = loader_of(root, "evaluation", workers)
+        for _ in range(3):
+            assert sum((targets == data.UNREADABLE).sum() for _, targets in loader) == 4
+            assert data.unreadable_images(loader) == 4
+        assert data.unreadable_images(loader) == 0
+    finally:
+        logger.removeHandler(log)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(line.split("'")[1] for line in lines) == [
+        f"bee/{name}.jpg" for name in ("a line", "eps", "floats", "nothing")
+    ]
+
+
+def test_a_run_reports_the_unreadable_images_of_each_epoch(tmp_path):
+    root = folder_of(tmp_path / "images", {f"{i}": b"none" for i in range(4)})
+    options = dict(data_dir=str(root), output=str(tmp_path), workers=0, epochs=2, experiment="run", aug_repeats=0)
+    trainer = Trainer(Config(**SMALL | options), CPU, 0, 1)
+    counts = []
+    for epoch in range(2):
+        trainer.train_one_epoch(epoch, tqdm(disable=True))
+        trainer.meter = type(trainer.meter)()
+        counts.append(trainer.evaluate()["unreadable_images"])
+    # every image once in training, the last broken one of a row as often as one before it, and once in evaluation
+    assert counts == [4 + 3 + 2 + 1 + 4] * 2
+
+
+def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
+    root = folder_of(tmp_path, {"\x1b[2J\nerror: all is well": b"none"})
+    list(loader_of(root, "evaluation"))
+    assert len(named(caplog)) == 1
+    assert "all is well" in caplog.messages[0]
+    assert caplog.messages[0].isprintable()
+
+
+# formats
+
+
+def test_who_else_opens_images_in_a_loaders_process_reads_no_other_formats(tmp_path, ghostscript):
+    """As packages do that a dataset comes from."""
+
+    class Opening(Rows):
+        def __getitem__(self, index):
+            try:
+                Image.open(io.BytesIO(EPS)).load()
+            except OSError:
+                return io.BytesIO(SMALL_JPEG), 7
+            return io.BytesIO(SMALL_JPEG), 8
+
+    dataset = ImageDataset("", reader=Opening(b"", b""))
+    loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+    assert [targets.tolist() for _, targets in loader] == [[7, 7]]
+    assert not ghostscript.exists()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF"])
+def test_formats_of_pictures_are_read_whatever_the_files_are_called(kind):
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    options = dict(save_all=True, append_images=[Image.new("RGB", (32, 24))]) if kind == "MPO" else {}
+    content = encode(Image.fromarray(RGB), kind, **options)
+    for reader in readers(Rows(content)):
+        image, target = reader[0, 0]
+        assert target == 0
+        if not isinstance(image, device_loader.EncodedImage):
+            difference = np.abs(np.asarray(image).astype(int) - RGB)
+            assert difference.mean() < {"GIF": 12, "JPEG": 3, "MPO": 3, "WEBP": 4, "AVIF": 3}.get(kind, 1e-9)
+
+
+# colours
+
+
+def shown(content):
+    """The pixels that both paths give."""
+    training, evaluation, encoded = readers(Rows(content))
+    images = [reader[0, 0][0] for reader in (training, evaluation, encoded)]
+    assert {image.mode for image in images} == {"RGB"}
+    first, *others = (np.asarray(image) for image in images)
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+    assert [reader.unreadable.count for reader in (training, evaluation, encoded)] == [0, 0, 0]
+    return first
+
+
+WIDE = GREY.astype(np.uint16) * 257
+PAIRS = (GREY.astype(int) * 4095 // 255).reshape(-1, 2)  # of 12 bits, in three bytes
+PACKED = np.stack([PAIRS[:, 0] >> 4, (PAIRS[:, 0] & 15) << 4 | PAIRS[:, 1] >> 8, PAIRS[:, 1] & 255], axis=-1)
+SIXTEEN = {
+    "png": encode(WIDE, "PNG"),
+    "png shifted": encode(GREY.astype(np.uint16) << 8, "PNG"),
+    "pgm": encode(WIDE, "PPM"),
+    "plain pgm": f"P2 32 24 65535\n{' '.join(map(str, WIDE.ravel()))}\n".encode(),
+    "pgm of 1000": b"P5 32 24 1000\n" + np.round(GREY / 255 * 1000).astype(">u2").tobytes(),
+    "tiff": encode(WIDE, "TIFF"),
+    "tiff compressed": encode(WIDE, "TIFF", compression="tiff_adobe_deflate"),
+    "tiff big-endian": strips(WIDE.astype(">u2").tobytes(), 16, ">"),
+    "tiff white is zero": strips((65535 - WIDE).astype("<u2").tobytes(), 16, photometric=0),
+    "tiff of 12 bits": strips(PACKED.astype(np.uint8).tobytes(), 12),
+    "png rgb": png(
+        header(32, 24, 16),
+        (b"IDAT", zlib.compress(b"".join(b"\0" + np.repeat(row, 3).astype(">u2").tobytes() for row in WIDE))),
+        (b"IEND", b""),
+    ),
+    "png grey and alpha": png(
+        header(32, 24, 16, 4),
+        (b"IDAT", zlib.compress(b"".join(b"\0" + np.repeat(row, 2).astype(">u2").tobytes() for row in WIDE))),
+        (b"IEND", b""),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SIXTEEN)
+def test_sixteen_bits_are_shown_as_the_same_picture_in_eight(kind):
+    expected = np.repeat(GREY[..., None], 3, axis=-1).astype(int)
+    assert np.abs(shown(SIXTEEN[kind]) - expected).max() <= (1 if "1" in kind else 0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_modes_keep_their_colours(mode, kind):
+    """Of a picture in colours that every mode has; as ever, nothing is made of alpha and transparency."""
+    colours = np.array([[0, 0, 0], [255, 255, 255]] if mode in ("1", "L", "LA") else [[255, 0, 0], [0, 0, 255]])
+    picture = colours[(X + Y) // 8 % 2].astype(np.uint8)
+    try:
+        image = Image.fromarray(picture).convert("P" if mode == "PA" else mode)
+        if mode in ("LA", "RGBA"):
+            image.putalpha(Image.fromarray(GREY))
+        options = dict(transparency=0) if (mode, kind) == ("P", "PNG") else {}
+        content = encode(image.convert(mode), kind, **options)
+    except (OSError, ValueError):
+        pytest.skip(f"Pillow writes no {kind} of {mode}")
+    np.testing.assert_array_equal(shown(content), picture)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "TIFF", "MPO", "PNG", "WEBP"])
+def test_of_several_pictures_the_first_is_shown(kind):
+    first, second = Image.new("RGB", (32, 24), (255, 0, 0)), Image.new("RGB", (32, 24), (0, 255, 0))
+    pixels = shown(encode(first, kind, save_all=True, append_images=[second]))
+    assert np.abs(pixels - np.array([255, 0, 0])).max() <= 4
+
+
+def test_a_panorama_is_no_line():
+    assert shown(encode(np.zeros((10, 1000), np.uint8), "PNG")).shape == (10, 1000, 3)
+
+
+# shards
+
+
+def shard(path, samples):
+    with tarfile.open(path, "w") as tar:
+        for name, content in samples.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def shards(root, contents, train=None):
+    """{train,validation}-0.tar: whole images of class 1 and the others of class 2."""
+    whole = {f"whole{i}": SMALL_JPEG for i in range(8)}
+    splits = {}
+    for split, files in (("train", train or whole | contents), ("validation", whole | contents)):
+        samples = {}
+        for name, content in files.items():
+            samples |= {f"{name}.jpg": content, f"{name}.cls": b"12"[name in contents :][:1]}
+        shard(root / f"{split}-0.tar", samples)
+        splits[split] = dict(
+            name=split, num_samples=len(files), filenames=[f"{split}-0.tar"], shard_lengths=[len(files)]
+        )
+    (root / "_info.json").write_text(json.dumps(dict(splits=splits)))
+    return Config(
+        data_dir=str(root), dataset="wds/x", num_classes=4, global_batch_size=8, workers=0, aug_repeats=0, epochs=1
+    )
+
+
+def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pillow):
+    config = shards(tmp_path, UNFIT | {"wide": SIXTEEN["png"]})
+    train, val, _ = data.open_splits(config)
+    loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
+    images, targets = (torch.cat(parts) for parts in zip(*loader))
+    assert collections.Counter(targets.tolist()) == {1: 8, 2: 1, data.UNREADABLE: len(UNFIT)}
+    assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([GREY[12, 16]] * 3, abs=6)  # and not white
+    assert data.unreadable_images(loader) == len(UNFIT)
+    assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
+    batches = data.TrainingBatches(len(train), config, 8, 0, 1)
+    loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
+    targets = torch.cat([targets for (_, targets), _ in data.micro_batches(loader, batches, 0)])
+    assert set(targets.tolist()) == {1, 2}
+    assert len(targets) == batches.steps * 8
+    assert data.unreadable_images(loader) >= len(UNFIT)
+    assert not ghostscript.exists()
+
+
+def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
+    config = shards(tmp_path, {}, train={f"broken{i}": b"none" for i in range(16)})
+    train, _, _ = data.open_splits(config)
+    batches = data.TrainingBatches(len(train), config, 8, 0, 1)
+    loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
+    with pytest.raises(ConfigError, match="no image of the training split can be read"):
+        list(data.micro_batches(loader, batches, 0))
+    assert list(data.micro_batches(loader, batches, 0, first_step=2)) == []  # an epoch resumed behind its last step
+
+
+@pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])
+@pytest.mark.parametrize("dataset", ["wds/x", "WDS/x"])
+def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, dataset, pillow):
+    config = shards(tmp_path, {})
+    config.dataset = dataset
+    command = f"pipe:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
+    setattr(config, place, command)
+    with pytest.raises(ConfigError, match=r"pipe:touch.* is a command, which is not run: .*folder or an address"):
+        data.open_splits(config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
+    """What they say themselves starts nothing, and opens no file elsewhere."""
+    import webdataset
+
+    config = shards(tmp_path, {})
+    info = json.loads((tmp_path / "_info.json").read_text())
+    files = info["splits"]["validation"]["filenames"]
+    files += [f"pipe:touch {tmp_path}/ran", f"|touch {tmp_path}/ran", str(tmp_path / "train-0.tar")]
+    (tmp_path / "_info.json").write_text(json.dumps(info))
+    _, val, _ = data.open_splits(config)
+    targets = torch.cat([targets for _, targets in data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
+    assert len(targets) == 8
+    for url in (f"pipe:touch {tmp_path}/ran", "/etc/passwd", "file:/etc/passwd"):
+        with pytest.raises(ValueError, match="secur|unsafe|handler"):
+            webdataset.gopen(url)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("wds/x", "data_dir is not given"),
+        ("torch/cifar10", r"dataset 'torch/cifar10' is none of wds/\.\.\., hfds/\.\.\., "),
+        ("cifar10", r"dataset 'cifar10' is none of .*, tfds/\.\.\.: leave it out for folders and tar files"),
+        ("hfds/", "dataset 'hfds/' is none of "),
+        ("hfds/x", "cannot open the split 'train' of None: "),
+    ],
+)
+def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, message, pillow):
+    with pytest.raises(ConfigError, match=message):
+        data.open_split(None, dataset, "train")
+
+
+# classes
+
+
+def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
+    for i in range(9):
+        for split in ("train", "val"):
+            if split == "train" or i not in (2, 4, 5, 6, 7, 8):
+                (tmp_path / split / f"class {i}").mkdir(parents=True)
+                (tmp_path / split / f"class {i}" / "1.jpg").write_bytes(SMALL_JPEG)
+    (tmp_path / "val" / "class 8").mkdir()  # without an image in it
+    config = Config(data_dir=str(tmp_path))
+    _, val, num_classes = data.open_splits(config)
+    assert num_classes == 9
+    assert [val.reader[i][1] for i in range(3)] == [0, 1, 3]
+    assert len(caplog.messages) == 1
+    assert (
+        "'validation' has no images of 6 of the 9 classes: class 2, class 4, class 5, class 6, class 7, ..."
+        in (caplog.messages[0])
+    )
+    caplog.clear()
+    config.val_split = "train"
+    data.open_splits(config)
+    assert not caplog.messages
+
+
+# the device's decoder
+
+
+def batches_on_device(root):
+    """The grey levels of an epoch on the device path, and how many images could not be read."""
+    loader = loader_of(root, "device")
+    return torch.cat([images for images, _ in loader]).float(), data.unreadable_images(loader)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_what_the_device_refuses_for_whatever_reason_the_cpu_decodes(tmp_path, error, monkeypatch):
+    root = folder_of(tmp_path, {})
+    whole, _ = batches_on_device(root)
+
+    def refuse(files, *_, **__):
+        raise error("of the file")
+
+    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
+    monkeypatch.setattr(device_loader, "_decode_all", refuse)
+    images, unreadable = batches_on_device(root)
+    assert unreadable == 0
+    assert (images - whole).abs().mean() < 2.5
+
+
+def test_a_file_that_the_device_takes_for_another_size_is_decoded_on_the_cpu(tmp_path, monkeypatch):
+    root = folder_of(tmp_path, {})
+    whole, _ = batches_on_device(root)
+    decode = device_loader._decode_all
+    monkeypatch.setattr(device_loader, "_decode_all", lambda *files: [image[:, 9:] for image in decode(*files)])
+    images, unreadable = batches_on_device(root)
+    assert unreadable == 0
+    assert (images - whole).abs().mean() < 2.5
+
+
+def test_large_pictures_and_those_of_two_sizes_are_not_for_the_device():
+    """Whose decoder may take memory for what a header says before it looks further."""
+    large = encode(Image.new("L", (4100, 4100)), "JPEG")
+    for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
+        *_, reader = readers(Rows(content, encode(RGB, "PNG")))
+        assert isinstance(reader[0, 0][0], device_loader.EncodedImage) == on_device
+
+
+def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):
+    root = folder_of(tmp_path, {f"{i}": encode(Image.fromarray(RGB).resize((40 + i, 30)), "JPEG") for i in range(8)})
+    whole, _ = batches_on_device(root)
+    decode, most = device_loader.decode, []
+
+    def note(files, device):
+        images = decode(files, device)
+        most.append(sum(image[0].numel() for image in images) - images[-1][0].numel())
+        return images
+
+    monkeypatch.setattr(device_loader, "decode", note)
+    monkeypatch.setattr(device_loader, "PIXELS_AT_ONCE", 2000)
+    parts, _ = batches_on_device(root)
+    assert len(most) > 8
+    assert max(most) <= 2000
+    assert (parts - whole).abs().mean() < 0.1  # other images beside one change in what order a pixel's sum is taken
+
+
+# fuzzing
+
+
+@pytest.fixture(scope="module")
+def damaged_files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("damaged")
+    fuzz_images.write_files(root, count=300, seed=random.SystemRandom().randrange(2**32) if "FUZZ" in os.environ else 0)
+    return root
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_damaged_files_end_nothing_and_take_little_memory(damaged_files, path):
+    """`python tests/helpers/fuzz_images.py` does the same with more of them."""
+    outcome = fuzz_images.in_a_child(damaged_files, path, CPU, 2.5)
+    assert outcome.ended_by == ""
+    assert outcome.megabytes < 1000
+    whole = {name for name in outcome.names if name.startswith("whole")}
+    assert whole == {"whole/pfm.jpg", "whole/tiff float.jpg"}
+    broken = {name for name in outcome.names if name.startswith("damaged")}
+    assert 100 < len(broken) < 290
+    if path == "evaluation":
+        assert outcome.images == outcome.files
+        assert outcome.unreadable == len(outcome.names)
+        assert broken >= {str(path.relative_to(damaged_files / "train")) for path in not_by_pillow(damaged_files)}
+    else:
+        assert outcome.images >= outcome.files - 16
+        assert outcome.unreadable >= len(outcome.names)
+
+
+def not_by_pillow(root):
+    for path in (root / "train" / "damaged").iterdir():
+        try:
+            Image.open(path).convert("RGB")
+        except Exception:
+            yield path

@@ -1,0 +1,114 @@
+"""Platforms that this project has not been run on, as far as they can be had here: what they lack is taken away."""
+
+import os
+import runpy
+import subprocess
+import sys
+import types
+from contextlib import nullcontext
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from processes import ROOT, train_command
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vil.kernels.scan import chunked as reference
+from vil.kernels.scan import interface as operators
+
+from vil import checkpoint, files
+from vil.training import summary
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_training_is_interrupted_and_resumed_to_the_same_weights(tmp_path, image_folder, uninterrupted, platform):
+    config = train_command(tmp_path, image_folder, workers=1)[-1]
+    command = [sys.executable, str(ROOT / "tests/helpers/platforms.py"), "-c", config]
+    environment = dict(os.environ, PLATFORM=platform, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=500)
+    assert ended.returncode == 0, ended.stderr
+    assert "stopped by a signal" in ended.stderr
+    assert "going on after step 2 of 4 of epoch 2 of 2" in ended.stderr
+    found, expected = (checkpoint.read_checkpoint(folder / "run/last.pt") for folder in (tmp_path, uninterrupted))
+    assert len(found["history"]) == 2
+    for part in ("state_dict", "state_dict_ema"):
+        for name, tensor in expected[part].items():
+            torch.testing.assert_close(found[part][name], tensor, rtol=0, atol=0, msg=name)
+
+
+def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
+    bytes_here = summary.peak_memory()
+    usage = types.SimpleNamespace(ru_maxrss=bytes_here)
+    faked = types.SimpleNamespace(getrusage=lambda _: usage, RUSAGE_SELF=0)
+    monkeypatch.setitem(sys.modules, "resource", faked)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert summary.peak_memory() == bytes_here
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert summary.peak_memory() == 0
+
+
+def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch):
+    real = os.open
+
+    def opened(path, *arguments, **keywords):
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.delattr(os, "O_DIRECTORY")
+    files.write_atomically(tmp_path / "file", "content")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "content"
+
+
+# what operators that are defined in Python run
+INSIDE = {
+    torch.ops.vil.reference_scan: reference._scan_forward._init_fn,
+    torch.ops.vil.reference_scan_backward: reference._scan_backward._init_fn,
+}
+
+
+class Recorded(TorchDispatchMode):
+    """The operators that run, those inside this package's own included, and the dtypes of all tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators, self.dtypes = set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        inside = INSIDE.get(function.overloadpacket)
+        with self if inside else nullcontext():
+            out = (inside or function)(*args, **(kwargs or {}))
+        self.operators.add(function.overloadpacket)
+        self.dtypes |= {t.dtype for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
+def test_nothing_in_a_model_takes_fp64_which_apples_gpus_do_not_have(name, monkeypatch):
+    monkeypatch.setattr(operators, "_backend", lambda *_: reference)  # what runs there
+    model = timm.create_model(name, depth=2, embed_dim=32, img_size=32, drop_path_rate=0.5)
+    with Recorded() as recorded:
+        model(torch.rand(2, 3, 32, 32)).sum().backward()
+    assert torch.ops.aten.addcmul_ in recorded.operators  # of the scan
+    assert torch.ops.vil.reference_scan_backward in recorded.operators
+    assert {d for d in recorded.dtypes if d.is_floating_point} == {torch.float32}
+
+
+def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
+    from vil import processes
+
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    for name in ("register_rendezvous_handler", "Store", "PrefixStore"):
+        monkeypatch.delattr(dist, name)
+    assert runpy.run_path(processes.__file__)["is_first_process"]()
+
+
+def test_importing_says_nothing_where_there_is_no_triton():
+    program = "import sys; sys.modules['triton'] = None; import torch, timm; print('here', file=sys.stderr); import vil"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.rpartition("here\n")[2] == "" == done.stdout
+    assert done.returncode == 0

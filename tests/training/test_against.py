@@ -1,0 +1,304 @@
+"""What validate.py says of two models and of other test sets: statistics, tables, pictures, labels."""
+
+import csv
+import io
+import itertools
+import shutil
+from types import SimpleNamespace
+
+import naive_evaluation as naive
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from figures import kept_figures
+from PIL import Image
+from processes import in_processes
+from timm.data import ImageNetInfo
+
+from vil import processes
+from vil.config import ConfigError
+from vil.evaluation import comparison
+from vil.evaluation.comparison import Comparison, Paired, Predictions, Speed, markdown, measure_speed
+from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
+from vil.published import published
+
+
+@pytest.mark.parametrize("cells", [(70, 10, 3, 17), (5, 0, 0, 2), (0, 2, 9, 4), (3, 400, 371, 226)])
+def test_mcnemar_and_the_interval_by_their_formulas(cells):
+    paired = Paired(*cells)
+    assert paired.difference == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
+    assert paired.p_value == pytest.approx(naive.mcnemar(*cells[1:3]))
+    assert paired.interval == pytest.approx(naive.paired_interval(*cells), abs=1e-6)
+
+
+def test_an_interval_ends_where_differences_do():
+    assert Paired(both=0, only_first=1, only_second=0, neither=0).interval[1] == 100.0
+    assert Paired(both=0, only_first=0, only_second=1, neither=0).interval[0] == -100.0
+    assert Paired(both=0, only_first=0, only_second=0, neither=0).difference == 0.0
+
+
+def test_the_interval_covers_the_true_difference_in_19_of_20_experiments():
+    rng, shares = np.random.default_rng(0), [0.6, 0.16, 0.08, 0.16]  # both, only first, only second, neither
+    intervals = [Paired(*counts).interval for counts in rng.multinomial(60, shares, size=4000).tolist()]
+    covered = np.mean([low <= 8.0 <= high for low, high in intervals])
+    assert 0.94 < covered < 0.97
+
+
+def known_comparison(**kwargs):
+    """Six images of classes 0, 0, 1, 1, 2 and one unreadable; two best classes of two models."""
+    targets = np.array([0, 0, 1, 1, 2, -1])
+    first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
+    second = [[0, 2], [1, 0], [2, 1], [2, 0], [0, 1], [1, 0]]
+    return Comparison.of(targets, np.stack([first, second], axis=1), **kwargs)
+
+
+def test_known_predictions_give_the_counts_that_a_hand_count_gives():
+    found = known_comparison()
+    assert found.top1 == Paired(both=1, only_first=2, only_second=0, neither=2)
+    assert found.top5 == Paired(both=3, only_first=1, only_second=0, neither=1)
+    assert found.agreement == pytest.approx(60.0)
+
+
+def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
+    rng, names = np.random.default_rng(0), {0: "ant", 1: "bee", 2: "cat", 4: "eel"}  # class 3 has no name
+    targets = rng.choice([0, 1, 2, 3, -1], size=90)
+    best = np.stack([rng.permuted(np.tile(np.arange(5), (90, 1)), axis=1)[:, :3] for _ in range(2)], axis=1)
+    Comparison.of(targets, best).write_tables(tmp_path / "new" / "folder", names)
+
+    files = (tmp_path / "new" / "folder" / name for name in ("classes.csv", "confusions.csv"))
+    classes, confusions = (list(csv.DictReader(file.open())) for file in files)
+    header = ["class", "name", "images", "top1_first", "top1_second", "difference", "only_first", "only_second"]
+    for target, row in enumerate(classes):
+        first, second = (best[targets == target][:, m, 0] == target for m in (0, 1))
+        _, only_first, only_second, _ = naive.paired(first, second)
+        expected = [target, names.get(target, ""), len(first), 100 * first.mean(), 100 * second.mean()]
+        expected += [100 * (only_first - only_second) / len(first), only_first, only_second]
+        assert row == dict(zip(header, map(str, expected), strict=True))
+    assert len(classes) == 4
+
+    expected = {}
+    for target, predicted in itertools.permutations(range(5), 2):
+        first, second = (int(((targets == target) & (best[:, m, 0] == predicted)).sum()) for m in (0, 1))
+        if first != second:
+            both_names = names.get(target, ""), names.get(predicted, "")
+            expected[target, predicted] = (*both_names, first, second, first - second)
+    found = {
+        (int(row["class"]), int(row["predicted"])): (row["name"], row["predicted_name"])
+        + tuple(int(row[name]) for name in ("first", "second", "difference"))
+        for row in confusions
+    }
+    assert found == expected
+    sizes = [abs(int(row["difference"])) for row in confusions]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 1
+
+
+def test_models_that_agree_have_a_table_without_confusions(tmp_path):
+    targets, best = np.array([0, 1, 1]), np.array([[[0], [0]], [[1], [1]], [[0], [0]]])
+    Comparison.of(targets, best).write_tables(tmp_path, {})
+    assert (tmp_path / "confusions.csv").read_text().split() == ["class"]
+
+
+def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
+    figures, found = kept_figures(monkeypatch), known_comparison()
+    png = found.plot(["one", "other"])
+    assert Image.open(io.BytesIO(png)).format == "PNG"
+    (figure,) = figures
+    differences, by_class = figure.axes
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in differences.lines]
+    for y, text, cells in ((0, "top-5, p = 1", (3, 1, 0, 1)), (1, "top-1, p = 0.5", (1, 2, 0, 2))):
+        (interval,) = [xs for xs, ys in lines if ys == [y, y]]
+        assert interval == pytest.approx(naive.paired_interval(*cells), abs=1e-4)
+        assert ([100 * (cells[1] - cells[2]) / 5], [y]) in lines
+        (label,) = [t for t in differences.texts if t.get_text() == text]
+        assert label.get_position() == pytest.approx((100 * (cells[1] - cells[2]) / 5, y), abs=0.2)
+    assert ([0, 0], [0, 1]) in lines  # where there is no difference
+    low, high = differences.get_ylim()
+    assert low < 0
+    assert high > 1
+    assert "one less other" in differences.get_xlabel()
+    points = sorted(map(tuple, by_class.collections[0].get_offsets().tolist()))
+    assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]  # the second model's accuracy to the right
+    assert by_class.lines[0].get_slope() == 1
+    assert by_class.get_xlabel().startswith("other")
+    assert by_class.get_ylabel().startswith("one")
+
+
+def test_speed_is_that_of_calls_after_the_first(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    class Slow(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, images):
+            self.calls += 1
+            clock.now += 10.0 if self.calls == 1 else 0.25  # the first call compiles
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_inference_mode_enabled()
+            return super().forward(images)
+
+    model, precision = Slow(4, 4), torch.autocast("cpu", torch.bfloat16)
+    assert measure_speed(model, torch.zeros(6, 4), precision) == Speed(6 / 0.25, None)
+    assert model.calls == 1 + 4  # a second of them
+    assert measure_speed(model, torch.zeros(6, 4), precision, seconds=0.0) == Speed(6 / 0.25, None)
+
+
+def model_row(**changes):
+    row = dict(model="vil_tiny", checkpoint="a.pt", top1=76.44, top1_interval=(76.07, 76.81), top5=93.25, loss=1.01234)
+    row |= dict(parameters=6_853_096, images_per_second=1234.5, peak_mib=100.4, images=50_000)
+    return row | dict(published={"ViL-tiny": (76.4, None), "ViM-tiny": (76.1, 93.0)}) | changes
+
+
+def test_the_printed_table_of_two_models():
+    second = model_row(model="vim_tiny", checkpoint=None, top1=75.0, top1_interval=(74.6, 75.4), top5=92.0)
+    second |= dict(loss=1.1, parameters=13_706_192, images_per_second=500.0, peak_mib=200.8)
+    top1 = dict(both=37000, only_first=1220, only_second=500, neither=11280)
+    top1 |= dict(difference=1.44, interval=(1.27, 1.61), p_value=1.234e-5)
+    top5 = dict(difference=-1.25, interval=(-1.5, 1.0), p_value=0.04567)
+    result = dict(models=[model_row(), second], paired=dict(top1=top1, top5=top5, agreement=80.126), notes=["a note"])
+    text = markdown(result).splitlines()
+    assert text[:12] == [
+        "|  | vil_tiny | vim_tiny | first less second (95% interval), McNemar's test |",
+        "| --- | --- | --- | --- |",
+        "| weights | a.pt | pretrained |  |",
+        "| top-1 % | 76.44 (76.07 to 76.81) | 75.00 (74.60 to 75.40) | +1.44 (+1.27 to +1.61), p = 1.23e-05 |",
+        "| top-5 % | 93.25 | 92.00 | -1.25 (-1.50 to +1.00), p = 0.0457 |",
+        "| published top-1 / top-5 % | 76.4 / - | 76.1 / 93.0 |  |",
+        "| loss | 1.0123 | 1.1000 | -0.0877 |",
+        "| parameters | 6,853,096 | 13,706,192 | 0.50 x |",
+        "| images/s | 1234 | 500 | 2.47 x |",
+        "| peak MiB | 100 | 201 | 0.50 x |",
+        "",
+        "50000 images: both right 37000, only the first 1220, only the second 500, neither 11280; "
+        "the same prediction on 80.13%.",
+    ]
+    assert text[12] == "A note."
+    # on a CPU, and of classes for which nothing is published
+    result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
+    text = markdown(result)
+    assert "| peak MiB | - | - |  |" in text
+    assert "published top-1" not in text
+
+
+def test_real_labels_count_every_class_they_allow_and_leave_out_images_without_any():
+    allowed = np.zeros((6, 3), dtype=bool)
+    allowed[[0, 1, 1, 2, 4], [0, 0, 1, 2, 0]] = True  # image 3 has no label; images 2 and 4 have another than before
+    found = known_comparison(real_labels_NC=allowed)
+    assert found.top1 == Paired(both=3, only_first=0, only_second=1, neither=0)
+
+
+def test_predictions_keep_five_classes_of_each_model_in_order():
+    predictions = Predictions()
+    logits = torch.randn(2, 7, 9)
+    predictions(torch.arange(4), [logits[0, :4], logits[1, :4]])
+    predictions(torch.arange(4, 7), [logits[0, 4:], logits[1, 4:]])
+    targets, best = predictions.gather()
+    assert targets.tolist() == list(range(7))
+    assert (best == logits.transpose(0, 1).topk(5).indices.numpy()).all()
+
+
+def gathered(rank, images):
+    processes.join_processes("cpu")
+    share = Predictions()
+    mine = torch.tensor(range(rank, images, 3))
+    for part in mine.split(2):
+        share(part, [F.one_hot(part, 8).float(), F.one_hot((part + 1) % 8, 8).float()])
+    targets, best = share.gather()
+    processes.leave_processes()
+    return targets.tolist(), best[:, 0, 0].tolist(), best[:, 1, 0].tolist()
+
+
+@pytest.mark.parametrize("images", [8, 7, 6, 3])
+def test_images_of_several_processes_are_gathered_in_the_order_of_the_split(images):
+    """Which ReaL labels an image gets depends on it. Process r of three sees images r, r + 3, ..."""
+    for ended in in_processes(3, gathered, images):
+        in_order = list(range(images))
+        assert ended.value == (in_order, in_order, [(i + 1) % 8 for i in in_order]), ended.errors
+
+
+def test_the_published_numbers_of_one_model():
+    numbers = {name: published(name) for name in ("vil_tiny", "vim_tiny", "vil_small", "vim_small", "vim_base.a_tag")}
+    assert numbers == {
+        "vil_tiny": (76.4, None),
+        "vim_tiny": (76.1, 93.0),
+        "vil_small": (80.7, None),
+        "vim_small": (80.5, 95.1),
+        "vim_base.a_tag": (81.9, 95.8),
+    }
+    assert published("vil_base") == published("resnet50") == (None, None)
+
+
+@pytest.fixture(scope="module")
+def imagenet_like(tmp_path_factory):
+    """{some,real}/...: two of ImageNet's classes by WordNet id, and images under the names of its validation images."""
+    root, ids = tmp_path_factory.mktemp("imagenet"), ImageNetInfo().label_names()
+    for split, folder, names in (
+        ("some", ids[7], ["a", "b"]),
+        ("some", ids[301], ["c"]),
+        ("real", ids[7], ["ILSVRC2012_val_00000001", "ILSVRC2012_val_00000003"]),
+        ("real", ids[301], ["ILSVRC2012_val_00000002"]),
+    ):
+        (root / split / folder).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            Image.new("RGB", (16, 16), (200, 30, 90)).save(root / split / folder / f"{name}.JPEG")
+    return root
+
+
+def test_a_folder_of_some_imagenet_classes_is_judged_among_these(imagenet_like):
+    images, classes = open_test_split(str(imagenet_like), "", "some", 1000)
+    assert classes == [7, 301]
+    assert sorted(images.reader[i][1] for i in range(3)) == [7, 7, 301]
+    logits = torch.zeros(2, 1000)
+    logits[:, 5], logits[:, 301] = 9.0, 1.0
+    assert OnlyClasses(torch.nn.Identity(), classes, 1000)(logits).argmax(1).tolist() == [301, 301]
+
+
+def test_folders_named_by_class_numbers_keep_them_as_in_imagenet_v2(tmp_path):
+    for number in range(12):  # in the order of their names 10 would come before 2
+        (tmp_path / "v2" / str(number)).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "v2" / str(number) / "image.png")
+    images, classes = open_test_split(str(tmp_path), "", "v2", 12)
+    assert classes is None
+    assert all(int(images.filename(i).split("/")[0]) == images.reader[i][1] for i in range(12))
+
+
+def test_other_folders_must_have_the_classes_of_the_model(image_folder, imagenet_like, tmp_path):
+    assert open_test_split(str(image_folder), "", "val", 4)[1] is None
+    with pytest.raises(ConfigError, match="has 4 classes but the model 1000"):
+        open_test_split(str(image_folder), "", "val", 1000)
+    with pytest.raises(ConfigError, match="has 2 classes but the model 21"):  # not ImageNet's, by any name
+        open_test_split(str(imagenet_like), "", "some", 21)
+    shutil.copytree(imagenet_like / "some", tmp_path / "some")
+    shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # which ImageNet has not
+    with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
+        open_test_split(str(tmp_path), "", "some", 1000)
+
+
+def test_real_labels_go_with_the_names_of_the_images(imagenet_like, tmp_path):
+    labels = tmp_path / "real.json"
+    labels.write_text("[[7, 8], [], [9]]")
+    images, _ = open_test_split(str(imagenet_like), "", "real", 1000)
+    right = real_labels(images, 1000, str(labels))
+    by_name = {images.filename(i, basename=True): np.flatnonzero(row).tolist() for i, row in enumerate(right)}
+    assert by_name["ILSVRC2012_val_00000001.JPEG"] == [7, 8]
+    assert by_name["ILSVRC2012_val_00000002.JPEG"] == []
+    assert by_name["ILSVRC2012_val_00000003.JPEG"] == [9]
+    with pytest.raises(ConfigError, match="ReaL labels are for ImageNet's validation images"):
+        real_labels(open_test_split(str(imagenet_like), "", "some", 1000)[0], 1000, str(labels))
+    with pytest.raises(ConfigError, match="cannot read the ReaL labels"):
+        real_labels(images, 1000, str(tmp_path / "none.json"))
+
+
+def test_the_second_model_sees_images_normalised_as_its_own():
+    given = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    own = {"mean": (0.1, 0.2, 0.3), "std": (0.9, 0.8, 0.7)}
+    pixels = torch.rand(2, 3, 4, 4)
+
+    def normalised(config):
+        shape = (3, 1, 1)
+        return (pixels - torch.tensor(config["mean"]).view(shape)) / torch.tensor(config["std"]).view(shape)
+
+    model = torch.nn.Conv2d(3, 1, 1)
+    torch.testing.assert_close(Renormalized(model, given, own)(normalised(given)), model(normalised(own)))

@@ -1,0 +1,211 @@
+"""Options of a run: the files in configs/, what overrides what, the types of values, and what is refused."""
+
+import pytest
+import yaml
+from processes import ROOT
+
+from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse_key_values
+
+# ViM's hyperparameters as published (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names; the defaults of timm's
+# transforms where they give none
+SHARED = dict(
+    epochs=300, opt="adamw", opt_betas=(0.9, 0.999), opt_eps=1e-8, sched="cosine", warmup_epochs=5, min_lr=1e-5,
+    aa="rand-m9-mstd0.5-inc1", color_jitter=0.3, train_interpolation="bicubic", scale=(0.08, 1.0),
+    ratio=(3 / 4, 4 / 3), hflip=0.5, reprob=0.25, remode="pixel", mixup=0.8, cutmix=1.0, mixup_prob=1.0,
+    mixup_switch_prob=0.5, smoothing=0.1, aug_repeats=3, model_ema=True, model_ema_decay=0.99996, clip_grad=None,
+    layer_decay=None, crop_pct=0.875, interpolation="bicubic", img_size=None, train_split="train",
+    val_split="validation", pretrained_path=None, seed=0, grad_checkpointing=False, torchcompile=False, amp=True,
+    amp_dtype="bfloat16", synthetic=0, dataset="", data_dir=None,
+)  # fmt: skip
+TRAINED = dict(warmup_lr=1e-6, model_kwargs={}, batch_size=None, lr=1e-3)
+SIZES = {
+    "tiny": TRAINED | dict(global_batch_size=1024, weight_decay=0.1, drop_path=0.0),
+    "small": TRAINED | dict(global_batch_size=512, weight_decay=0.05, drop_path=0.05),
+}
+PLUS = dict(epochs=30, global_batch_size=1024, batch_size=128, lr=1e-5, warmup_lr=1e-5, min_lr=1e-5)
+PLUS |= dict(weight_decay=1e-8, drop_path=0.0, model_kwargs={"stride": 8})
+
+
+def test_every_config_loads_and_is_named_after_its_run():
+    paths = sorted((ROOT / "configs").glob("*.yaml"))
+    assert [load_config("", ["-c", str(path)]).experiment for path in paths] == [path.stem for path in paths]
+    assert load_config("", ["--model", "vim_small"]).experiment == "vim_small"
+    assert load_config("", ["-c", str(paths[0]), "--experiment", "mine"]).experiment == "mine"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", ["vil", "vim"])
+def test_recipes_are_those_published_with_vim(family, size):
+    for name, recipe in ((f"{family}_{size}", SIZES[size]), (f"{family}_{size}_plus", SIZES[size] | PLUS)):
+        config = load_config("", ["-c", str(ROOT / f"configs/{name}.yaml")])
+        expected = SHARED | recipe | dict(model=f"{family}_{size}", experiment=name)
+        assert {option: getattr(config, option) for option in expected} == expected
+        written = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+        assert set(SHARED) - set(written) <= {  # a recipe says itself what it is; these are no part of one
+            "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
+            "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
+        }  # fmt: skip
+
+
+def test_defaults_are_those_of_tiny():
+    config = Config()
+    expected = SHARED | SIZES["tiny"] | dict(model="vil_tiny", workers=None, opt_betas=None, opt_eps=None)
+    expected |= dict(
+        crop_pct=None, interpolation=None, checkpoint_interval="30m", log_interval=50, resume=None, device=None
+    )
+    expected |= dict(output="output", augment_on_device=None, log_tensorboard=False, log_wandb=False)
+    assert {option: getattr(config, option) for option in expected} == expected
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 7\nmodel_ema: true\nopt_betas: [0.8, 0.9]\nseed: 3\n")
+    words = "--epochs 3 --no-model-ema --model-kwargs depth=2 embed_dim=64 --aa none --scale 0.5 1 --seed 0"
+    config = load_config("", ["-c", str(tmp_path / "c.yaml"), *words.split()])
+    assert (config.lr, config.epochs, config.model_ema, config.opt_betas) == (5e-4, 3, False, (0.8, 0.9))
+    assert (config.model_kwargs, config.aa, config.scale) == ({"depth": 2, "embed_dim": 64}, None, (0.5, 1.0))
+    assert (config.seed, config.min_lr, config.experiment) == (0, 1e-5, "c")
+
+
+@pytest.mark.parametrize(("words", "images"), [([], 0), (["--synthetic"], 1_281_167), (["--synthetic", "99"], 99)])
+def test_noise_comes_in_the_number_of_imagenets_images_or_any_other(words, images):
+    assert load_config("", words).synthetic == images
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("lr", "1e-3", 0.001),  # which YAML takes for text
+        ("lr", "1", 1.0),
+        ("clip_grad", "5", 5.0),
+        ("clip_grad", "null", None),
+        ("clip_grad", "none", None),
+        ("epochs", "7.0", 7),
+        ("img_size", "none", None),
+        ("batch_size", "32", 32),
+        ("experiment", "2024", "2024"),
+        ("checkpoint_interval", "500", "500"),
+        ("checkpoint_interval", "null", None),
+        ("aa", "none", None),
+        ("aa", "3a", "3a"),
+        ("opt_betas", "[0.8, 1]", (0.8, 1.0)),
+        ("opt_betas", "none", None),
+        ("model_kwargs", "{depth: 2, patch_size: [8, 4]}", {"depth": 2, "patch_size": [8, 4]}),
+        ("model_kwargs", "null", {}),
+        ("amp", "false", False),
+    ],
+)
+def test_values_get_the_type_of_their_option(tmp_path, option, text, value):
+    (tmp_path / "c.yaml").write_text(f"{option}: {text}")
+    found = getattr(load_config("", ["-c", str(tmp_path / "c.yaml")]), option)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("weight_deacy: 0.1", "unknown option 'weight_deacy' in .*c.yaml; did you mean 'weight_decay'"),
+        ("zzz: 1", "unknown option 'zzz' in .*c.yaml$"),
+        ("epochs: many", "option 'epochs' in .*c.yaml must be int, not 'many'"),
+        ("epochs: 2.7", "option 'epochs' in .*c.yaml must be int, not 2.7"),
+        ("epochs: true", "option 'epochs' in .*c.yaml must be int, not True"),
+        ("epochs: null", "option 'epochs' in .*c.yaml must be int, not None"),
+        ("lr: true", "option 'lr' in .*c.yaml must be float, not True"),
+        ("lr: [1, 2]", "option 'lr' in .*c.yaml must be float"),
+        ("model_ema: 3", "option 'model_ema' in .*c.yaml must be bool, not 3"),
+        ("model: [vil_tiny]", "option 'model' in .*c.yaml must be str"),
+        ("model: true", "option 'model' in .*c.yaml must be str, not True"),
+        ("scale: 0.5", "option 'scale' in .*c.yaml must be tuple, not 0.5"),
+        ("scale: [a, b]", "option 'scale' in .*c.yaml must be tuple"),
+        ("model_kwargs: depth", "option 'model_kwargs' in .*c.yaml must be dict, not 'depth'"),
+        ("amp_dtype: float8", "amp_dtype 'float8' is neither 'bfloat16' nor 'float16'"),
+        ("checkpoint_interval: 0", "checkpoint_interval '0' is neither minutes .'30m'. nor optimizer steps .'500'."),
+        ("checkpoint_interval: 2h", "checkpoint_interval '2h' is neither"),
+        ("checkpoint_interval: 30m5", "checkpoint_interval '30m5' is neither"),
+        ("- lr", "c.yaml is not a list of 'option: value' lines"),
+        ("a: [", "c.yaml is not YAML"),
+    ],
+)
+def test_a_wrong_config_file_is_refused(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config("", ["-c", str(tmp_path / "c.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("word", "ours", "help"),
+    [
+        ("learning_rate", "lr", "peak learning rate, for the global batch"),
+        ("num_workers", "workers", "loader processes"),
+        ("num_epochs", "epochs", "epochs"),
+        ("gradient_accumulation_steps", "batch_size", "most images that a device holds at once; .* is accumulated"),
+        ("image_size", "img_size", "image size"),
+        ("ema", "model_ema", "keep an exponential moving average"),
+        ("no_ema", "model_ema", "keep an exponential moving average"),
+        ("pretrained", "pretrained_path", "start from these weights"),
+        ("Learning_Rate", "lr", "peak learning rate"),
+    ],
+)
+def test_what_others_call_an_option_is_answered_with_ours(tmp_path, word, ours, help):
+    (tmp_path / "c.yaml").write_text(f"{word}: 1")
+    flag = "--" + word.replace("_", "-")
+    for words in (["-c", str(tmp_path / "c.yaml")], [flag, "1"], [f"{flag}=1"]):
+        with pytest.raises(ConfigError, match=f"^unknown option '{word}' .*; here it is '{ours}': .*{help}"):
+            load_config("", words)
+
+
+def test_no_option_has_the_name_of_another():
+    others = [word for words in SYNONYMS.values() for word in words.split()]
+    assert len(others) == len({*others} - {*FIELDS})
+    assert {*SYNONYMS} <= {*FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--weight-deacy 1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
+        ("--weight-deacy=1", "unknown option 'weight_deacy' on the command line; did you mean 'weight_decay'"),
+        ("--epoch 3", "unknown option 'epoch' on the command line; did you mean 'epochs'"),
+        ("vil_tiny", "'vil_tiny' on the command line belongs to no option"),
+        ("--lr fast", "option 'lr' in the command line must be float, not 'fast'"),
+        ("--epochs 2.5", "option 'epochs' in the command line must be int, not '2.5'"),
+        ("--model-kwargs depth", "'depth' is not of the form KEY=VALUE"),
+        ("-c nowhere.yaml", "cannot read the config nowhere.yaml: No such file"),
+        ("--resume", "^argument --resume: expected one argument$"),
+        (
+            "--model-kwargs depth=2 drop_path_rate=0.1",
+            "model_kwargs has drop_path_rate, .* of its own: give --drop-path$",
+        ),
+        ("--model-kwargs num_classes=3", "model_kwargs has num_classes, an option of its own: give --num-classes$"),
+        ("--model-kwargs img_size=32", "model_kwargs has img_size, an option of its own: give --img-size$"),
+        ("--model-kwargs in_chans=1", "model_kwargs has in_chans 1, but images here have three channels"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("", words.split())
+
+
+def test_key_value_words_hold_yaml():
+    words = ["a=1", "b=1.5", "c=[1, 2]", "d=x=y", "e=true", "f="]
+    assert parse_key_values(words) == dict(a=1, b=1.5, c=[1, 2], d="x=y", e=True, f=None)
+
+
+def test_the_help_names_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load_config("What it is for", ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0
+    assert "What it is for" in text
+    for name, field in FIELDS.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert " ".join(f"{field.metadata['help']} (default: {field.default})".split()) in text
+    assert "--no-amp" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "mixing"),
+    [({}, True), (dict(mixup_prob=0.0), False), (dict(mixup=0.0), True), (dict(cutmix=0.0), True),
+     (dict(mixup=0.0, cutmix=0.0), False), (dict(mixup=0.1, cutmix=0.0, mixup_prob=0.1), True)],
+)  # fmt: skip
+def test_images_are_mixed_if_there_is_a_way_and_a_chance(options, mixing):
+    assert Config(**options).mixing is mixing

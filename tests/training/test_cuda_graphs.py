@@ -1,0 +1,171 @@
+"""CUDA graphs in place of what they were captured from, and what happens where there can be none."""
+
+import contextlib
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from train_imagenet import Trainer
+from vil.config import Config, ConfigError
+from vil.cuda_graphs import Replayed, unchanged
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def as_it_is(x):
+    return x
+
+
+CUDA = torch.device("cuda", 0)
+
+
+class Step:
+    """Adds the gradients of a model with dropout and batch statistics."""
+
+    def __init__(self, between=as_it_is):
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 5)]
+        self.model, self.between = nn.Sequential(*layers).cuda(), between
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.calls = 0
+
+    def __call__(self, x, targets):
+        self.calls += 1
+        loss = nn.functional.cross_entropy(self.between(self.model(x)), targets)
+        loss.backward()
+        return loss.detach()
+
+    @property
+    def changed(self):
+        return [*(p.grad for p in self.model.parameters()), *self.model.buffers()]
+
+
+def batches(sizes=(8, 8, 8)):
+    generator = torch.Generator().manual_seed(1)
+    for size in sizes:
+        x = torch.randn(size, 16, generator=generator)
+        yield x.cuda(), torch.randint(5, (size,), generator=generator).cuda()
+
+
+def outcome(step, function, sizes=(8, 8, 8)):
+    losses = []
+    for i, batch in enumerate(batches(sizes)):
+        torch.manual_seed(i)  # what dropout draws
+        losses.append(function(*batch).item())
+    return losses, [t.clone() for t in step.changed]
+
+
+def zeros():
+    return torch.zeros(8, 16, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda")
+
+
+def computed_twice(x):
+    return torch.utils.checkpoint.checkpoint(nn.functional.dropout, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 5, 8)], ids=str)
+@pytest.mark.parametrize("between", [as_it_is, computed_twice])
+def test_a_graph_does_what_its_function_does(between, sizes):
+    expected = outcome(step := Step(between), step, sizes)
+    step = Step(between)
+    replayed = Replayed(step, zeros(), "the test", step.changed)
+    calls = step.calls
+    torch.testing.assert_close(outcome(step, replayed, sizes), expected, rtol=0, atol=0)
+    if between is as_it_is:
+        assert step.calls == calls + sum(size != 8 for size in sizes)  # others than these were replayed
+
+
+def test_trying_out_leaves_no_trace():
+    step = Step()
+    before, (_, state) = [t.clone() for t in step.changed], (torch.manual_seed(5), torch.cuda.get_rng_state())
+    Replayed(step, zeros(), "the test", step.changed)
+    torch.testing.assert_close(step.changed, before, rtol=0, atol=0)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def read_by_the_host(x):
+    return x * (2 if x.sum().item() > 1e9 else 1)
+
+
+def drawn_by_the_host(x):
+    return x * random.choice([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (read_by_the_host, "synchronizing"),
+        (drawn_by_the_host, "it draws random numbers on the host"),
+    ],
+)
+def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why(between, reason, caplog):
+    random.seed(0)
+    expected = outcome(step := Step(between), step)
+    step = Step(between)
+    with caplog.at_level(logging.WARNING):
+        replayed = Replayed(step, zeros(), "the test", step.changed)
+    (line,) = caplog.messages
+    assert line.startswith("no CUDA graph of the test, which goes on in eager mode: ")
+    assert reason in line
+    random.seed(0)
+    # on another stream cuBLAS may add in another order
+    torch.testing.assert_close(outcome(step, replayed), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_too_little_memory_is_not_taken_for_something_else():
+    with pytest.raises(torch.OutOfMemoryError):
+        Replayed(lambda x: x.expand(2**50, 4).contiguous(), [torch.zeros(4, device="cuda")], "the test")
+    torch.manual_seed(0)
+    assert torch.rand(3, device="cuda").isfinite().all()
+
+
+def test_what_is_unchanged_is_so_after_an_error_too():
+    t = torch.ones(3, device="cuda")
+    with contextlib.suppress(ZeroDivisionError), unchanged([t]):
+        t.zero_()
+        _ = 1 / 0
+    assert t.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cuda_graphs):
+    """With the gradients of all, and one line that says how many."""
+    options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False)
+    options |= dict(
+        model_kwargs=dict(embed_dim=32, depth=2), img_size=32, output=str(tmp_path), cuda_graphs=cuda_graphs
+    )
+    backward, runs = Trainer.backward, []
+
+    def limited(self, images, targets):
+        if len(images) > most:
+            raise torch.OutOfMemoryError("no room for so many")
+        return backward(self, images, targets)
+
+    monkeypatch.setattr(Trainer, "backward", limited)
+    for most in (32, 10):
+        runs.append(Trainer(Config(**options, experiment=str(most)), CUDA, 0, 1))
+        runs[-1].train_one_epoch(0, tqdm(disable=True))
+    whole, parts = runs
+    assert (whole.at_once, parts.at_once) == (32, 8)
+    assert "8 of 32 images at once" in parts.plan
+    assert len(parts.meter.losses) == 2
+    assert parts.meter.losses == pytest.approx(whole.meter.losses, rel=1e-3)
+    assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-2)  # of convolutions in TF32
+
+
+def test_a_gpu_without_room_for_one_image_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Trainer, "backward", full)
+    options = dict(synthetic=8, num_classes=4, global_batch_size=8, model_kwargs=dict(depth=1), output=str(tmp_path))
+    with pytest.raises(ConfigError, match="cuda:0 has too little memory to train vil_tiny on one image"):
+        Trainer(Config(**options, experiment="run"), CUDA, 0, 1)

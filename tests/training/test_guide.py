@@ -1,0 +1,134 @@
+"""docs/guide.md and the README, followed: their snippets run, and their command lines are options that there are."""
+
+import importlib.util
+import re
+import runpy
+import shlex
+import sys
+
+import pytest
+import timm
+import torch
+from processes import ROOT
+
+import validate
+import vil.export
+import vil.viz
+from train_imagenet import Trainer
+from vil.config import load_config
+from vil.processes import join_processes
+
+DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]
+
+
+def snippets(document):
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
+
+
+def command_lines(document):
+    text = (ROOT / document).read_text().replace("\\\n", " ")
+    return [
+        shlex.split(line, comments=True) for line in re.findall(r"^    ((?:python|torchrun|pip|make) .*)$", text, re.M)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the guide's commands have been run, with a smaller model that has learned for a moment."""
+    monkeypatch.chdir(tmp_path)
+    for words in command_lines("docs/guide.md"):
+        if words[:3] == ["python", "-m", "vil.data.digits"]:
+            monkeypatch.setattr(sys, "argv", words[2:])
+            monkeypatch.delitem(sys.modules, "vil.data.digits", raising=False)
+            runpy.run_module("vil.data.digits", run_name="__main__")
+    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")
+    for name in ("low", "high"):
+        words = ["-c", str(ROOT / "configs/digits.yaml"), "--data-dir", f"data/{name}", "--experiment", name]
+        words += ["--model-kwargs", "embed_dim=64", "depth=1", "patch_size=8", "--epochs", "2", "--warmup-epochs", "0"]
+        words += ["--workers", "0", "--device", "cpu", "--global-batch-size", "200"]
+        Trainer(load_config("", words), *join_processes("cpu")).run()
+    (tmp_path / "weights").symlink_to(ROOT / "weights")
+    return tmp_path
+
+
+def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
+    found: dict = {}
+    for snippet in snippets("docs/guide.md"):
+        exec(compile(snippet, "docs/guide.md", "exec"), found)
+    printed = capsys.readouterr().out
+    assert re.search(r"validation/7/\d+.png is a [6-9]\n", printed)
+    scores = dict(re.findall(r"(KNeighborsClassifier|LogisticRegression) (\d\.\d+)", printed))
+    assert min(map(float, scores.values())) > 0.5  # of four classes
+    assert len(scores) == 2
+    assert found["patches"].shape == (2, 16, 64)
+    assert found["class_token"].shape == (2, 1, 64)
+    assert found["loss"].isfinite()
+    assert torch.equal(found["started"].blocks[5].mixer.in_proj.weight, found["shipped"].blocks[5].mixer.in_proj.weight)
+    assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 1000]
+    with torch.inference_mode():
+        expected = found["model"](found["images"])
+    torch.testing.assert_close(torch.from_numpy(found["logits"]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mixer_of_ones_own_runs_as_it_is_written():
+    found: dict = {}
+    (idea,) = snippets("CONTRIBUTING.md")
+    exec(
+        compile(idea.replace('"vil_tiny", ', '"vil_tiny", depth=1, num_classes=0, '), "CONTRIBUTING.md", "exec"), found
+    )
+    images = torch.randn(2, 3, 224, 224)
+    mixer = found["model"].blocks[0].mixer
+    with torch.inference_mode():
+        before = found["model"](images)
+        for direction in mixer.directions:  # a key of norm 1 does not know how long it was
+            rank, states, _ = direction.split
+            direction.x_proj.weight[rank : rank + states] *= 3
+        torch.testing.assert_close(found["model"](images), before, rtol=1e-4, atol=1e-5)
+        plain = timm.create_model("vil_tiny", depth=1, num_classes=0)
+        plain.load_state_dict(found["model"].state_dict())
+        assert (plain(images) - before).abs().max() > 1e-3
+
+
+def test_the_readmes_models_are_made(monkeypatch):
+    """With one block each; files that only ImageNet's users have are for test_checkpoints.py."""
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **{"depth": 1, **options}))
+    (models,) = snippets("README.md")
+    made = re.sub(r"out_indices=\(.*?\)", "out_indices=(0,)", models.partition("weights =")[0])
+    exec(compile(made, "README.md", "exec"), {})
+
+
+class ParsedError(Exception):
+    pass
+
+
+def parsed(*_):
+    raise ParsedError
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_path):
+    lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(vil.viz, "draw", lambda options: None)
+    monkeypatch.setattr(vil.export, "_check_options", parsed)  # the first that is done with them
+    for words in lines:
+        words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
+        words = words[1:] if words[0] == "-m" else words
+        program, options = words[0], words[1:]
+        monkeypatch.setattr(sys, "argv", [program, *options])
+        if program == "train_imagenet.py":
+            resumed = "--resume" in options and "-c" not in options
+            assert resumed or load_config("", options).model
+        elif program == "validate.py":
+            assert validate.parse_options().checkpoint
+        elif program == "vil.viz":
+            vil.viz.main()
+        elif program == "vil.export":
+            with pytest.raises(ParsedError):
+                vil.export.main()
+        elif program.endswith(".py"):
+            assert (ROOT / program).exists()
+        else:
+            assert importlib.util.find_spec(program), words
+    assert lines or document == "docs/hardware.md"

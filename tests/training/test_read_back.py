@@ -1,0 +1,100 @@
+"""Every option that training accepts is read back from its checkpoint; what could not be is refused at the start."""
+
+import dataclasses
+
+import pytest
+import torch
+from processes import SMALL
+
+import vil
+from train_imagenet import Trainer
+from vil import checkpoint
+from vil.config import FIELDS, NOT_FROM_CHECKPOINTS, Config, ConfigError, load_config
+from vil.data import loaders as data
+from vil.data.synthetic import SyntheticImages
+
+CPU = torch.device("cpu")
+# none of them the default; dataset is below
+OPTIONS = dict(
+    train_split="sub/first", val_split="my other", num_classes=5, workers=0, synthetic=64,
+    model="vim_tiny", model_kwargs=dict(
+        embed_dim=16, depth=1, patch_size=[8, 4], stride=[4, 4], in_chans=3, dynamic_img_size=True, drop_rate=0.1,
+        global_pool="avg",
+    ), img_size=24, drop_path=0.1, grad_checkpointing=True, cuda_graphs=False, torchcompile=True,
+    epochs=7, global_batch_size=8, batch_size=4, opt="nadamw", opt_betas=(0.8, 0.9), opt_eps=1e-7, lr=0.5,
+    weight_decay=0.2, layer_decay=0.7, clip_grad=3.0, sched="poly", warmup_epochs=2, warmup_lr=1e-5, min_lr=1e-4,
+    model_ema=False, model_ema_decay=0.9, amp=False, amp_dtype="float16",
+    scale=(0.5, 0.9), ratio=(0.9, 1.1), hflip=0.4, color_jitter=None, aa="3a", aug_repeats=2,
+    train_interpolation="random", augment_on_device=False, reprob=0.1, remode="const", mixup=0.2, cutmix=0.3,
+    mixup_prob=0.9, mixup_switch_prob=0.4, smoothing=0.2, crop_pct=0.8, interpolation="nearest",
+    seed=3, checkpoint_interval="500", log_interval=5,
+)  # fmt: skip
+
+
+def written(folder, **options):
+    """A checkpoint that a run writes after a step."""
+    trainer = Trainer(Config(**dict(output=str(folder), experiment="run") | options), CPU, 0, 1)
+    trainer.meter.add(torch.tensor(1.0), torch.tensor(1.0))
+    trainer.save()
+    return trainer.folder / "last.pt"
+
+
+def read_back(path, *words):
+    """By --resume, from Python, and by a run that goes on; whoever else reads it does so by one of their functions."""
+    checkpoint.read_checkpoint(path)
+    vil.from_checkpoint(path)
+    return load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
+
+
+def test_every_option_is_read_back(tmp_path):
+    options = OPTIONS | dict(data_dir=str(tmp_path))
+    assert options.keys() == FIELDS.keys() - NOT_FROM_CHECKPOINTS - {"dataset"}
+    path = written(tmp_path, **options)
+    found, default = (dataclasses.asdict(c) for c in (read_back(path), Config()))
+    for name, value in options.items():
+        assert found[name] == value != default[name]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "data_dir", "split"),
+    [
+        ("wds/x", "https://host/shards", "x-train-{0000..0001}.tar|36"),
+        ("WDS/x", "shards", "part 1/{00000..41455}.tar|400000000"),
+        ("wds/x", "shards", "train"),
+        ("hfds/someone/pictures", "/cache", "train[:10%]+validation[5:10]"),
+        ("hfids/someone/pictures", None, "train"),
+        ("tfds/imagenet_v2/topimages:3.*.*", None, "test[:100]"),
+    ],
+)
+def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirmed(
+    tmp_path, monkeypatch, dataset, data_dir, split
+):
+    monkeypatch.setattr(data, "open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
+    options = SMALL | dict(dataset=dataset, data_dir=data_dir, train_split=split, val_split=split, workers=0)
+    path = written(tmp_path, synthetic=64, **options)
+    found = read_back(path, "--dataset", dataset, *(["--data-dir", data_dir] if data_dir else []))
+    assert {name: getattr(found, name) for name in options} == options
+
+
+def test_arguments_of_timms_transformers_are_read_back(tmp_path):
+    kwargs = dict(embed_dim=24, depth=1, patch_size=8, num_heads=3, mlp_ratio=1.5, qkv_bias=False, global_pool="avg")
+    options = dict(model="deit_tiny_patch16_224", model_kwargs=kwargs, img_size=16, global_batch_size=8)
+    path = written(tmp_path, synthetic=64, num_classes=4, workers=0, **options)
+    assert read_back(path).model_kwargs == kwargs
+    assert vil.from_checkpoint(path).blocks[0].attn.num_heads == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(model="deit_tiny_patch16_224", model_kwargs=dict(class_token=False, global_pool="avg")),
+         "'class_token' of its model, which a checkpoint may not give; it may give embed_dim, depth, "),
+        (dict(train_split="../train"), r"has train_split '\.\./train', which is no plain name"),
+        (dict(val_split="train[:10%]"), r"has val_split 'train\[:10%\]', which is no plain name"),
+        (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_checkpoints_nobody_could_read_does_not_start(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=f"^this run's checkpoints could not be read: the checkpoint .*{message}"):
+        written(tmp_path, **dict(synthetic=64, img_size=16, num_classes=4, workers=0, global_batch_size=8) | options)
+    assert not (tmp_path / "run").exists()

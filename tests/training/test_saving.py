@@ -1,0 +1,331 @@
+"""Checkpoints of runs: what is written when, which one a run goes on from, and with what it may go on."""
+
+import argparse
+import logging
+import os
+import random
+import re
+import resource
+import shlex
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import vil  # noqa: F401  registers the models
+from vil import checkpoint
+from vil.checkpoint import CheckpointError, find_resumed
+from vil.config import ConfigError, load_config
+from vil.factory import create_model
+
+TINY = dict(embed_dim=16, depth=2, patch_size=8, img_size=16)
+
+
+PARTS = dict(config={}, history=[], progress={}, scheduler={}, state_dict={}, optimizer={})
+
+
+def save(path, epoch, **kwargs):
+    checkpoint.save_checkpoint(PARTS | {"epoch": epoch}, path, **kwargs)
+
+
+def epochs(*paths):
+    return [checkpoint.read_checkpoint(path)["epoch"] for path in paths]
+
+
+# names of classes
+
+
+def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
+    numbers = {"n10": 1, "n9": 0, "a\x1b[31m\nb\u202e": 3, "é, ß": 2, "x" * 2000: 4, "\udcff": 5}
+    names = checkpoint.labels_of(numbers)
+    assert names == ["n9", "n10", "é, ß", "a?[31m?b?", "x" * 1000, "?"]
+    checkpoint.save_checkpoint(PARTS | dict(config=dict(num_classes=6), label_names=names), tmp_path / "best.pt")
+    assert checkpoint.label_names(tmp_path / "best.pt") == names
+
+
+# writing
+
+
+def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkeypatch):
+    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    for epoch in (1, 2, 3):
+        save(last, epoch, previous=previous)
+    assert epochs(last, previous) == [3, 2]
+
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match="the disk is gone; the previous .*last.pt is intact. Make room"):
+        save(last, 4, previous=previous)
+    with pytest.raises(CheckpointError, match="could not write .*new.pt .*; there was none before. Make room"):
+        save(tmp_path / "new.pt", 4)
+    assert epochs(last, previous) == [3, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
+
+
+def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
+    """Bytes are on the disk before the file has its name, and the name before the next step is trained."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(descriptor):
+        done.append(("on disk", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def noted_replace(source, target):
+        done.append((os.path.basename(source), os.path.basename(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    save(last, 1, previous=previous)
+    temporary = done[0][1]
+    assert done == [("on disk", temporary), (temporary, "last.pt"), ("on disk", tmp_path.name)]
+    done.clear()
+    save(last, 2, previous=previous)
+    temporary = done[0][1]
+    renamed = [("last.pt", "previous.pt"), (temporary, "last.pt")]
+    assert done == [("on disk", temporary), *renamed, ("on disk", tmp_path.name)]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
+    path = tmp_path / "last.pt"
+    save(path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        message = (
+            r"could not write .*last.pt \((\d+) MiB free on its disk\).*is intact. Make room and go on with --resume"
+        )
+        with pytest.raises(CheckpointError, match=message) as refused:
+            checkpoint.save_checkpoint({"config": {}, "epoch": 2, "weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize / 2**20
+    assert int(str(refused.value).split("(")[1].split()[0]) == pytest.approx(free, rel=0.2)
+    assert epochs(path) == [1]
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+# reading
+
+
+@pytest.mark.parametrize(("version", "whose"), [(2, "an older"), (99, "a newer")])
+def test_a_checkpoint_of_another_version_is_refused_not_passed_over(version, whose, tmp_path):
+    save(tmp_path / "previous.pt", 1)
+    torch.save({"version": version, "config": {}}, tmp_path / "last.pt")
+    message = f"last.pt has version {version}, of {whose} train_imagenet.py, and this one goes on from version 3 alone"
+    with pytest.raises(CheckpointError, match=message):
+        find_resumed("auto", tmp_path)
+
+
+@pytest.mark.parametrize("content", [{"weight": torch.ones(1)}, {"version": 3}, {"version": "3", "config": {}}, [1, 2]])
+def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of train_imagenet.py"):
+        checkpoint.read_checkpoint(tmp_path / "other.pt")
+    assert checkpoint.saved_config(tmp_path / "other.pt") == {}
+
+
+def test_options_are_read_from_checkpoints_of_runs_alone(tmp_path):
+    checkpoint.save_checkpoint({"config": {"model": "vil_tiny"}}, tmp_path / "run.pt")
+    torch.save({"model": {"a": torch.ones(1)}, "args": argparse.Namespace(model="vim")}, tmp_path / "published.pth")
+    save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
+    found = [checkpoint.saved_config(tmp_path / name) for name in ("run.pt", "published.pth", "weights.safetensors")]
+    assert found == [{"model": "vil_tiny"}, {}, {}]
+
+
+def test_a_cut_off_checkpoint_is_refused_wherever_it_is_cut(uninterrupted, tmp_path):
+    whole = (uninterrupted / "run" / "last.pt").read_bytes()
+    rng = random.Random(0)
+    for size in [0, 1, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(10))]:
+        (tmp_path / "cut.pt").write_bytes(whole[:size])
+        for read in (checkpoint.read_checkpoint, checkpoint.read_weights, checkpoint.saved_config):
+            with pytest.raises(CheckpointError, match="cut.pt cannot be read as a checkpoint"):
+                read(tmp_path / "cut.pt")
+
+
+def test_a_changed_byte_of_a_tensor_is_noticed(tmp_path):
+    checkpoint.save_checkpoint(PARTS | {"weights": torch.arange(1000)}, tmp_path / "last.pt")
+    content = bytearray((tmp_path / "last.pt").read_bytes())
+    content[content.index(torch.arange(500, 510).numpy().tobytes())] ^= 1
+    (tmp_path / "last.pt").write_bytes(content)
+    with pytest.raises(checkpoint.BrokenCheckpointError, match="last.pt cannot be read .* checksum"):
+        checkpoint.read_checkpoint(tmp_path / "last.pt")
+
+
+def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_for(tmp_path):
+    state = {"config": {}, "state_dict": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.ones(1)}}
+    checkpoint.save_checkpoint(state, tmp_path / "both.pt")
+    del state["state_dict_ema"]
+    checkpoint.save_checkpoint(state, tmp_path / "one.pt")
+    assert checkpoint.read_weights(tmp_path / "both.pt")["a"].item() == 1
+    assert checkpoint.read_weights(tmp_path / "both.pt", use_ema=False)["a"].item() == 0
+    assert checkpoint.read_weights(tmp_path / "one.pt")["a"].item() == 0
+    model = torch.nn.Module()
+    model.a = torch.nn.Parameter(torch.full((1,), 5.0))
+    for use_ema, expected in ((False, 0), (True, 1)):
+        checkpoint.load_weights(model, tmp_path / "both.pt", use_ema)
+        assert model.a.item() == expected
+
+
+def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):
+    torch.save({"other": torch.ones(2)}, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=r"other.pth does not fit the model: .*Missing key.*weight.*other"):
+        checkpoint.load_weights(torch.nn.Linear(2, 2), tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match="^there is no checkpoint .*missing.safetensors$"):
+        checkpoint.load_weights(torch.nn.Identity(), tmp_path / "missing.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match="cut.safetensors cannot be read as a checkpoint"):
+        checkpoint.load_weights(torch.nn.Identity(), tmp_path / "cut.safetensors")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        checkpoint.read_weights(tmp_path)  # a folder
+
+
+# going on
+
+
+@pytest.mark.parametrize(
+    ("present", "resume", "restarts", "found"),
+    [
+        ("", None, "0", None),
+        ("", "auto", "0", None),
+        ("", None, "1", None),
+        ("last previous", "auto", "0", "last.pt"),
+        ("previous", "auto", "0", "previous.pt"),
+        ("last previous", None, "2", "last.pt"),  # torchrun started it again: its folder comes first
+        ("last", "other.pt", "1", "last.pt"),
+        ("last", "other.pt", "0", "other.pt"),
+        ("", "other.pt", "1", "other.pt"),
+    ],
+)
+def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for i, name in enumerate(present.split()):
+        save(folder / f"{name}.pt", i)
+    save(tmp_path / "other.pt", 9)
+    result = find_resumed(resume, folder)
+    assert (result and result[0].name) == found
+    if result:
+        assert result[1]["epoch"] == checkpoint.read_checkpoint(result[0])["epoch"]
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    save(tmp_path / "previous.pt", 1)
+    with pytest.raises(CheckpointError, match="holds a run: --resume auto goes on with it, --experiment NAME starts"):
+        find_resumed(None, tmp_path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint nowhere.pt"):
+        find_resumed("nowhere.pt", tmp_path)
+
+
+def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
+    save(tmp_path / "previous.pt", 4)
+    (tmp_path / "last.pt").write_bytes(b"cut off")
+    path, saved = find_resumed("auto", tmp_path)
+    assert (path.name, saved["epoch"]) == ("previous.pt", 4)
+    assert (tmp_path / "last.broken").read_bytes() == b"cut off"
+    assert not (tmp_path / "last.pt").exists()
+    assert "going on from" in caplog.text
+    assert "last.broken" in caplog.text
+    (tmp_path / "previous.pt").write_bytes(b"this too")
+    with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: --experiment NAME starts another run"):
+        find_resumed("auto", tmp_path)
+
+
+@pytest.mark.parametrize("option", ["model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema"])
+def test_options_that_the_saved_tensors_depend_on_must_be_the_same(option, tmp_path):
+    with pytest.raises(CheckpointError, match=f"is of a run with {option} 'a', this one has 'b': resume with the same"):
+        checkpoint.check_same_run({option: "a"}, {option: "b"}, tmp_path)
+    with pytest.raises(CheckpointError, match=f"{option} 'a', this one has None"):
+        checkpoint.check_same_run({option: "a"}, {}, tmp_path)
+
+
+def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    harmless = "resume output experiment workers device log_interval batch_size checkpoint_interval log_tensorboard"
+    saved = dict.fromkeys(f"{harmless} log_wandb".split(), 1)
+    checkpoint.check_same_run(saved, dict.fromkeys(saved, 2), tmp_path)
+    checkpoint.check_same_run({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
+    assert caplog.text == ""
+    checkpoint.check_same_run({"lr": 0.1, "mixup": 0.8}, {"lr": 0.2, "mixup": 0.8}, tmp_path)
+    assert [record.getMessage() for record in caplog.records] == ["resuming with lr 0.2, was 0.1"]
+
+
+def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
+    saved = dict(global_batch_size=16, lr=0.1)
+    checkpoint.check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path)
+    with pytest.raises(CheckpointError, match="middle of an epoch with global_batch_size 16, this run has 32: finish"):
+        checkpoint.check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path, middle=True)
+
+
+# weights to start from
+
+
+def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(tmp_path):
+    source = timm.create_model("vil_tiny", num_classes=4, **TINY)
+    torch.nn.init.normal_(source.head.bias)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    path, larger = str(tmp_path / "weights.pth"), TINY | dict(img_size=32)
+    model = create_model("vil_tiny", path, num_classes=4, **larger)
+    assert torch.equal(model.head.weight, source.head.weight)
+    assert torch.equal(model.head.bias, source.head.bias)
+    assert model.pos_embed.shape[1] == 17
+    model = create_model("vil_tiny", path, num_classes=3, **TINY)
+    assert model.head.weight.shape[0] == 3
+    assert not torch.equal(model.head.weight, source.head.weight[:3])
+    assert torch.equal(model.blocks[1].mixer.in_proj.weight, source.blocks[1].mixer.in_proj.weight)
+    headless = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("head")}
+    torch.save(headless, tmp_path / "headless.pth")
+    model = create_model("vil_tiny", str(tmp_path / "headless.pth"), num_classes=4, **TINY)
+    assert torch.equal(model.pos_embed, source.pos_embed)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])
+def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_need(packed, tmp_path, monkeypatch):
+    path, kwargs = tmp_path / "best.pt", dict(embed_dim=32, depth=2, patch_size=[8, 8], drop_path_rate=0.1)
+    source = timm.create_model("vil_tiny", num_classes=4, img_size=16, **kwargs)
+    config = dict(model="vil_tiny", img_size=16, num_classes=4, model_kwargs=kwargs)
+    checkpoint.save_checkpoint(dict(config=config, state_dict=source.state_dict()), path)
+    if packed:
+        path = tmp_path / "weights.safetensors"
+        path.write_bytes(checkpoint.pack_weights(source.state_dict(), config, {}))
+    built = r"embed_dim 32 and depth 2, the model .*; it was built with (--model vil_tiny --model-kwargs .*)$"
+    with pytest.raises(ConfigError, match=built) as refused:
+        create_model("vil_tiny", str(path), num_classes=4)
+    words = shlex.split(re.search(built, str(refused.value))[1])
+    chosen = load_config("", ["--img-size", "16", *words])
+    assert chosen.model_kwargs == dict(embed_dim=32, depth=2, patch_size=[8, 8])
+    model = create_model(chosen.model, str(path), num_classes=4, img_size=16, **chosen.model_kwargs)
+    assert torch.equal(model.head.weight, source.head.weight)
+
+
+def test_a_checkpoint_that_does_not_say_its_arguments_has_none_to_name(tmp_path):
+    weights = timm.create_model("vil_tiny", num_classes=4, **TINY).state_dict()
+    path, config = tmp_path / "best.pt", dict(model="vil_tiny", model_kwargs=dict(checkpoint_path="x"))
+    for content, end in (
+        (weights, r"\)"),
+        (dict(version=3, config=config, state_dict=weights), r"\)"),
+        (dict(version=3, config=dict(model="vil_tiny"), state_dict=weights), r"\); it was built with --model vil_tiny"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(ConfigError, match=rf"keys: .* of another shape \([^()]*{end}$"):
+            create_model("vil_tiny", str(path), **TINY | dict(embed_dim=24))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("vil_tinny", {}, "cannot create the model vil_tinny: Unknown model .*; did you mean 'vil_tiny'"),
+        ("zzz", {}, "cannot create the model zzz: Unknown model .*; timm.list_models.. has those that there are$"),
+        ("vil_tiny", {"heads": 3}, "cannot create the model vil_tiny: .*heads"),
+        ("vil_tiny", {"img_size": 100}, r"img_size \(100, 100\) is not covered .* use \(96, 96\), or dynamic_img_size"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        create_model(name, **arguments)

@@ -1,0 +1,440 @@
+"""Training runs in one process: what they write, how they begin, go on and end, and what they refuse."""
+
+import csv
+import itertools
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from conftest import CLASSES, TRAIN_IMAGES
+from faults import Run
+from PIL import Image
+from processes import SMALL, run, train_command
+from timm.data import create_transform
+
+import train_imagenet
+from train_imagenet import DivergenceError, Trainer
+from vil import checkpoint
+from vil.config import Config, load_config
+from vil.factory import create_model
+from vil.training.interruption import PreemptedError
+
+CPU = torch.device("cpu")
+NUMBERS = itertools.count()
+MEASURED = (  # these differ from run to run
+    "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
+)  # fmt: skip
+
+
+def small_config(image_folder, **options) -> Config:
+    output = image_folder.parent / f"output{next(NUMBERS)}" if image_folder else None  # a run holds its folder
+    run_options = dict(data_dir=str(image_folder), output=str(output), workers=0, experiment="run", epochs=2)
+    return Config(**SMALL | run_options | options)
+
+
+def trained(image_folder, output, **options):
+    """What a run comes to: the rows of its epochs, without what is measured, and its checkpoint."""
+    Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
+    saved = checkpoint.read_checkpoint(output / "run" / "last.pt")
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in saved["history"]], saved
+
+
+@pytest.fixture(scope="module")
+def whole(image_folder, tmp_path_factory):
+    """A run of two epochs that nothing interrupts."""
+    return trained(image_folder, tmp_path_factory.mktemp("whole"))
+
+
+def main(monkeypatch, capsys, *words):
+    """The exit status of a command line as the shell gets it, and what is printed to standard error."""
+    monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--device", "cpu", *map(str, words)])
+    try:
+        train_imagenet.main()
+    except SystemExit as stopped:
+        if isinstance(stopped.code, str):
+            return 1, stopped.code
+        return stopped.code or 0, capsys.readouterr().err
+    raise AssertionError("main returns by sys.exit alone")
+
+
+# what a run writes
+
+
+def test_a_run_learns_and_writes_its_files(uninterrupted):
+    folder = uninterrupted / "run"
+    with open(folder / "summary.csv") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert all(0 < row["train_loss"] < 10 and 0 <= row["eval_top1"] <= 100 for row in rows)
+    assert {"eval_top1_ema", "eval_loss_ema", "lr", "unreadable_images"} < set(rows[0])
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["num_classes"] == 4
+    for name in ("last.pt", "best.pt"):
+        saved = checkpoint.read_checkpoint(folder / name)
+        assert {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"} < set(saved)
+    assert {"grad_norm", "images_per_second", "data_wait_percent", "peak_memory_gib"} < set(saved["history"][0])
+    assert "commit" in (folder / "info.txt").read_text()
+    assert "torch " in (folder / "info.txt").read_text()
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_noise_takes_the_place_of_a_dataset(tmp_path):
+    config = small_config(None, synthetic=100, num_classes=10, output=str(tmp_path), epochs=1)
+    Trainer(config, CPU, 0, 1).run()
+    (row,) = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
+    assert row["train_loss"] > 0
+    assert row["data_wait_percent"] < 50
+
+
+def test_info_names_versions_and_commit():
+    result = run([sys.executable, "-m", "vil.info"])
+    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert lines["torch"] == torch.__version__.split("+")[0]
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", lines["commit"])
+
+
+# a run's parts
+
+
+def test_the_optimizer_has_the_largest_parameters_first(image_folder):
+    trainer = Trainer(small_config(image_folder), CPU, 0, 1)
+    for group in trainer.optimizer.param_groups:
+        sizes = [parameter.numel() for parameter in group["params"]]
+        assert sizes == sorted(sizes, reverse=True)
+    assert len(trainer.optimizer.param_groups) == 2
+
+
+def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path, no_pictures):
+    options = dict(opt="sgd", lr=0.5, sched="step", warmup_epochs=0, weight_decay=0.0, opt_betas=None, opt_eps=None)
+    trainer = Trainer(small_config(image_folder, output=str(tmp_path), **options), CPU, 0, 1)
+    assert type(trainer.optimizer) is torch.optim.SGD
+    weight = trainer.model.head.weight
+    before = weight.detach().clone()
+    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
+    gradient = weight.grad.clone()
+    trainer.update()
+    # Nesterov's momentum, timm's default of 0.9, in its first step
+    torch.testing.assert_close(weight, before - 0.5 * (1 + 0.9) * gradient)
+    trainer.run()
+    assert [row["lr"] for row in trainer.history] == [0.5, 0.5]
+
+
+def test_checkpointing_computes_every_block_once_more_for_backward(image_folder):
+    calls = {}
+    for enabled in (False, True):
+        trainer = Trainer(small_config(image_folder, grad_checkpointing=enabled), CPU, 0, 1)
+        calls[enabled] = []
+        trainer.model.blocks[0].mixer.register_forward_pre_hook(lambda *_, calls=calls[enabled]: calls.append(None))
+        trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
+    assert (len(calls[False]), len(calls[True])) == (1, 2)
+
+
+def test_training_and_evaluation_run_in_the_precision_chosen(image_folder):
+    trainer = Trainer(small_config(image_folder), CPU, 0, 1)
+    # which a CPU does not get by itself
+    trainer.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
+    dtypes = []
+    trainer.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
+    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
+    assert dtypes == [torch.bfloat16]
+    trainer.evaluate()
+    assert set(dtypes) == {torch.bfloat16}
+
+
+def test_evaluation_prepares_images_as_the_options_say(image_folder):
+    options = dict(crop_pct=0.6, interpolation="bilinear", batch_size=4)
+    trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
+    images, _ = next(iter(trainer.val_loader))
+    assert len(images) == 2 * 4  # no gradients take memory
+    mean_and_std = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
+    paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
+    assert torch.equal(images[:7], torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths]))
+
+
+def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no_pictures):
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    for path in (root / "train" / "bee" / "3.png", root / "val" / "cat" / "2.png", root / "val" / "dog" / "2.png"):
+        path.write_bytes(path.read_bytes()[:100])
+    # every training image once
+    options = dict(global_batch_size=len(CLASSES) * TRAIN_IMAGES, aug_repeats=0, mixup_prob=0.0, epochs=1)
+    rows, _ = trained(root, tmp_path, **options)
+    assert rows[0]["unreadable_images"] == 3
+
+
+def test_an_epoch_without_an_average_evaluates_the_model_alone(image_folder, tmp_path, no_pictures):
+    rows, saved = trained(image_folder, tmp_path, model_ema=False, epochs=1)
+    assert "state_dict_ema" not in saved
+    assert not any("ema" in name for name in rows[0])
+    assert (tmp_path / "run" / "best.pt").exists()
+
+
+# the same run by other means
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 8}, {"workers": 3}], ids=str)
+def test_accumulation_and_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures, options):
+    rows, saved = trained(image_folder, tmp_path, **options)
+    for row, expected in zip(rows, whole[0], strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+    for name, truth in whole[1]["state_dict"].items():
+        torch.testing.assert_close(saved["state_dict"][name], truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(2, {}), (1, {"batch_size": 8, "torchcompile": True, "model_kwargs": SMALL["model_kwargs"] | {"depth": 1}})],
+    ids=["torchrun", "compiled"],
+)
+def test_the_command_trains_the_same_on_two_processes_and_compiled(
+    image_folder, tmp_path, no_pictures, processes, options
+):
+    run(train_command(tmp_path, image_folder, processes, epochs=1, **options))
+    saved = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
+    options = {name: value for name, value in options.items() if name != "torchcompile"}
+    (expected,), truth = trained(image_folder, tmp_path / "truth", epochs=1, **options)
+    assert {name: saved["history"][0][name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    for name, tensor in truth["state_dict"].items():
+        torch.testing.assert_close(saved["state_dict"][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+# going on
+
+
+def assert_same_end(folder, whole):
+    saved = checkpoint.read_checkpoint(folder / "last.pt")
+    assert [{k: v for k, v in row.items() if k not in MEASURED} for row in saved["history"]] == whole[0]
+    for part in ("state_dict", "state_dict_ema"):
+        assert all(torch.equal(saved[part][name], truth) for name, truth in whole[1][part].items())
+
+
+def test_a_killed_run_goes_on_when_asked_and_ends_the_same(whole, image_folder, tmp_path, monkeypatch, capsys):
+    options = dict(data_dir=str(image_folder), **SMALL, epochs=2, checkpoint_interval=None)
+    killed = Run(tmp_path, 1, resume=None, **options)
+    killed.wait_for_saves(1)
+    killed.kill()
+    assert killed.wait() == [-signal.SIGKILL]
+    assert checkpoint.read_checkpoint(killed.folder / "last.pt")["epoch"] == 1
+
+    status, error = main(monkeypatch, capsys, "-c", tmp_path / "faults.yaml")
+    assert status == 1
+    assert "holds a run: --resume auto goes on with it" in error
+    resumed = Run(tmp_path, 1, **options)
+    assert resumed.wait() == [0], resumed.log.read_text()[-3000:]
+    assert_same_end(resumed.folder, whole)
+
+
+def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes(whole, image_folder, tmp_path, no_pictures):
+    trained(image_folder, tmp_path, checkpoint_interval="1")
+    folder = tmp_path / "run"
+    (folder / "previous.pt").rename(folder / "last.pt")
+    before_the_end = checkpoint.read_checkpoint(folder / "last.pt")
+    assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
+    assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
+    trained(image_folder, tmp_path, resume="auto")
+    assert_same_end(folder, whole)
+
+
+def test_what_is_counted_stays_a_count(image_folder, tmp_path, no_pictures):
+    trained(image_folder, tmp_path, epochs=1)
+    trained(image_folder, tmp_path, resume="auto", epochs=2)
+    with open(tmp_path / "run" / "summary.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["epoch"], row["unreadable_images"]) for row in rows] == [("1", "0"), ("2", "0")]
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(epochs=4, warmup_epochs=5), True), (dict(epochs=4, warmup_epochs=4), True),
+    (dict(epochs=4, warmup_epochs=3), False), (dict(epochs=4, warmup_epochs=5, warmup_lr=1e-3), False),
+])  # fmt: skip
+def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, options, said):
+    trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
+    expected = f"warmup_epochs {options['warmup_epochs']} is not less than epochs 4: the learning rate never reaches lr"
+    assert (expected in caplog.text) is said
+    rates = []
+    for epoch in range(4):
+        trainer.scheduler.step(epoch)
+        rates.append(trainer.rate)
+    assert (rates == sorted(rates) and rates[-1] < trainer.config.lr) is said
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_reported(image_folder, tmp_path, no_pictures):
+    trained(image_folder, tmp_path, epochs=2)
+    summary = tmp_path / "run" / "summary.csv"
+    head, *rows = csv.reader(summary.read_text().splitlines())
+    summary.write_text("".join(summary.read_text().splitlines(keepends=True)[:2]))
+    trained(image_folder, tmp_path, epochs=2, resume="auto")
+    again, *reported = csv.reader(summary.read_text().splitlines())
+    assert again == head
+    assert [[float(value) for value in row] for row in reported] == [[float(value) for value in row] for row in rows]
+
+
+def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder, tmp_path, no_pictures):
+    (tmp_path / "first").mkdir()
+    rows, _ = trained(image_folder, tmp_path / "first", epochs=1)
+    path = tmp_path / "first" / "run" / "last.pt"
+    before = path.read_bytes()
+    trainer = Trainer(small_config(image_folder, output=str(tmp_path / "second"), resume=str(path)), CPU, 0, 1)
+    assert trainer.steps == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
+    trainer.run()
+    assert [row["epoch"] for row in trainer.history] == [1, 2]
+    assert trainer.history[0]["train_loss"] == rows[0]["train_loss"]
+    assert path.read_bytes() == before
+
+
+def test_a_run_says_where_it_goes_on_and_that_it_is_finished(whole, image_folder, tmp_path, no_pictures, caplog):
+    trained(image_folder, tmp_path, epochs=2, checkpoint_interval="3")
+    assert "going on" not in caplog.text
+    last = tmp_path / "run" / "last.pt"
+    (tmp_path / "run" / "previous.pt").rename(last)  # of before the last epoch's end
+    trained(image_folder, tmp_path, resume="auto")
+    assert f"going on after step 2 of 4 of epoch 2 of 2, from {last}" in caplog.text
+    before = last.read_bytes()
+    trained(image_folder, tmp_path, resume="auto")
+    assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
+    caplog.clear()
+    trained(image_folder, tmp_path, resume="auto", epochs=1)
+    assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
+    assert last.read_bytes() == before
+
+
+def test_a_run_takes_its_own_config_file(whole, image_folder, tmp_path, no_pictures):
+    output = tmp_path / "first"
+    trained(image_folder, output, model_kwargs=SMALL["model_kwargs"], scale=(0.3, 1.0), aa=None)
+    words = ["-c", str(output / "run" / "config.yaml"), "--output", str(tmp_path / "second"), "--experiment", "again"]
+    config = load_config("", words)
+    assert (config.scale, config.aa, config.model_kwargs) == ((0.3, 1.0), None, SMALL["model_kwargs"])
+    Trainer(config, CPU, 0, 1).run()
+    first, second = (checkpoint.read_checkpoint(tmp_path / path / "last.pt") for path in ("first/run", "second/again"))
+    assert all(torch.equal(second["state_dict"][name], tensor) for name, tensor in first["state_dict"].items())
+
+
+def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_path, no_pictures, monkeypatch, capsys):
+    """Its options and its folder; from anywhere."""
+    monkeypatch.chdir(image_folder.parent)
+    trained(Path(image_folder.name), tmp_path, checkpoint_interval="3")
+    (tmp_path / "run" / "previous.pt").rename(tmp_path / "run" / "last.pt")
+    monkeypatch.chdir(tmp_path)
+    status, _ = main(monkeypatch, capsys, "--resume", "run/last.pt")
+    assert status == 0
+    assert_same_end(tmp_path / "run", whole)
+
+
+def test_what_a_model_starts_from_is_said(tmp_path, caplog):
+    kwargs = SMALL["model_kwargs"]
+    source = timm.create_model("vil_tiny", num_classes=4, img_size=16, **kwargs)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    create_model("vil_tiny", str(tmp_path / "weights.pth"), num_classes=3, img_size=32, **kwargs)
+    tensors = len(source.state_dict())
+    assert f"started from {tmp_path / 'weights.pth'}: {tensors - 3} of {tensors} tensors as they are" in caplog.text
+    assert "; resampled: pos_embed; new: head.weight, head.bias" in caplog.text
+    others = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
+    torch.save(timm.create_model("deit_tiny_patch16_224", **others).state_dict(), tmp_path / "deit.pth")
+    caplog.clear()
+    create_model("deit_tiny_patch16_224", str(tmp_path / "deit.pth"), **others)
+    assert re.search("started from .*deit.pth: (\\d+) of \\1 tensors as they are$", caplog.text.strip())
+    headless = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("head.")}
+    torch.save(headless, tmp_path / "headless.pth")
+    create_model("vil_tiny", str(tmp_path / "headless.pth"), num_classes=4, img_size=16, **kwargs)
+    assert f"{tensors - 2} of {tensors} tensors as they are; new: head.weight, head.bias" in caplog.text
+
+
+# how a run ends
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epochs", "many"], "error: option 'epochs' in the command line must be int, not 'many'"),
+        (["--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
+        (["--resume", "nowhere.pt", "--data-dir", "IMAGES"], "error: there is no checkpoint nowhere.pt"),
+        (
+            ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
+            "is of a run with model 'vil_tiny', this one has 'vim_tiny'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_with_status_1(
+    uninterrupted, image_folder, tmp_path, monkeypatch, capsys, words, message
+):
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    words = [str(image_folder) if word == "IMAGES" else word for word in words]
+    config = ["-c", uninterrupted / "small.yaml", "--output", tmp_path]
+    status, error = main(monkeypatch, capsys, *config, *words)
+    assert status == 1
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
+    def mistaken(*_):
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(train_imagenet, "Trainer", mistaken)
+    with pytest.raises(KeyError, match="a mistake"):
+        main(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", True), ("1", False)])
+def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsys, rank, said):
+    class Preempted:
+        def __init__(self, *_):
+            pass
+
+        def run(self):
+            raise PreemptedError("stopped by a signal: here and there")
+
+    monkeypatch.setattr(train_imagenet, "Trainer", Preempted)
+    monkeypatch.setenv("RANK", rank)
+    status, error = main(monkeypatch, capsys)
+    assert status == 75
+    assert ("stopped by a signal: here and there" in error) is said
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_by_name(image_folder, tmp_path, no_pictures):
+    trained(image_folder, tmp_path)
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    options = dict(resume="auto", epochs=4, lr=1e30, min_lr=1e30, log_interval=1)
+    with pytest.raises(
+        DivergenceError, match=r"the loss is (nan|inf) at step [1-4] of epoch 3, at learning rate 1e\+30"
+    ) as e:
+        trained(image_folder, tmp_path, **options)
+    assert f"the last checkpoint, of before, is {tmp_path / 'run' / 'last.pt'}. A lower --lr" in str(e.value)
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "named"), [(torch.nan, 1.0, "loss is nan"), (1.0, torch.inf, "gradient's norm is inf")]
+)
+def test_the_first_step_that_is_not_finite_is_named(image_folder, tmp_path, loss, norm, named):
+    trainer = Trainer(small_config(image_folder, output=str(tmp_path)), CPU, 0, 1)
+    trainer.meter.add(torch.tensor(1.0), torch.tensor(2.0))
+    trainer.check_finite()
+    for values in ((1.0, 2.0), (loss, norm), (torch.nan, torch.nan)):
+        trainer.meter.add(*map(torch.tensor, values))
+    with pytest.raises(DivergenceError, match=f"the {named} at step 3 of epoch 1, .* is none yet"):
+        trainer.check_finite()
+
+
+@pytest.mark.parametrize(("log_interval", "trained_steps"), [(1, 2), (3, 3), (50, 4)])
+def test_the_loss_is_looked_at_as_often_as_asked_for(image_folder, tmp_path, log_interval, trained_steps, monkeypatch):
+    """And at the end of an epoch, of four steps here."""
+    trainer = Trainer(small_config(image_folder, output=str(tmp_path), log_interval=log_interval), CPU, 0, 1)
+    update, updates = trainer.update, []
+
+    def poisoned():
+        updates.append(update())
+        return updates[-1] * torch.nan if len(updates) == 2 else updates[-1]
+
+    monkeypatch.setattr(trainer, "update", poisoned)
+    with pytest.raises(DivergenceError, match="gradient's norm is nan at step 2 of epoch 1"):
+        trainer.run()
+    assert len(updates) == trained_steps
+    assert not (tmp_path / "run" / "last.pt").exists()

@@ -1,0 +1,197 @@
+"""The training loop against `naive_training`: every number that a run writes, for options away from their defaults."""
+
+import signal
+
+import numpy as np
+import pytest
+import torch
+from faults import Run
+from naive_training import train
+from PIL import Image
+
+from train_imagenet import Trainer
+from vil import checkpoint
+from vil.config import Config
+from vil.evaluation.evaluator import Evaluation
+from vil.training.interruption import PreemptedError
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+CPU = torch.device("cpu")
+CLASSES = 7  # more than five, of which top-5 is a part
+# what leaves the images as they are; everything else has a value that nothing else has
+PLAIN = dict(aa=None, color_jitter=None, hflip=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0), reprob=0.0, crop_pct=1.0)
+OPTIONS = PLAIN | dict(
+    model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=16, drop_path=0.0, seed=3,
+    epochs=4, global_batch_size=16, lr=2e-2, min_lr=3e-3, warmup_epochs=1, warmup_lr=4e-3, weight_decay=0.3,
+    opt_betas=(0.85, 0.97), opt_eps=1e-4, layer_decay=None, clip_grad=None, smoothing=0.2, mixup=0.0, cutmix=0.0,
+    mixup_prob=0.9, aug_repeats=0, model_ema_decay=0.8,
+)  # fmt: skip
+EVERYTHING = dict(
+    layer_decay=0.6, clip_grad=0.7, mixup=0.8, drop_path=0.4, aug_repeats=2, warmup_epochs=2, epochs=5, seed=11
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """{train,val}/{0..6}/*.png of 16 x 16 pixels: noise, with a class's own grey in one of its corners."""
+    root, rng = tmp_path_factory.mktemp("squares"), np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 6)):
+        for target in range(CLASSES):
+            (root / split / str(target)).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                pixels[:5, :5] = 30 * target + 20
+                Image.fromarray(pixels).save(root / split / str(target) / f"{i}.png")
+    return root
+
+
+def trainer(folder, output, **options):
+    settings = dict(data_dir=str(folder), output=str(output), experiment="run", workers=0, log_interval=1)
+    return Trainer(Config(**OPTIONS | settings | options), CPU, 0, 1)
+
+
+def assert_same_run(output, truth, rtol=1e-4):
+    """That the files of a run hold what `train` found."""
+    last, best = (checkpoint.read_checkpoint(output / "run" / name) for name in ("last.pt", "best.pt"))
+    assert len(last["history"]) == len(truth.rows)
+    for row, expected in zip(last["history"], truth.rows):
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=rtol)
+    scores = [max(row["eval_top1"], row["eval_top1_ema"]) for row in truth.rows]
+    best_epoch = max(epoch for epoch, score in enumerate(scores) if score == max(scores))
+    for saved, epoch in ((last, len(truth.rows) - 1), (best, best_epoch)):
+        assert saved["epoch"] == epoch + 1
+        for part, expected in (("state_dict", truth.weights), ("state_dict_ema", truth.averages)):
+            assert saved[part].keys() == expected[epoch].keys()
+            for name, tensor in expected[epoch].items():
+                torch.testing.assert_close(saved[part][name], tensor, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "micro_batch"),
+    [
+        ({}, None),
+        (EVERYTHING, None),
+        (EVERYTHING | dict(batch_size=5), 4),
+        (dict(model="vim_tiny", grad_checkpointing=True, clip_grad=0.1, drop_path=0.3), None),
+    ],
+    ids=["plain", "everything", "accumulated", "checkpointed"],
+)
+def test_a_run_is_what_the_formulas_make_of_it(folder, tmp_path, options, micro_batch):
+    truth = train(folder, OPTIONS | options, micro_batch)
+    trainer(folder, tmp_path, **options).run()
+    assert_same_run(tmp_path, truth)
+    # what would make the comparison weak
+    assert len({row["eval_top1"] for row in truth.rows} | {row["eval_top1_ema"] for row in truth.rows}) > 2
+    assert any(row["eval_top1"] < row["eval_top5"] < 100 for row in truth.rows)
+    assert max(truth.norms) > options.get("clip_grad", 0)
+
+
+def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder, tmp_path):
+    options = OPTIONS | EVERYTHING | dict(batch_size=4)
+    two = Run(tmp_path, 2, data_dir=str(folder), checkpoint_interval=None, **_plain(options))
+    truth = train(folder, options, micro_batch=4)
+    assert two.wait() == [0, 0], two.log.read_text()[-3000:]
+    assert_same_run(tmp_path, truth)
+
+
+def _plain(options):
+    """As YAML has them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch):
+    """In the middle of an epoch; what the optimizer has learned of the gradients stays."""
+    changes = dict(lr=1e-2, min_lr=1e-3, weight_decay=0.9, opt_betas=(0.5, 0.8), opt_eps=1e-3, clip_grad=0.2)
+    changes |= dict(smoothing=0.05, model_ema_decay=0.5)
+    first = trainer(folder, tmp_path)
+    update, steps = first.update, []
+
+    def interrupted():
+        steps.append(update())
+        if len(steps) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return steps[-1]
+
+    monkeypatch.setattr(first, "update", interrupted)
+    with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto goes on from there"):
+        first.run()
+    trainer(folder, tmp_path, resume="auto", **changes).run()
+    assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
+
+
+@pytest.mark.parametrize(
+    ("model", "average", "epoch", "best"),
+    [
+        ([4, 9, 2, 3, 8], [2, 3, 4, 5, 6], 2, "state_dict"),  # an average that has hardly begun to move
+        ([4, 9, 2, 3, 8], [2, 7, 9, 5, 4], 3, "state_dict_ema"),
+        ([4, 9, 2, 9, 8], [2, 7, 9, 9, 4], 4, "state_dict_ema"),  # the last of equals, the average of two
+        ([4, 9, 2, 3, 8], None, 2, "state_dict"),
+    ],
+)
+def test_best_is_the_best_of_models_and_averages_and_says_which(
+    folder, tmp_path, monkeypatch, model, average, epoch, best
+):
+    def evaluate(_):
+        counts = [top1[len(run.history)] for top1 in (model, average) if top1]
+        return [Evaluation(42, count, 42, 1.0, 0, 1.0) for count in counts]
+
+    run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None)
+    assert run.evaluator.models == [run.model, *([run.ema.module] if average else [])]
+    run.evaluator = evaluate
+    run.run()
+    path = tmp_path / "run" / "best.pt"
+    saved = checkpoint.read_checkpoint(path)
+    assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
+    weights = checkpoint.read_weights(path)  # as fine-tuning starts from
+    assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
+    assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
+
+
+@pytest.mark.parametrize(("decay", "warned"), [(0.99996, True), (0.95, True), (0.9, False)])
+def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
+    trainer(folder, tmp_path, model_ema_decay=decay)  # 12 steps
+    message = f"model_ema_decay {decay} averages over some {1 / (1 - decay):.0f} steps, and this run has 12"
+    assert (message in caplog.text) is warned
+    assert ("--model-ema-decay 0.5 averages over a tenth of the run" in caplog.text) is warned
+
+
+@pytest.mark.parametrize("clip_grad", [None, 0.05])
+def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder, tmp_path, clip_grad):
+    options = dict(epochs=2, clip_grad=clip_grad)
+    scaled = trainer(folder, tmp_path, **options)
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # which a CPU's training has no need of
+    scaled.run()
+    truth = train(folder, OPTIONS | options)
+    assert_same_run(tmp_path, truth)
+
+    before = {name: tensor.clone() for name, tensor in scaled.model.state_dict().items()}
+    scaled.gradients.flat.fill_(torch.inf)
+    scaled.scaler.scale(torch.zeros(()))
+    assert not torch.isfinite(scaled.update())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in scaled.model.state_dict().items())
+    assert scaled.scaler.get_scale() == 2.0**9
+    scaled.meter.add(torch.tensor(1.0), torch.tensor(torch.inf))
+    scaled.check_finite()  # is no reason to stop
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("options", "rtol"),
+    [(dict(amp=False), 1e-3), (dict(amp_dtype="float16"), 2e-2), (dict(), 5e-2)],
+    ids=["fp32", "fp16", "bf16"],
+)
+def test_a_run_on_a_gpu_is_what_the_formulas_make_of_it(folder, tmp_path, options, rtol):
+    without = dict(drop_path=0.0)  # which a GPU's generator draws
+    truth = train(folder, OPTIONS | EVERYTHING | without)
+    config = Config(
+        **OPTIONS | EVERYTHING | without | options,
+        data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0,
+    )  # fmt: skip
+    gpu = Trainer(config, torch.device("cuda", 0), 0, 1)
+    gpu.run()
+    assert gpu.scaler.is_enabled() == (options.get("amp_dtype") == "float16")
+    for row, expected in zip(gpu.history, truth.rows, strict=True):
+        for name in ("lr", "train_loss", "grad_norm", "eval_loss", "eval_loss_ema"):
+            assert row[name] == pytest.approx(expected[name], rel=rtol), name

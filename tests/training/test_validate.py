@@ -1,0 +1,490 @@
+"""validate.py as a user runs it, on one model and on two, against `naive_evaluation`, and on bad input."""
+
+import csv
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import naive_evaluation as naive
+import numpy as np
+import pytest
+import timm
+import torch
+from figures import kept_figures
+from PIL import Image
+from processes import SMALL, run, script
+from timm.data import ImageNetInfo
+
+import validate
+from vil.evaluation import evaluator as evaluation
+from vil.evaluation.comparison import Speed
+from vil.evaluation.evaluator import Evaluation
+
+VIL = dict(img_size=16, **SMALL["model_kwargs"])
+VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
+VIT_ARGUMENTS = [f"{name}={value}" for name, value in VIT.items() if name != "img_size"]
+IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+# how a model wants its images, nowhere as by default
+OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear", crop_mode="squash")
+NUMBERS = {f"class{number:02d}": number for number in range(12)}
+WORDNET = {name: 85 * i + 7 for i, name in enumerate(ImageNetInfo().label_names()[7::85])}
+UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{val,other}/class00...class11/* and imagenet/n...: gradients, so that it shows how an image is cut and resized.
+
+    Of the last, which are numbered in no order, one cannot be read; real.json has labels of all sorts for them.
+    """
+    root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for split, names, count in (("val", NUMBERS, 5), ("other", NUMBERS, 2), ("imagenet", WORDNET, 3)):
+        order = iter((1 + rng.permutation(12 * count)).tolist())
+        for name in names:
+            (root / split / name).mkdir(parents=True)
+            for number in (next(order) for _ in range(count)):
+                corners = Image.fromarray(rng.integers(0, 256, (2, 2, 3), dtype=np.uint8))
+                image = corners.resize((20 + number % 7, 20 + number % 9), Image.Resampling.BILINEAR)
+                image.save(root / split / name / f"ILSVRC2012_val_{number:08d}.JPEG", format="PNG")
+    (broken,) = root.glob(f"imagenet/*/{UNREADABLE}")
+    broken.write_bytes(broken.read_bytes()[:100])
+    classes = list(WORDNET.values())
+    labels = [rng.choice(classes, size, replace=False).tolist() for size in (0, 1, 2, 5, 3, 4) * 6]
+    (root / "real.json").write_text(json.dumps(labels))
+    return root
+
+
+def small_model(name, seed, num_classes=12, **options):
+    """A model whose answers differ from image to image."""
+    torch.manual_seed(seed)
+    model = timm.create_model(name, num_classes=num_classes, **options).eval()
+    with torch.no_grad():
+        model.head.weight.normal_(std=2.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, folders):
+    """Files of weights, {vil,more}.pt as train_imagenet.py writes them and {vit,more vit}.pth plain; their models."""
+    root, models = tmp_path_factory.mktemp("models"), {}
+    for name, seed, classes in (("vil", 0, 12), ("more", 2, 1000)):
+        weights, ema = (small_model("vil_tiny", seed + i, classes, **VIL) for i in (0, 1))
+        models[name], models[name + " ema"] = weights, ema
+        config = dict(model="vil_tiny", model_kwargs=SMALL["model_kwargs"], img_size=16, num_classes=classes)
+        config |= dict(data_dir=str(folders), dataset="", val_split="other", crop_pct=0.8, interpolation="bilinear")
+        states = dict(state_dict=weights.state_dict(), state_dict_ema=ema.state_dict())
+        names = list(NUMBERS) if classes == 12 else ImageNetInfo().label_names()
+        torch.save(dict(version=3, config=config, label_names=names, **states), root / f"{name}.pt")
+    models["larger"] = small_model("vil_tiny", 0, 12, **VIL | dict(img_size=24))
+    models["larger"].load_state_dict(models["vil"].state_dict())
+    for name, classes in (("vit", 12), ("more vit", 1000)):
+        models[name] = small_model("vit_tiny_patch16_224", 5, classes, **VIT)
+        torch.save(models[name].state_dict(), root / f"{name}.pth")
+    return root, models
+
+
+@pytest.fixture
+def command(models, folders, tmp_path, monkeypatch, capsys):
+    """Runs validate.py in this process; returns what it wrote as JSON and what it printed."""
+
+    def speed(model, images, precision):  # says whose, of which images
+        assert len(images) == 7
+        with precision:
+            assert model(images).shape == (7, model.num_classes)
+        return Speed(float(parameters(model)), None)
+
+    monkeypatch.setattr(validate, "measure_speed", speed)
+
+    def command(*words):
+        out = tmp_path / "results.json"
+        words = [word.format(models=models[0], folders=folders, tmp=tmp_path) for word in words]
+        shared = ["--batch-size", "7", "--workers", "0", "--device", "cpu", "--json", str(out)]
+        monkeypatch.setattr("sys.argv", ["validate.py", *shared, *words])
+        validate.main()
+        printed = capsys.readouterr()
+        command.errors = printed.err
+        return json.loads(out.read_text()) if out.exists() else None, printed.out
+
+    return command
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def pretrained(file, num_classes, **changes):
+    """Arguments with which timm takes weights for pretrained ones of a small model, and images as in `OWN`."""
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in {**OWN, **changes}.items()}
+    # PyTorch's file, which timm before 1.0.30 would take for one of JAX
+    known |= dict(file=file, num_classes=num_classes, custom_load=False)
+    cfg = json.dumps(known).replace("{", "{{").replace("}", "}}")
+    return [*VIT_ARGUMENTS, f"pretrained_cfg_overlay={cfg}".replace("MODELS", "{models}")]
+
+
+AS_SAVED = dict(input_size=(3, 16, 16), crop_pct=0.8, interpolation="bilinear", **IMAGENET)
+OF_VIT = dict(input_size=(3, 16, 16), crop_pct=0.9, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
+VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir", "{folders}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "split", "options"),
+    [
+        (["--checkpoint", "{models}/vil.pt"], "vil", "other", AS_SAVED),
+        (["--checkpoint", "{models}/vil.pt", "--use-ema"], "vil ema", "other", AS_SAVED),
+        (
+            ["--checkpoint", "{models}/vil.pt", "--split", "val", "--crop-pct", "1.0", "--interpolation", "nearest"]
+            + ["--img-size", "24", "--model-kwargs", "drop_path_rate=0.5", "--no-amp"],
+            "larger",
+            "val",
+            AS_SAVED | dict(input_size=(3, 24, 24), crop_pct=1.0, interpolation="nearest"),
+        ),
+        (
+            [*VIT_WORDS, "--num-classes", "12", "--model-kwargs", *pretrained("MODELS/vit.pth", 12)],
+            "vit",
+            "validation",
+            dict(input_size=(3, 16, 16), **OWN),
+        ),
+    ],
+    ids=["as saved", "EMA", "options", "pretrained"],
+)
+def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
+    folder = folders / {"validation": "val"}.get(split, split)
+    _, targets, logits = naive.saved_logits(models[1][model], folder, NUMBERS, **options)
+    expected = naive.numbers(logits, targets)
+    assert 0 < expected["top1"] < expected["top5"] < 100
+    result, printed = command(*words)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    low, high = naive.wilson_interval(expected["top1"] / 100 * len(targets), len(targets))
+    assert result["top1_interval"] == pytest.approx([low, high], rel=1e-5)
+    assert result["images_per_second"] > 0
+    name = "vit_tiny_patch16_224" if model == "vit" else "vil_tiny"
+    told = dict(model=name, split=split, use_ema=model == "vil ema", data_dir=str(folders), num_classes=12)
+    told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
+    assert {key: result[key] for key in told} == told
+    if model == "larger":  # what is said of the model adds to what the checkpoint says
+        assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
+    assert printed.startswith(
+        f"{name}: top-1 {expected['top1']:.2f}% (95% interval {low:.2f} to {high:.2f}), top-5 {expected['top5']:.2f}%, "
+        f"loss {expected['loss']:.4f} on {len(targets)} images, {result['images_per_second']:.0f} images/s; "
+    )
+    assert printed.rstrip().endswith("published numbers are for ImageNet-1k, not for these 12 classes")
+
+
+def logits_of_imagenet(model, folders, **options):
+    """(names, targets, logits) of the split of some of ImageNet's classes, judged among these."""
+    names, targets, logits = naive.saved_logits(model, folders / "imagenet", WORDNET, [UNREADABLE], **options)
+    return names, targets, naive.only(logits, list(WORDNET.values()))
+
+
+def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog, tmp_path):
+    """Of the two that are compared, the second; its names are in another order."""
+    other = torch.load(models[0] / "vil.pt", weights_only=True)
+    other["label_names"][10:] = ["class11", "class10"]
+    torch.save(other, tmp_path / "other.pt")
+    command("--checkpoint", "{models}/vil.pt", "--against", "{tmp}/other.pt")
+    assert caplog.messages == [
+        f"2 of the 12 classes here have another name than in {tmp_path}/other.pt, such as 'class10' for 'class11': the "
+        "accuracy says nothing unless they mean the same"
+    ]
+
+
+WORDNET_IDS = ImageNetInfo().label_names()
+
+
+@pytest.mark.parametrize(
+    ("here", "learned", "others"),
+    [
+        (["ant", "bee"], ["ant", "bee"], 0),
+        (["ant", "bee"], ["bee", "ant"], 2),
+        (["ant", "bee"], ["ant", "cat"], 1),
+        (["ant", "bee"], None, 0),  # an older checkpoint
+        ([], ["ant", "bee"], 0),  # a dataset that does not say
+        (["ant", "bee"], ["ant"], 1),
+        (["a\nb", "bee"], ["a?b", "bee"], 0),  # as training wrote it
+        (["a\nb", "bee"], ["a", "bee"], 1),
+        (["0", "1"], ["6", "7"], 2),
+        ([str(number) for number in range(1000)], WORDNET_IDS, 0),  # ImageNet-V2
+        (WORDNET_IDS[1:] + WORDNET_IDS[:1], WORDNET_IDS, 1000),
+    ],
+)
+def test_classes_by_other_names_are_counted(here, learned, others, caplog, monkeypatch):
+    images = SimpleNamespace(reader=SimpleNamespace(class_to_idx={name: number for number, name in enumerate(here)}))
+    state = dict(version=3, config=dict(num_classes=len(learned or here)), label_names=learned)
+    monkeypatch.setattr("vil.checkpoint._content", lambda path: state)
+    validate.warn_of_other_classes(images, "best.pt")
+    assert [message.split(" ")[0] for message in caplog.messages] == [str(others)] * bool(others)
+    assert not any("\n" in message for message in caplog.messages)
+
+
+def real_labels(folders, names):
+    labels = json.loads((folders / "real.json").read_text())
+    return [labels[int(name[15:23]) - 1] for name in names]
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["targets", "ReaL"])
+def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, command, caplog, real):
+    names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
+    expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
+    assert 0 < expected["top1"] < expected["top5"] < 100
+    words = ["--real-labels", "{folders}/real.json"] if real else []
+    result, printed = command("--checkpoint", "{models}/more.pt", "--split", "imagenet", *words)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert result["unreadable"] == 1
+    assert "another name" not in caplog.text  # the classes are called what the checkpoint's are
+    assert result["published"] == {"ViL-tiny": [76.4, None], "ViM-tiny": [76.1, 93.0]}
+    assert "judged among the 12 classes of this split" in printed
+    assert "1 unreadable images were left out" in printed
+    assert ("judged by ReaL labels, without the images that have none" in printed) == real
+    assert printed.rstrip().endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
+
+
+def check_comparison(result, names, targets, logits, allowed=None):
+    """Of two models' results as JSON, from their logits."""
+    allowed = [{target} for target in targets.tolist()] if allowed is None else allowed
+    counted = np.array([bool(own) for own in allowed])
+    for row, own in zip(result["models"], logits, strict=True):
+        expected = naive.numbers(own, targets, allowed)
+        assert 0 < expected["top1"] < 100
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    for name, most in (("top1", 1), ("top5", 5)):
+        cells = naive.paired(*(naive.right(own, allowed, most)[counted] for own in logits))
+        assert most == 5 or cells[1] != cells[2]
+        found = result["paired"][name]
+        assert [found[cell] for cell in ("both", "only_first", "only_second", "neither")] == cells
+        assert found["difference"] == pytest.approx(100 * (cells[1] - cells[2]) / counted.sum())
+        assert found["interval"] == pytest.approx(naive.paired_interval(*cells), abs=1e-4)
+        assert found["p_value"] == pytest.approx(naive.mcnemar(*cells[1:3]))
+    same = np.equal(*(own.argmax(axis=1) for own in logits))[counted]
+    assert result["paired"]["agreement"] == pytest.approx(100 * same.mean())
+
+
+@pytest.mark.parametrize("case", ["pretrained", "plain", "EMA"])
+def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
+    first, second, split, options = "vil", "vit", "other", AS_SAVED
+    if case == "pretrained":  # only the deviations differ
+        arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
+        words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
+        words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
+        own, difference = dict(std=OWN["std"]), "crop_mode center; the second's own is squash"
+        split, weights = "val", ["{models}/vil.pt", None]
+    elif case == "plain":  # of the first's size and classes
+        words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
+        words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
+        own, difference = dict(mean=OF_VIT["mean"], std=OF_VIT["std"]), None
+        weights = ["{models}/vil.pt", "{models}/vit.pth"]
+    else:
+        words = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12"]
+        words += ["--model-kwargs", *VIT_ARGUMENTS, "--against", "{models}/vil.pt", "--against-use-ema"]
+        first, second, split, options = "vit", "vil ema", "val", OF_VIT
+        own, difference = IMAGENET, "crop_pct 0.9; the second's own is 0.875"
+        weights = ["{models}/vit.pth", "{models}/vil.pt"]
+    parts = [
+        naive.saved_logits(models[1][name], folders / split, NUMBERS, **options | known)
+        for name, known in ((first, {}), (second, own))
+    ]
+    result, printed = command(*words)
+    check_comparison(result, *parts[0][:2], [logits for *_, logits in parts])
+    assert caplog.messages == [f"both models see images prepared with {difference}"] * bool(difference)
+    rows = result["models"]
+    assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
+    assert [row["use_ema"] for row in rows] == [False, second == "vil ema"]
+    # the speed is that of a model alone: here it says whose
+    assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
+    assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]
+    names = [row["model"] for row in rows]
+    assert sorted(names) == ["vil_tiny", "vit_tiny_patch16_224"]
+    assert f"|  | {names[0]} | {names[1]} | first less second" in printed
+    assert "| top-5 % | " + " | ".join(f"{row['top5']:.2f}" for row in rows) in printed
+
+
+def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path):
+    """ReaL labels among some classes: which an image has depends on its place, and one image cannot be read."""
+    root, loaded = models
+    words = ["--checkpoint", str(root / "more.pt"), "--use-ema", "--split", "imagenet"]
+    words += ["--against", str(root / "more vit.pth"), "--against-model", "vit_tiny_patch16_224"]
+    words += ["--against-model-kwargs", *VIT_ARGUMENTS]
+    words += ["--real-labels", str(folders / "real.json"), "--batch-size", "4", "--workers", "1"]
+    words += ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "csv")]
+    printed = run([*script("validate.py", 2), *words]).stdout
+    assert printed.count("| top-1 % |") == 1
+    assert "1 unreadable images were left out" in printed
+
+    names, targets, first = logits_of_imagenet(loaded["more ema"], folders, **AS_SAVED)
+    second = logits_of_imagenet(loaded["more vit"], folders, **AS_SAVED | dict(mean=(0.5,) * 3, std=(0.5,) * 3))[2]
+    labels = real_labels(folders, names)
+    result = json.loads((tmp_path / "out.json").read_text())
+    check_comparison(result, names, targets, (first, second), labels)
+    assert [row["unreadable"] for row in result["models"]] == [1, 1]
+    assert all(row["images_per_second"] > 0 for row in result["models"])
+
+    counted = np.array([bool(own) for own in labels])
+    right = np.array([naive.right(logits, labels, 1) for logits in (first, second)])
+    rows = list(csv.DictReader((tmp_path / "csv" / "classes.csv").open()))
+    assert [row["name"] for row in rows] == list(WORDNET)
+    for row in rows:
+        of_class = counted & (targets == WORDNET[row["name"]])
+        shares = [float(row[name]) for name in ("top1_first", "top1_second")]
+        assert shares == pytest.approx(100 * right[:, of_class].mean(axis=1))
+
+
+def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
+    figures = kept_figures(monkeypatch)
+    shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a file by any name
+    words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
+    words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
+    _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")
+    result = json.loads(printed)  # and nothing else: what people read goes to the standard error
+    table = command.errors
+    for row in result["models"]:
+        assert f"{row['top1']:.2f} ({row['top1_interval'][0]:.2f} to " in table
+    tables = {path.name: list(csv.DictReader(path.open())) for path in (tmp_path / "a" / "b").iterdir()}
+    assert tables.keys() == {"classes.csv", "confusions.csv"}
+    assert [row["name"] for row in tables["classes.csv"]] == list(NUMBERS)
+    assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
+    assert figures[0].axes[0].get_xlabel().startswith("vil_tiny less vit_tiny_patch16_224")
+
+
+def test_the_line_sets_the_result_beside_the_published_numbers():
+    result = Evaluation(
+        images=50_000, top1_correct=38_200, top5_correct=46_500, loss=1.0, unreadable=0, images_per_second=9
+    )
+    line = validate.validation_line("vil_tiny", 1000, result, ["a note", "another"])
+    assert "top-1 76.40%" in line
+    assert "top-5 93.00%" in line
+    assert "9 images/s; a note; another; " in line
+    assert line.endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
+    assert result.top1_interval == pytest.approx(naive.wilson_interval(38_200, 50_000), abs=1e-4)
+    assert "published" not in validate.validation_line("resnet50", 1000, result)
+
+
+class Guess(torch.nn.Module):
+    """Takes images for logits; out of evaluation mode it would drop nearly all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.99)
+
+    def forward(self, images):
+        return self.dropout(images.flatten(1)) @ torch.eye(images.shape[-1])
+
+
+def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
+    ticks = iter([100.0, 104.0])
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
+    targets = torch.arange(10) % 7
+    targets[[2, 6]] = -1  # unreadable
+    models, observed = [Guess().train(), Guess().eval()], []
+    data_config = dict(input_size=(1, 1, 7), mean=(2 / 255,), std=(0.5 / 255,))
+    evaluate = evaluation.Evaluator(
+        models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6
+    )
+    results = evaluate(
+        [(pixels[:6], targets[:6]), (pixels[6:7], targets[6:7]), (pixels[7:], targets[7:])],
+        lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),
+    )
+    images = (pixels.flatten(1).float() - 2) / 0.5
+    readable = targets >= 0
+    expected = naive.numbers(images[readable].bfloat16().double().numpy(), targets[readable].numpy())
+    for result in results:
+        assert {name: getattr(result, name) for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
+    assert [model.training for model in models] == [True, False]
+    assert [target for target, *_ in observed] == targets.tolist()
+    for i, (_, *logits) in enumerate(observed):
+        assert [x.dtype for x in logits] == [torch.bfloat16] * 2
+        assert all(torch.equal(x, images.bfloat16()[i]) for x in logits)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
+    mixed = evaluation.autocast(torch.device("cuda"), True, "float16")
+    assert (mixed.device, mixed.fast_dtype) == ("cuda", torch.float16)
+    for device, enabled in (("cuda", False), ("cpu", True)):
+        with evaluation.autocast(torch.device(device), enabled, "bfloat16"):
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled("cuda")
+    assert evaluation.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_no_image_says_nothing():
+    nothing = Evaluation(images=0, top1_correct=0, top5_correct=0, loss=0.0, unreadable=3, images_per_second=9)
+    assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
+
+
+def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("sys.argv", ["validate.py", "--help"])
+    with pytest.raises(SystemExit):
+        validate.main()
+    printed = capsys.readouterr().out
+    lines = re.findall(r"^  (?:-h, )?--([\w-]+)(.*(?:\n {4,}.*)*)", printed, re.MULTILINE)
+    explained = {name.replace("-", "_"): re.split(r"\s{2,}", text)[-1] for name, text in lines}
+    monkeypatch.setattr("sys.argv", ["validate.py"])
+    defaults = vars(validate.parse_options())
+    assert explained.keys() == {"help", *defaults}
+    for name, text in explained.items():
+        assert len(text.split()) > 1, name
+        if stated := re.search(r"\(default: (.*)\)", text):
+            assert str(defaults[name] or "validation") == stated[1]
+    assert (defaults["amp"], defaults["model_kwargs"], defaults["device"]) == (True, [], None)
+
+
+@pytest.mark.parametrize("word", ["--against-model", "--csv", "--plot"])
+def test_a_comparison_needs_a_second_model(word, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["validate.py", "--model", "vil_tiny", word, "vim_tiny"])
+    with pytest.raises(SystemExit, match="^error: .* are for a comparison: give --against$"):
+        validate.main()
+
+
+VIL_PT = ["--checkpoint", "{models}/vil.pt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--model is not given"),
+        (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
+        (
+            [*VIL_PT, "--against", "vim_tiny"],
+            "timm has no weights of vim_tiny: give --checkpoint FILE, or --against FILE",
+        ),
+        ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
+        ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; here it is 'workers'"),
+        ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
+        (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
+        ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model 10"),
+        ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
+        ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
+        ([*VIL_PT, "--data-dir", "{tmp}/less"], "has 11 classes but the model 12 (num_classes)"),
+        ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
+        ([*VIL_PT, "--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
+        *(
+            ([*VIL_PT, "--against", f"nowhere{end}", "--against-model", "vil_tiny"], f"no checkpoint nowhere{end}")
+            for end in (".pth", ".tar", ".safetensors", ".bin")
+        ),
+        ([*VIL_PT, "--against", "{models}/vit.pth"], "--against-model is not given"),
+        ([*VIL_PT, "--against", "{models}/vit.pth", "--against-model", "vim_tiny"], "does not fit the model"),
+        ([*VIL_PT, "--against", "no_such_model"], "cannot create the model no_such_model"),
+        ([*VIL_PT, "--against", "{models}/vil.pt", "--against-model-kwargs", "depth=3"], "does not fit the model"),
+        (
+            [*VIL_PT, "--against", "{tmp}/larger.pt"],
+            "the models take images of (16, 16) and (24, 24): give one --img-size for both",
+        ),
+        ([*VIL_PT, "--against", "{models}/more.pt"], "the models have 12 and 1000 classes"),
+        ([*VIL_PT, "--real-labels"], "ReaL labels are for ImageNet's validation images"),
+    ],
+)
+def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_path, words, message):
+    if "{tmp}/less" in words:
+        shutil.copytree(folders / "other", tmp_path / "less" / "other")
+        shutil.rmtree(tmp_path / "less" / "other" / "class03")
+    if "{tmp}/larger.pt" in words:
+        larger = torch.load(models[0] / "vil.pt", weights_only=True)
+        larger["config"]["img_size"] = 24
+        torch.save(larger, tmp_path / "larger.pt")
+    with pytest.raises(SystemExit) as error:
+        command(*words)
+    assert str(error.value).startswith("error: ")
+    assert message in str(error.value)

@@ -1,0 +1,115 @@
+"""What is done to a batch on the device: normalisation, random erasing, then mixup or cutmix with label smoothing.
+
+timm draws the boxes and the shares, from seeds that follow from the place in the run; one launch applies them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from timm.data import Mixup
+from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+
+from ..config import Config
+from .batched_transforms import finish, to_device
+
+# Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
+# the draws do not depend on their number as long as each holds a multiple of it.
+MIXUP_GROUP = 8
+
+
+class BatchAugmentation:
+    """Normalises, erases and mixes a batch, and softens its targets, as timm does it to each group of images.
+
+    Args:
+        config: Says how likely and how strong.
+        num_classes: Length of a soft target.
+        data_config: timm's, with `mean` and `std` of pixels in 0..1.
+    """
+
+    def __init__(self, config: Config, num_classes: int, data_config: dict[str, Any]):
+        self.seed, self.mode = config.seed, config.remode
+        self.num_classes, self.smoothing = num_classes, config.smoothing
+        self.mean, self.std = data_config["mean"], data_config["std"]
+        # where it erases does not depend on what it fills in, which is made elsewhere
+        self.erase = RandomErasing(config.reprob, mode="const", device="meta") if config.reprob > 0 else None
+        self.mix = None
+        if config.mixing:
+            self.mix = Mixup(
+                mixup_alpha=config.mixup,
+                cutmix_alpha=config.cutmix,
+                prob=config.mixup_prob,
+                switch_prob=config.mixup_switch_prob,
+            )
+
+    def __call__(self, images_B3HW: Tensor, targets_B: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+        """uint8 images become float32. Targets become soft (B, num_classes) if images are mixed.
+
+        `position` is the first image's in the epoch.
+        """
+        count, _, height, width = images_B3HW.shape
+        boxes, keys, mixing = self.draw(count, height, width, epoch, position)
+        partners = _partners(count) if self.mix else None
+        images = finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode, mixing, partners)
+        if not self.mix:
+            return images, targets_B
+        shares = to_device(mixing[:, 5:].copy(), targets_B.device)
+        soft = mixup_target(targets_B, self.num_classes, smoothing=self.smoothing)
+        return images, soft * shares + soft[to_device(partners, targets_B.device)] * (1 - shares)
+
+    def draw(self, count: int, height: int, width: int, epoch: int, position: int):
+        """What is random for `count` images from `position` on: `finish` says what each array is; None for no use."""
+        boxes = np.zeros((count, 4), dtype=np.int32)
+        keys = np.zeros(count, dtype=np.uint32)
+        mixing = np.zeros((count, 6), dtype=np.float32)
+        for start in range(0, count, MIXUP_GROUP):
+            group = slice(start, min(start + MIXUP_GROUP, count))
+            # the first word is that of `derive_seed`, and the others are the keys of the images' noise
+            words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)
+            random.seed(int(words[0]))
+            np.random.seed(words[0])
+            keys[group] = words[1 : 1 + group.stop - start]
+            if self.erase:
+                self.erase(_Boxes(boxes[group], height, width))
+            if self.mix:
+                mixing[group] = self._draw_mixing(height, width)
+        return *((boxes, keys) if self.erase else (None, None)), mixing if self.mix else None
+
+    def _draw_mixing(self, height: int, width: int) -> tuple[float, ...]:
+        """Top, bottom, left and right of a box, the share that an image keeps inside it, and in its target."""
+        share, use_cutmix = self.mix._params_per_batch()
+        if not use_cutmix or share == 1:
+            return 0, height, 0, width, share, share
+        box, share = cutmix_bbox_and_lam((height, width), share, self.mix.cutmix_minmax, self.mix.correct_lam)
+        return *box, 0, share
+
+
+class _Boxes:
+    """Stands in for a group of images, and notes where timm's random erasing writes: top, left, height, width."""
+
+    dtype = torch.float32
+
+    def __init__(self, boxes_B4: np.ndarray, height: int, width: int):
+        self.boxes_B4, self.height, self.width = boxes_B4, height, width
+
+    def size(self) -> tuple[int, int, int, int]:
+        return len(self.boxes_B4), 3, self.height, self.width
+
+    def __getitem__(self, row: int) -> _Boxes:
+        return _Boxes(self.boxes_B4[row : row + 1], self.height, self.width)
+
+    def __setitem__(self, place: tuple[slice, slice, slice], _: Tensor) -> None:
+        _, rows, columns = place
+        self.boxes_B4[0] = rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start
+
+
+def _partners(count: int) -> np.ndarray:
+    """With which image each one is mixed: groups in reverse order."""
+    rows = np.arange(count)
+    starts = rows - rows % MIXUP_GROUP
+    return starts + np.minimum(starts + MIXUP_GROUP, count) - 1 - rows

@@ -1,0 +1,318 @@
+"""timm's transforms on whole batches, on any device: PIL's arithmetic on uint8 tensors (B, 3, H, W).
+
+A crop is cut out, resized and flipped by two matrix products for many images at once. RandAugment and colour jitter are
+applied operation by operation, each to all the images that drew it, with an argument of its own for each. What is left
+is normalised, erased and mixed. All this is the definition of what the kernels of `kernels/augment` do, which run where
+the images are on an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as TF
+
+from ..kernels import augment
+from ..kernels.augment import CODES, OPERATIONS
+from ..kernels.scan import operator as gpu
+
+ARGUMENTS = 6  # of an operation: the affine ones need a matrix, the others one number or none
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    # for CUDA pageable memory is copied before this returns; others may read it when it is gone
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
+
+
+def crop_resize_flip(
+    images: Sequence[Tensor],
+    boxes: np.ndarray,
+    flips: np.ndarray,
+    size: tuple[int, int],
+    interpolation: str,
+    resized: np.ndarray | None = None,
+    offsets: np.ndarray | None = None,
+) -> Tensor:
+    """Crops of images (3, h, w) uint8 of any sizes, resized as PIL does it with antialiasing.
+
+    Args:
+        images: Tensors on one device.
+        boxes: (B, 4) integers: top, left, height and width of each crop.
+        flips: (B,) booleans: which results to mirror left to right.
+        size: Height and width of the result.
+        interpolation: 'bilinear' or 'bicubic'.
+        resized: (B, 2) integers: the height and width that each crop is resized to; `size` if not given.
+        offsets: (B, 2) integers: the row and column of what is resized where the result begins, 0 if not given. What of
+            the result is outside is 0, as around torchvision's centre crop.
+
+    Returns:
+        (B, 3, *size) uint8.
+
+    Raises:
+        ValueError: A box is not inside of its image.
+    """
+    device = images[0].device
+    sizes = np.array([(image.size(1), image.size(2)) for image in images])
+    inside = (boxes[:, :2] >= 0) & (boxes[:, 2:] > 0) & (boxes[:, :2] + boxes[:, 2:] <= sizes)
+    if not inside.all():
+        i = np.flatnonzero(~inside.all(axis=1))[0]
+        (top, left, height, width), (h, w) = boxes[i].tolist(), sizes[i].tolist()
+        raise ValueError(f"a crop of {height}x{width} pixels at ({top}, {left}) is not inside of an image of {h}x{w}")
+    resized = np.full((len(images), 2), size) if resized is None else resized
+    offsets = np.zeros((len(images), 2), dtype=np.int64) if offsets is None else offsets
+    if gpu.runs_cuda(device):
+        return augment.crop_resize_flip(images, sizes, boxes, flips, size, interpolation, resized, offsets)
+    crops_BCHW = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=device)
+    for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
+        height, width = boxes[rows, 2:].max(axis=0).tolist()
+        crops = torch.empty(len(rows), 3, height, width, dtype=torch.uint8, device=device)
+        for crop, row in zip(crops, rows.tolist()):
+            top, left, h, w = boxes[row].tolist()
+            crop[:, :h, :w] = images[row][:, top : top + h, left : left + w]
+        axes = to_device(np.stack([boxes[rows, 2:], resized[rows], offsets[rows]]), device)
+        vertical = _resize_weights(*axes[..., 0], size[0], height, interpolation)
+        horizontal = _resize_weights(*axes[..., 1], size[1], width, interpolation)
+        flipped = to_device(flips[rows], device)[:, None, None]
+        horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
+        narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL, too, rounds between the two directions
+        crops_BCHW[to_device(rows, device)] = _round(vertical[:, None] @ narrow).to(torch.uint8)
+    return crops_BCHW
+
+
+def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int = 2**26) -> Iterator[np.ndarray]:
+    """Rows to pad to one size: little of a batch is padding, and one huge image does not make it huge."""
+    classes = -(-sides // step)
+    for size_class in np.unique(classes):
+        rows = np.flatnonzero(classes == size_class)
+        count = max(1, most_pixels // int(size_class * step) ** 2)
+        yield from np.split(rows, range(count, len(rows), count))
+
+
+def _resize_weights(
+    lengths_B: Tensor, resized_B: Tensor, offsets_B: Tensor, size: int, longest: int, interpolation: str
+) -> Tensor:
+    """(B, size, longest): the share of each input pixel in each output pixel; 0 beyond an image's own length."""
+    lengths, resized, offsets = (t[:, None, None] for t in (lengths_B, resized_B, offsets_B))
+    place = torch.arange(size, device=lengths_B.device)[:, None] + offsets
+    pixel = torch.arange(longest, device=lengths_B.device) + 0.5
+    scale = lengths / resized
+    x = ((pixel - (place + 0.5) * scale) / scale.clamp(min=1)).abs()
+    weights = _kernel(x, interpolation, a=-0.5) * (pixel < lengths)
+    return torch.where((place >= 0) & (place < resized), weights / weights.sum(-1, keepdim=True), 0)
+
+
+def _round(pixels: Tensor) -> Tensor:
+    return pixels.add_(0.5).clamp_(0, 255).floor_()
+
+
+def apply_operations(
+    images: Tensor, operations: np.ndarray, arguments: np.ndarray, fill: Sequence[int], interpolation: str
+) -> Tensor:
+    """Applies operations in turn, to each image its own.
+
+    Args:
+        images: (B, 3, H, W) uint8; they stay as they are.
+        operations: (B, T) codes: each image's operation in each turn, by its place in `OPERATIONS`; 0 for none.
+        arguments: (B, T, ARGUMENTS): a number for the operations of `POINTWISE`, for 'Affine' the matrix that takes a
+            pixel of the result to where it comes from, as PIL has it, and for 'GaussianBlur' PIL's radius.
+        fill: Colour of what an affine operation brings in from outside the image.
+        interpolation: 'bilinear' or 'bicubic', for 'Affine'.
+    """
+    blurs = operations == CODES["GaussianBlur"]
+    if blurs.any():
+        arguments = arguments.copy()
+        arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
+    if gpu.runs_cuda(images.device):
+        return augment.apply_operations(images, operations, arguments, fill, interpolation)
+    place = np.arange(len(images))  # of each image in the batch as it was given; sorting brings an operation's together
+    for turn in range(operations.shape[1]):
+        order = np.argsort(operations[place, turn], kind="stable")
+        place = place[order]
+        images = images[to_device(order, images.device)]
+        values = arguments[place, turn].astype(np.float32)
+        values_BA = to_device(values, images.device)
+        found, starts = np.unique(operations[place, turn], return_index=True)
+        for code, start, end in zip(found.tolist(), starts.tolist(), [*starts[1:].tolist(), len(place)]):
+            group, value, name = images[start:end], values_BA[start:end], OPERATIONS[code]
+            if name == "Affine":
+                images[start:end] = affine(group, value, fill, interpolation)
+            elif name == "GaussianBlur":
+                for image, box in zip(group, values[start:end, :3].astype(int).tolist()):
+                    image.copy_(_blur(image, *box))
+            elif name:
+                images[start:end] = POINTWISE[name](group, value[:, 0, None, None, None])
+    return images[to_device(np.argsort(place), images.device)]
+
+
+def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
+    """PIL's matrix (a, b, c, d, e, f) of timm's geometric operations: (x, y) comes from (ax + by + c, dx + ey + f)."""
+    if name == "Rotate":
+        angle = math.radians(argument % 360)
+        cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+        x, y = width / 2, height / 2
+        return cos, -sin, sin * y - cos * x + x, sin, cos, -sin * x - cos * y + y
+    shear_x = argument if name == "ShearX" else 0
+    shear_y = argument if name == "ShearY" else 0
+    shift_x = {"TranslateX": argument, "TranslateXRel": argument * width}.get(name, 0)
+    shift_y = {"TranslateY": argument, "TranslateYRel": argument * height}.get(name, 0)
+    return 1, shear_x, shift_x, shear_y, 1, shift_y
+
+
+GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY", "TranslateXRel", "TranslateYRel")
+
+
+def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolation: str) -> Tensor:
+    """PIL's affine transform about the centres of pixels."""
+    height, width = images.shape[-2:]
+    a, b, c, d, e, f = matrices_B6[:, :, None, None].unbind(1)
+    x = torch.arange(width, device=images.device) + 0.5
+    y = torch.arange(height, device=images.device)[:, None] + 0.5
+    x, y = a * x + b * y + c, d * x + e * y + f
+    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    columns, column_weights = _taps(x - 0.5, width, interpolation)
+    rows, row_weights = _taps(y - 0.5, height, interpolation)
+    pixels, moved = images.flatten(2), 0
+    for row, row_weight in zip(rows.split(1, dim=1), row_weights.split(1, dim=1)):
+        index = (row * width + columns).flatten(1)[:, None].expand(-1, 3, -1)
+        taps = pixels.gather(2, index).view(-1, 3, *columns.shape[1:])
+        moved = moved + (taps * (row_weight * column_weights)[:, None]).sum(2)
+    outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(3, 1, 1)
+    # PIL does not round here; the little that is added undoes rounding to below a whole number
+    return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside).to(torch.uint8)
+
+
+def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor, Tensor]:
+    """(B, taps, H, W): the pixels about a position along one axis, the edge's in place of those beyond; their weights.
+
+    PIL's cubic is another one here than where it resizes.
+    """
+    first = position_BHW.floor()[:, None]
+    offsets = torch.arange(2) if interpolation == "bilinear" else torch.arange(-1, 3)
+    pixels = first + offsets.to(first.device, non_blocking=True)[:, None, None]
+    weights = _kernel((position_BHW[:, None] - pixels).abs(), interpolation, a=-1)
+    return pixels.clamp(0, length - 1).long(), weights
+
+
+def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:
+    """The weight of a pixel at a distance of x >= 0 pixels; `a` is the parameter of Keys' cubic (1981)."""
+    if interpolation == "bilinear":
+        return (1 - x).clamp(min=0)
+    return torch.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a) * (x < 2)
+
+
+def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
+    """(N, 3): the boxes over which PIL takes a mean three times for a Gaussian of standard deviation `radius`.
+
+    Whole pixels to each side, the weight of each pixel, and that of the one beyond at either end, both of 2^24. In the
+    types of PIL, which follows Gwosdek et al. (2011).
+    """
+    variance = np.square(radii_N.astype(np.float32)) / 3
+    length = np.sqrt(12.0 * variance.astype(np.float64) + 1).astype(np.float32)
+    whole = np.floor((length.astype(np.float64) - 1) / 2).astype(np.float32)
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - np.square(whole + 1)))
+    radius = (whole + part).astype(np.int64)
+    weight = (2**24 / (2 * (whole + part) + 1)).astype(np.int64)
+    return np.stack([radius, weight, (2**24 - (2 * radius + 1) * weight) // 2], axis=1)
+
+
+def _blur(image_CHW: Tensor, radius: int, weight: int, end_weight: int) -> Tensor:
+    for axis in (2, 1):
+        length = image_CHW.shape[axis]
+        pixels = torch.arange(-radius - 1, length + radius + 1, device=image_CHW.device).clamp(0, length - 1)
+        for _ in range(3):
+            boxes = image_CHW.index_select(axis, pixels).long().unfold(axis, 2 * radius + 3, 1)
+            ends = boxes[..., 0] + boxes[..., -1]
+            sums = boxes.sum(-1) - ends
+            image_CHW = (sums * weight + ends * end_weight + 2**23 >> 24).to(torch.uint8)
+    return image_CHW
+
+
+def _grey(images: Tensor) -> Tensor:
+    """PIL's luma."""
+    red, green, blue = images.to(torch.int32).unbind(1)
+    return (19595 * red + 38470 * green + 7471 * blue + 2**15).unsqueeze(1) >> 16
+
+
+def _enhance(images: Tensor, plain: Tensor, factor: Tensor) -> Tensor:
+    """PIL's ImageEnhance: 0 gives the plain image, 1 the image, 2 goes as far beyond."""
+    plain = plain.float()
+    return (plain + factor * (images - plain)).clamp_(0, 255).to(torch.uint8)
+
+
+def _contrast(images: Tensor, factor: Tensor) -> Tensor:
+    mean = _grey(images).float().mean(dim=(1, 2, 3), keepdim=True)
+    return _enhance(images, (mean + 0.5).floor(), factor)
+
+
+# timm's operations (batch, argument (B, 1, 1, 1)) that leave each pixel where it is
+POINTWISE = {
+    "AutoContrast": lambda images, _: TF.autocontrast(images),
+    "Equalize": lambda images, _: TF.equalize(images),
+    "Invert": lambda images, _: TF.invert(images),
+    "Posterize": lambda images, bits: images & (256 - 2 ** (8 - bits)).to(torch.uint8),
+    "Solarize": lambda images, threshold: torch.where(images < threshold, images, ~images),
+    "SolarizeAdd": lambda images, add: torch.where(images < 128, (images + add).clamp(max=255).to(torch.uint8), images),
+    "Color": lambda images, factor: _enhance(images, _grey(images), factor),
+    "Contrast": _contrast,
+    "Brightness": lambda images, factor: _enhance(images, torch.zeros_like(images[:1]), factor),
+    "Sharpness": lambda images, factor: _enhance(images, TF.adjust_sharpness(images, 0.0), factor),
+}
+
+
+def finish(
+    images: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    erasing: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+    mode: str = "const",
+    mixing: np.ndarray | None = None,
+    partners: np.ndarray | None = None,
+) -> Tensor:
+    """Images normalised, then erased, then mixed.
+
+    Noise is a function of an image's key and its place in the image, and another one on a GPU.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        mean: Of each channel, where white is 1.
+        std: Standard deviation of each channel.
+        erasing: (B, 4) int32: top, left, height and width of what becomes noise; a height of 0 for nothing.
+        keys: (B,) uint32, of the noise.
+        mode: 'pixel' for standard normal noise, 'rand' for one such number a channel of an image, 'const' for 0.
+        mixing: (B, 6) float32: top, bottom, left and right of a box, and the share of itself that an image keeps
+            inside, where its partner has the rest; the sixth is the target's and not used here.
+        partners: (B,) int64: the image that each is mixed with.
+
+    Returns:
+        (B, 3, H, W) float32.
+    """
+    if gpu.runs_cuda(images.device):
+        return augment.finish(images, mean, std, erasing, keys, mode, mixing, partners)
+    device, (height, width) = images.device, images.shape[-2:]
+    shift, scale = (torch.tensor([255 * value for value in of], device=device).view(3, 1, 1) for of in (mean, std))
+    normalised = images.float().sub_(shift).div_(scale)
+    if erasing is not None:
+        for image, (top, left, h, w), key in zip(normalised, erasing.tolist(), keys.tolist()):
+            if h:
+                image[:, top : top + h, left : left + w] = _noise(key, mode, h, w, device)
+    if mixing is None:
+        return normalised
+    top, bottom, left, right, share, _ = to_device(mixing, device)[:, :, None, None, None].unbind(1)
+    y = torch.arange(height, device=device)[:, None]
+    x = torch.arange(width, device=device)
+    inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)
+    kept = torch.where(inside, share, 1)
+    others = normalised[to_device(partners, device)].mul_(1 - kept)
+    return normalised.mul_(kept).add_(others)
+
+
+def _noise(key: int, mode: str, height: int, width: int, device: torch.device) -> Tensor:
+    if mode == "const":
+        return torch.zeros(3, 1, 1, device=device)
+    shape = (3, height, width) if mode == "pixel" else (3, 1, 1)
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(key))

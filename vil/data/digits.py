@@ -1,0 +1,110 @@
+"""scikit-learn's handwritten digits as a folder of image files, for `make demo`.
+
+    python -m vil.data.digits data/digits
+    python -m vil.data.digits data/digits_few --train-per-class 20            # harder: 200 of them to learn from
+    python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 others with each seed
+    python -m vil.data.digits data/high --digits 5 6 7 8 9                    # some of the classes
+
+1,797 real images of 8x8 pixels, scanned from forms that 43 people filled in (UCI "Optical Recognition of Handwritten
+Digits"). A quarter, the same every time and equal in every class, is held out as the validation split. `--rehearse`
+leaves it out: validated is on other images of the training split, on which something may be chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+REHEARSED = 45  # images of each class to validate on, about as many as are held out
+
+
+def split_digits(
+    classes: np.ndarray, train_per_class: int | None = None, seed: int | None = None, rehearse: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the digits to train and which to validate on.
+
+    Args:
+        classes: (N,) of all digits, in scikit-learn's order.
+        train_per_class: Training images of each class; all if not given.
+        seed: Of the draw of these; the first in one fixed order if not given.
+        rehearse: Validate on `REHEARSED` more training images of each class, drawn by the seed as well, and not on
+            those that are held out.
+
+    Raises:
+        ValueError: There are too few training images of a digit.
+    """
+    from sklearn.model_selection import train_test_split
+
+    train, held_out = train_test_split(np.arange(len(classes)), test_size=0.25, random_state=0, stratify=classes)
+    if seed is not None:
+        train = np.random.default_rng(seed).permutation(train)
+    if rehearse:
+        of_class = [train[classes[train] == digit] for digit in np.unique(classes)]
+        held_out = np.concatenate([indices[:REHEARSED] for indices in of_class])
+        train = train[~np.isin(train, held_out)]
+    if train_per_class:
+        of_class = [train[classes[train] == digit][:train_per_class] for digit in np.unique(classes)]
+        if (fewest := min(map(len, of_class))) < train_per_class:
+            raise ValueError(f"of a digit there are {fewest} images to train on, less than {train_per_class}")
+        train = np.concatenate(of_class)
+    return train, held_out
+
+
+def picture(pixels: np.ndarray) -> Image.Image:
+    """A digit of scikit-learn's (8, 8), from 0 to 16, as an image of 8-bit grey."""
+    return Image.fromarray(np.round(pixels * (255 / 16)).astype(np.uint8))
+
+
+def write_digits(
+    root: Path,
+    train_per_class: int | None = None,
+    wanted: Iterable[int] = range(10),
+    seed: int | None = None,
+    rehearse: bool = False,
+    copies: int = 1,
+) -> None:
+    """Writes `root`/{train,validation}/{0..9}/*.png, 8-bit grey, as `split_digits` chooses them.
+
+    Args:
+        root: The folder.
+        train_per_class: Training images of each digit; all if not given.
+        wanted: The digits.
+        seed: Of the draw of the training images.
+        rehearse: Validate on other training images.
+        copies: Files of each training image: an epoch goes over it as many times.
+
+    Raises:
+        ValueError: There are too few training images of a digit.
+    """
+    wanted = set(wanted)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for split, indices in zip(("train", "validation"), split_digits(digits.target, train_per_class, seed, rehearse)):
+        chosen = [i for i in indices if digits.target[i] in wanted]
+        for i in chosen:
+            folder = root / split / str(digits.target[i])
+            folder.mkdir(parents=True, exist_ok=True)
+            for copy in range(copies if split == "train" else 1):
+                picture(digits.images[i]).save(folder / (f"{i:04d}-{copy}.png" if copy else f"{i:04d}.png"))
+        print(f"{root / split}: {len(chosen)} images")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--train-per-class", type=int, help="training images of each digit (default: all)")
+    parser.add_argument("--digits", type=int, nargs="+", choices=range(10), default=range(10), metavar="DIGIT")
+    parser.add_argument("--seed", type=int, help="of the draw of the training images (default: a fixed one)")
+    parser.add_argument("--rehearse", action="store_true", help="validate on other training images")
+    parser.add_argument("--copies", type=int, default=1, help="files of each training image (default: 1)")
+    options = parser.parse_args()
+    chosen = options.digits, options.seed, options.rehearse, options.copies
+    try:
+        write_digits(options.root, options.train_per_class, *chosen)
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,241 @@
+"""The processes that load images: how many a machine bears, how they share memory, and how they live and end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import get_worker_info
+
+from ..config import ConfigError
+from ..training.interruption import SCHEDULERS_SIGNALS
+from .images import WorkersError, restrict_pillow
+
+_logger = logging.getLogger(__name__)
+
+MOST_WORKERS = 16  # for a training process, unless it is told
+MOST_READERS = 8  # that read files for a GPU to decode: some 2,000 files a second each
+PIECE = 64  # images that a worker loads at a time, of a batch that may have many more: all work on the first batch
+BATCHES_AHEAD = 3  # that the workers prepare while one is trained on
+SHARED_MEMORY = Path("/dev/shm")
+CGROUPS = Path("/sys/fs/cgroup")
+GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """The cores that this process may keep busy: those it is bound to, or fewer where a container has a quota."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([bound, *map(math.floor, _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """Cores by the CPU quotas of the control groups that this process is in, of version 2 and 1."""
+    try:
+        lines = GROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUPS / controllers if controllers else CGROUPS
+        group = root / path.lstrip("/")
+        # a container sees its own group at the root, whatever the group is called outside
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            try:
+                if controllers:
+                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if quota.strip() != "max" and int(quota) > 0:
+                    yield int(quota) / int(period)
+            except (OSError, ValueError):
+                continue
+
+
+def _local_processes() -> int:
+    """The training processes on this machine, which share its cores and its memory."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def default_workers(device: torch.device) -> int:
+    """Loader processes for one training process, of which a GPU's also decodes in a thread and wants two cores."""
+    cores = usable_cores() // _local_processes()
+    if device.type == "cpu":  # a model there takes longer than its images do
+        return min(MOST_WORKERS, max(1, cores // 4))
+    return min(MOST_WORKERS, max(1, cores - (2 if cores > 4 else 1)))
+
+
+def share_cores(device: torch.device, workers: int | None) -> None:
+    """Leaves the loader's workers a core each where a CPU also trains: PyTorch's threads wait long for a busy core."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        workers = default_workers(device) if workers is None else workers
+        torch.set_num_threads(max(1, usable_cores() // _local_processes() - workers))
+
+
+@dataclass
+class LoaderPlan:
+    """How a split is loaded."""
+
+    workers: int
+    prefetch: int | None = None  # pieces that each worker has ready; None without workers
+    on_device: bool = False  # decoding and augmentation
+
+    def __str__(self) -> str:
+        who = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
+        place = "on the device" if self.on_device else "in the workers" if self.workers else "in the training process"
+        return f"{who}, decoding and augmenting {place}"
+
+
+def plan_loader(
+    wanted: int | None, device: torch.device, batch_size: int, pieces: int, piece_bytes: int, on_device: bool
+) -> LoaderPlan:
+    """As many workers as the machine bears and the split has work for, and as much prefetched as there is memory for.
+
+    Args:
+        wanted: Workers that the user asked for, if they did.
+        device: Where the batches go.
+        batch_size: Images of a batch.
+        pieces: Of how many a pass over the split consists.
+        piece_bytes: What one takes in shared memory.
+        on_device: Whether the device decodes and augments.
+
+    Raises:
+        ConfigError: Not even one worker's pieces fit into the shared memory.
+    """
+    most = MOST_READERS if on_device else MOST_WORKERS
+    workers = min(default_workers(device), most, max(1, pieces)) if wanted is None else wanted
+    if not workers:
+        return LoaderPlan(0, on_device=on_device)
+    prefetch = max(2, math.ceil(BATCHES_AHEAD * math.ceil(batch_size / PIECE) / workers))
+    if not SHARED_MEMORY.is_dir():
+        return LoaderPlan(workers, prefetch, on_device)
+    # of the two splits' workers only those prefetch whose split is being read; besides, some pieces are in use
+    in_use = BATCHES_AHEAD * math.ceil(batch_size / PIECE) if on_device else 2
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    room = free // _local_processes() // max(1, piece_bytes) - in_use
+    if room < 1:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and loading images takes at least "
+            f"{_local_processes() * (in_use + 1) * piece_bytes / 2**20:.0f}: start the container with --shm-size=8g, "
+            "or give --workers 0"
+        )
+    in_a_piece = min(batch_size, PIECE)
+    plan = LoaderPlan(min(workers, room), min(prefetch, max(1, room // workers)), on_device)
+    if (plan.workers, plan.prefetch) != (workers, prefetch):
+        _logger.warning(
+            "%s has %.0f MiB free: %d workers with %d x %d images prefetched in place of %d with %d x %d; a container "
+            "gets more with --shm-size",
+            SHARED_MEMORY, free / 2**20, plan.workers, plan.prefetch, in_a_piece, workers, prefetch, in_a_piece,
+        )  # fmt: skip
+    return plan
+
+
+class SharedMemoryError(WorkersError):
+    """The memory in which loader processes hand over batches is full."""
+
+
+def into_shared_memory(*tensors: torch.Tensor) -> None:
+    """Moves what a worker will hand over, here, where it can be said that there is no room for it.
+
+    Raises:
+        SharedMemoryError: There is not.
+    """
+    if get_worker_info() is None:
+        return
+    if SHARED_MEMORY.is_dir():  # to write to what is not there would end the process
+        needed = sum(tensor.nbytes for tensor in tensors)
+        if (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
+            raise SharedMemoryError(
+                f"{SHARED_MEMORY} is full: {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} needed for images. A "
+                "container gets more with --shm-size=8g; --workers 0 needs none"
+            )
+    for tensor in tensors:
+        tensor.share_memory_()
+
+
+class LostWorkerError(ConfigError):
+    """A loader's process is gone."""
+
+    def __init__(self, error: RuntimeError):
+        what = str(error).split(". ")[0].strip()
+        advice = "it may have run out of memory, of which fewer --workers need less"
+        if "Bus error" in what:
+            advice = f"{SHARED_MEMORY} is full: a container gets more with --shm-size=8g; --workers 0 needs none"
+        super().__init__(f"{what}: {advice}")
+
+
+@contextmanager
+def lost_workers_named() -> Iterator[None]:
+    """Has PyTorch's error of a worker that is gone say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, LostWorkerError):  # which PyTorch has caught, and knows less
+            raise error.__cause__ from None
+        if "DataLoader worker" in str(error):
+            raise LostWorkerError(error) from None
+        raise
+
+
+def name_lost_workers() -> None:
+    """The same of what PyTorch's handler of SIGCHLD raises, wherever in the training loop that is."""
+    if not hasattr(signal, "SIGCHLD"):  # Windows, where PyTorch looks at its workers from time to time
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return
+    if getattr(handler, "names_lost_workers", False):
+        return
+
+    def handle(*args) -> None:
+        with lost_workers_named():
+            handler(*args)
+
+    handle.names_lost_workers = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, handle)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Workers that start in it have them blocked: threads that PyTorch starts before `start_worker` inherit that."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*SCHEDULERS_SIGNALS, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def start_worker(worker: int) -> None:
+    restrict_pillow()
+    _heed_the_parent_alone()
+
+
+def _heed_the_parent_alone() -> None:
+    """A scheduler may signal every process of a job: workers live until training has written its checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows: who sent a signal cannot be told, and SIGTERM ends them
+        return
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        while True:
+            notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
+            if notice.si_signo == signal.SIGTERM and parent and notice.si_pid == parent.pid:
+                os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,165 @@
+"""Top-1, top-5 and loss of a model over a split, exact for any number of processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ConfigError
+from ..cuda_graphs import Replayed
+from ..data.loaders import UNREADABLE
+
+
+@dataclass
+class Evaluation:
+    """Counts over all processes. `loss` is the mean cross-entropy in nats; shares are in percent."""
+
+    images: int
+    top1_correct: int
+    top5_correct: int
+    loss: float
+    unreadable: int
+    images_per_second: float
+
+    @property
+    def top1(self) -> float:
+        return 100 * self.top1_correct / max(1, self.images)
+
+    @property
+    def top5(self) -> float:
+        return 100 * self.top5_correct / max(1, self.images)
+
+    @property
+    def top1_interval(self) -> tuple[float, float]:
+        """The 95% interval of top-1 (Wilson's score interval)."""
+        from scipy.stats import binomtest  # which takes a second to import, and training does not need
+
+        if self.images == 0:
+            return 0.0, 100.0
+        low, high = binomtest(self.top1_correct, self.images).proportion_ci(method="wilson")
+        return 100 * low, 100 * high
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def known_device(name: str | None) -> str:
+    """The device of that name, or the default.
+
+    Raises:
+        ConfigError: There is none on this machine.
+    """
+    name = name or default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown to PyTorch: try cuda or cpu") from error
+    backend: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+    if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
+        raise ConfigError(f"device {name!r}: there is none that PyTorch can use on this machine; try --device cpu")
+    if device.index is not None and backend and device.index >= backend.device_count():
+        raise ConfigError(f"device {name!r}: this machine has {backend.device_count()} of them, counted from 0")
+    return name
+
+
+def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContextManager:
+    """Mixed precision on GPUs, fp32 on a CPU."""
+    return torch.autocast(device.type, getattr(torch, dtype)) if enabled and device.type != "cpu" else nullcontext()
+
+
+class Evaluator:
+    """Evaluates models on the same images in one pass; every process of a run gets the results over all of them.
+
+    Args:
+        models: What is called with images (B, 3, H, W), normalised by `data_config`, and gives logits (B, classes).
+        data_config: timm's, of the images.
+        precision: The context in which models run.
+        batch_size: On a GPU, batches of this many images are evaluated as a CUDA graph; None for none.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        data_config: dict[str, Any],
+        device: torch.device,
+        precision: AbstractContextManager,
+        batch_size: int | None,
+    ):
+        self.models, self.device, self.precision = models, device, precision
+        self.batch = (batch_size, *data_config["input_size"]) if batch_size and device.type == "cuda" else None
+        self.mean, self.std = (
+            torch.tensor([255 * value for value in data_config[name]], device=device).view(-1, 1, 1)
+            for name in ("mean", "std")
+        )
+        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # chosen when it is needed
+
+    @torch.inference_mode()
+    def __call__(self, loader, observe: Callable[[Tensor, list[Tensor]], None] | None = None) -> list[Evaluation]:
+        """Results for each model on the images (B, 3, H, W) uint8 and targets (B,) of a loader.
+
+        `observe`, if given, is called with the targets and every model's logits of each batch of this process.
+        """
+        was_training = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
+        self.run = self.run or self._as_graph()
+        start = time.perf_counter()
+        # Apple's GPUs have no fp64
+        place = "cpu" if self.device.type == "mps" else self.device
+        sums = torch.zeros(len(self.models), 5, dtype=torch.float64, device=place)
+        for images, targets in loader:
+            batch_sums, logits = self.run(images, targets)
+            sums += batch_sums.to(place)
+            if observe:
+                observe(targets, logits)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        rows = sums.tolist()
+        seconds = time.perf_counter() - start
+        for model, training in zip(self.models, was_training):
+            model.train(training)
+        return [
+            Evaluation(
+                images=int(images),
+                top1_correct=int(top1),
+                top5_correct=int(top5),
+                loss=loss / max(1, images),
+                unreadable=int(unreadable),
+                images_per_second=(images + unreadable) / seconds,
+            )
+            for images, top1, top5, loss, unreadable in rows
+        ]
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """uint8 images as models take them."""
+        return (images - self.mean) / self.std
+
+    def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
+        if not self.batch:
+            return self._run
+        images = torch.zeros(self.batch, dtype=torch.uint8, device=self.device)
+        return Replayed(self._run, [images, images.new_zeros(len(images), dtype=torch.long)], "evaluation")
+
+    def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """What a batch adds to the sums (models, 5), and every model's logits."""
+        images = self.normalised(images)
+        with self.precision:
+            logits = [model(images) for model in self.models]
+        return torch.stack([_batch_sums(x.float(), targets) for x in logits]), logits
+
+
+def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
+    """(images, top-1, top-5, loss, unreadable) of a batch."""
+    readable = targets != UNREADABLE  # which is no class
+    correct = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
+    return torch.stack([readable.sum(), correct[:, 0].sum(), correct.sum(), loss, (~readable).sum()])
