@@ -1,6 +1,6 @@
 """Every kernel on small inputs, for NVIDIA's compute-sanitizer, which finds what results need not show.
 
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that it sees each tensor's memory
+    export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the latter so that it sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tests/kernels/sanitize.py  # racecheck, initcheck
 
 initcheck does not see what the copy engine writes to memory, as cuBLAS's products of 16-bit tensors do on an H200:
@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from test_operators import longhorn_inputs, selective_inputs
+from scans import longhorn_inputs, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
 from vil.kernels.block import launch as kernels

@@ -7,59 +7,14 @@ import warnings
 
 import pytest
 import torch
-from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
+from scans import SCANS, StandIn, exact, longhorn_inputs, outputs_and_gradients, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vil.kernels import cuda, longhorn_scan, selective_scan
 from vil.kernels.scan import chunked as reference
-from vil.kernels.scan import chunks as kept
 from vil.kernels.scan import cuda_scan as launch
 from vil.kernels.scan import interface as operators
 from vil.kernels.scan import naive
 from vil.kernels.scan import operator as gpu
-
-
-class StandIn:
-    """A backend's module by the definition, which refuses what real ones could not take."""
-
-    def __init__(self):
-        self.kept, self.state_sizes, self.dtypes = [], [], []
-
-    def forward(self, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-        assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*gpu.DTYPES, x.dtype}
-        assert x.dtype == logits.dtype == k.dtype == q.dtype
-        assert k.shape[-1] in gpu.STATE_SIZES
-        assert all(type(r) is bool for r in reverse)
-        assert isinstance(reverse, list | tuple)
-        for parameter in (rates, skip, bias):
-            assert parameter is None or (parameter.dtype == torch.float32 and parameter.is_contiguous())
-        self.kept.append(keep)
-        self.state_sizes.append(k.shape[-1])
-        self.dtypes.append(x.dtype)
-        G, B, L, D = x.shape
-        y = self.y(recurrence, [t if t is None else t.double() for t in (x, logits, k, q, rates, skip, bias)], reverse)
-        states = x.new_empty((G, B, kept.boundaries(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
-        return y.to(x.dtype), states
-
-    def backward(self, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
-        named = dict(x=x, logits=logits, k=k, q=q, rates=rates, skip=skip, bias=bias)
-        leaves = {name: t.detach().double().requires_grad_() for name, t in named.items() if t is not None}
-        with torch.enable_grad():
-            y = self.y(recurrence, [leaves.get(name) for name in named], reverse)
-        found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy.double())))
-        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # which nobody may read
-        channels = torch.stack([found.get("skip", none), found.get("bias", none)], dim=1).float()
-        drates = x.new_empty(0, dtype=torch.float32) if rates is None else found["rates"].float()
-        return *(found[name].to(x.dtype) for name in ("x", "logits", "k", "q")), drates, channels
-
-    @staticmethod
-    def y(recurrence, tensors, reverse):
-        definitions = {
-            "longhorn": lambda x, logits, k, q, _, *rest: naive.longhorn(x, logits, k, q, *rest),
-            "selective": lambda x, logits, k, q, rates, *rest: naive.selective(x, logits, rates, k, q, *rest),
-        }
-        one = definitions[recurrence]
-        each = [[t if t is None else t[g] for t in tensors] for g in range(len(reverse))]
-        return torch.stack([one(*parts, r) for parts, r in zip(each, reverse)])
 
 
 @pytest.fixture

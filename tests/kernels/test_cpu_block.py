@@ -3,7 +3,7 @@
 import naive_model
 import pytest
 import torch
-from test_operators import relative_error
+from scans import relative_error
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from vil.kernels.block import cpu

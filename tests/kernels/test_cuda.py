@@ -12,7 +12,7 @@ import cuda_mutants
 import emulator
 import pytest
 import torch
-from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
+from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.cuda import compiler
 from vil.kernels.scan import cuda_scan as scan

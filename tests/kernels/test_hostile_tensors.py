@@ -10,7 +10,7 @@ import shutil
 import emulator
 import pytest
 import torch
-from test_backends import StandIn
+from scans import StandIn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from vil.kernels.block import launch as kernels

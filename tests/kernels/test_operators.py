@@ -4,47 +4,10 @@ import re
 
 import pytest
 import torch
+from scans import SCANS, SHAPES, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.scan import chunked as reference
 from vil.kernels.scan import naive
-
-
-def longhorn_inputs(B, L, D, N, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    shapes = [(B, L, D), (B, L, D), (B, L, N), (B, L, N), (D,), (D,)]
-    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
-
-
-def selective_inputs(B, L, D, N, dtype=torch.float64, seed=0):
-    x, dt_logits, b, c, skip, dt_bias = longhorn_inputs(B, L, D, N, torch.float64, seed)
-    A = -torch.rand(D, N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
-    return [t.detach().to(dtype).requires_grad_() for t in (x, dt_logits, A, b, c, skip, dt_bias)]
-
-
-SCANS = pytest.mark.parametrize(
-    ("scan", "definition", "make_inputs"),
-    [
-        pytest.param(longhorn_scan, naive.longhorn, longhorn_inputs, id="longhorn"),
-        pytest.param(selective_scan, naive.selective, selective_inputs, id="selective"),
-    ],
-)
-# around the reference's segments of 16 tokens, and not multiples of anything
-SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)])
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
-
-
-def exact(inputs):
-    return [t.detach().double().requires_grad_() for t in inputs]
-
-
-def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
-    """The output, and the gradient of every input for one random gradient of the output, rounded to `dy_dtype`."""
-    y = f(*inputs, **kwargs)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [y, *torch.autograd.grad(y, inputs, dy.to(dy_dtype).to(y.dtype))]
 
 
 @SCANS

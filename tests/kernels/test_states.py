@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_operators import SCANS, exact, relative_error
+from scans import SCANS, exact, relative_error
 from vil.kernels import longhorn_scan, selective_scan
 
 BACKENDS = ["auto", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "triton"))]

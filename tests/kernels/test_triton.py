@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_operators import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
+from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
 from vil.kernels import longhorn_scan
 from vil.kernels.scan import chunks as kept
 from vil.kernels.scan import naive

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from faults import Run
-from test_operators import longhorn_inputs
+from scans import longhorn_inputs
 from vil.kernels import longhorn_scan
 
 import vil  # noqa: F401  registers the models

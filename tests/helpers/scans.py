@@ -1,0 +1,90 @@
+"""What tests of the scan share: inputs of both recurrences, their definitions, and the errors against these."""
+
+import pytest
+import torch
+from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.scan import naive
+from vil.kernels.scan import operator as gpu
+from vil.kernels.scan.chunks import boundaries
+
+
+def longhorn_inputs(B, L, D, N, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(B, L, D), (B, L, D), (B, L, N), (B, L, N), (D,), (D,)]
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def selective_inputs(B, L, D, N, dtype=torch.float64, seed=0):
+    x, dt_logits, b, c, skip, dt_bias = longhorn_inputs(B, L, D, N, torch.float64, seed)
+    A = -torch.rand(D, N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    return [t.detach().to(dtype).requires_grad_() for t in (x, dt_logits, A, b, c, skip, dt_bias)]
+
+
+SCANS = pytest.mark.parametrize(
+    ("scan", "definition", "make_inputs"),
+    [
+        pytest.param(longhorn_scan, naive.longhorn, longhorn_inputs, id="longhorn"),
+        pytest.param(selective_scan, naive.selective, selective_inputs, id="selective"),
+    ],
+)
+# around the plain PyTorch backend's chunks of 16 tokens, and not multiples of anything
+SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)])
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def exact(inputs):
+    return [t.detach().double().requires_grad_() for t in inputs]
+
+
+def outputs_and_gradients(f, inputs, dy_dtype=torch.float64, **kwargs):
+    """The output, and the gradient of every input for one random gradient of the output, rounded to `dy_dtype`."""
+    y = f(*inputs, **kwargs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [y, *torch.autograd.grad(y, inputs, dy.to(dy_dtype).to(y.dtype))]
+
+
+class StandIn:
+    """A backend's module by the definition, which refuses what real ones could not take."""
+
+    def __init__(self):
+        self.kept, self.state_sizes, self.dtypes = [], [], []
+
+    def forward(self, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
+        assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*gpu.DTYPES, x.dtype}
+        assert x.dtype == logits.dtype == k.dtype == q.dtype
+        assert k.shape[-1] in gpu.STATE_SIZES
+        assert all(type(r) is bool for r in reverse)
+        assert isinstance(reverse, list | tuple)
+        for parameter in (rates, skip, bias):
+            assert parameter is None or (parameter.dtype == torch.float32 and parameter.is_contiguous())
+        self.kept.append(keep)
+        self.state_sizes.append(k.shape[-1])
+        self.dtypes.append(x.dtype)
+        G, B, L, D = x.shape
+        y = self.y(recurrence, [t if t is None else t.double() for t in (x, logits, k, q, rates, skip, bias)], reverse)
+        states = x.new_empty((G, B, boundaries(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
+        return y.to(x.dtype), states
+
+    def backward(self, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
+        named = dict(x=x, logits=logits, k=k, q=q, rates=rates, skip=skip, bias=bias)
+        leaves = {name: t.detach().double().requires_grad_() for name, t in named.items() if t is not None}
+        with torch.enable_grad():
+            y = self.y(recurrence, [leaves.get(name) for name in named], reverse)
+        found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy.double())))
+        none = x.new_full((len(x), x.shape[-1]), float("nan"))  # which nobody may read
+        channels = torch.stack([found.get("skip", none), found.get("bias", none)], dim=1).float()
+        drates = x.new_empty(0, dtype=torch.float32) if rates is None else found["rates"].float()
+        return *(found[name].to(x.dtype) for name in ("x", "logits", "k", "q")), drates, channels
+
+    @staticmethod
+    def y(recurrence, tensors, reverse):
+        definitions = {
+            "longhorn": lambda x, logits, k, q, _, *rest: naive.longhorn(x, logits, k, q, *rest),
+            "selective": lambda x, logits, k, q, rates, *rest: naive.selective(x, logits, rates, k, q, *rest),
+        }
+        one = definitions[recurrence]
+        each = [[t if t is None else t[g] for t in tensors] for g in range(len(reverse))]
+        return torch.stack([one(*parts, r) for parts, r in zip(each, reverse)])
