@@ -1,0 +1,70 @@
+"""The command line of a training run: `-c FILE`, then options that win over the file's; `--help` lists them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .options import FIELDS, Config, ConfigError, shown
+from .trust import confirm_dataset
+from .values import checked, kind_of, read_yaml, unknown_option
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but what is wrong is a ConfigError of a line, and an unknown option is answered with the nearest."""
+
+    def parse_args(self, args=None, namespace=None):
+        options, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                raise ConfigError(f"{shown(word)} on the command line belongs to no option")
+            name = word.split("=")[0].lstrip("-").replace("-", "_")
+            raise ConfigError(unknown_option(name, "on the command line", vars(options)))
+        return options
+
+    def error(self, message):
+        raise ConfigError(message)
+
+
+def load_config(
+    description: str,
+    arguments: Sequence[str] | None = None,
+    saved_options: Callable[[str], dict[str, Any]] | None = None,
+) -> Config:
+    """Reads `-c FILE` and then the options of a command line, which win.
+
+    Args:
+        description: What `--help` says first.
+        arguments: The command line; the program's own if not given.
+        saved_options: Reads those of a checkpoint, which hold where `--resume FILE` is given and no `-c`.
+
+    Raises:
+        ConfigError: An option or value is wrong; the message names the option, and the nearest that exists.
+    """
+    # one option for each field; the values are checked like those of the file, by `checked`
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of options")
+    for name, field in FIELDS.items():
+        flag, kind = "--" + name.replace("_", "-"), kind_of(name)[0]
+        help = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
+        else:
+            bare = field.metadata["bare"]
+            nargs = "+" if kind in (tuple, dict) else "?" if bare else None
+            parser.add_argument(flag, nargs=nargs, const=bare, metavar="VALUE", help=help)
+    values = vars(parser.parse_args(arguments))
+    path = values.pop("config")
+    from_file = checked(read_yaml(path), path) if path else {}
+    given = checked({name: value for name, value in values.items() if value is not None}, "the command line")
+    resumed = given.get("resume")
+    if saved_options and not path and resumed not in (None, "auto"):
+        folder = Path(resumed).resolve().parent  # it goes on where it is
+        from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed)}
+        confirm_dataset(from_file, given, resumed)
+    config = Config(**{**from_file, **given})
+    config.experiment = config.experiment or (Path(path).stem if path else config.model)
+    return config

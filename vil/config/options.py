@@ -1,0 +1,227 @@
+"""The options of a training run: their names (timm's wherever it has one), defaults, ranges and choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from timm.data import create_transform
+from timm.optim import list_optimizers
+
+
+class ConfigError(ValueError):
+    """An option that does not exist, has a value of the wrong type, or contradicts another."""
+
+
+def shown(value: Any) -> str:
+    """A value in a message of one line."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _option(
+    default: Any, help: str, bare: Any = None, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
+) -> Any:
+    """A field of `Config`; `bare` is its value where the command line gives the flag alone.
+
+    A number, and each of a tuple's, is at least `low`, at most `high` and more than `above`.
+    """
+    return dataclasses.field(
+        default=default, metadata={"help": help, "bare": bare, "low": low, "high": high, "above": above}
+    )
+
+
+@dataclass
+class Config:
+    """A training run. Defaults are ViM's recipe where its sizes share it (see configs/)."""
+
+    # data
+    data_dir: str | None = _option(None, "folder with the two splits, each a folder of class folders or a .tar of them")
+    dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
+    train_split: str = _option("train", "name of the training split")
+    val_split: str = _option("validation", "name of the validation split")
+    num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=1)
+    workers: int | None = _option(
+        None, "loader processes per training process; by the cores it may use if not given", low=0, high=1024
+    )
+    synthetic: int = _option(
+        0,
+        "train on noise made on the device, this many images an epoch (ImageNet's number if none is given)",
+        1_281_167,
+        low=0,
+    )
+    # model
+    model: str = _option("vil_tiny", "timm model")
+    model_kwargs: dict | None = _option(None, "further arguments of the model, as KEY=VALUE")
+    img_size: int | None = _option(None, "image size; the model's default if not given", low=1)
+    pretrained_path: str | None = _option(
+        None, "start from these weights; head and position embeddings are adapted to the model"
+    )
+    drop_path: float = _option(0.0, "stochastic depth rate of the last block", low=0, high=0.99)
+    grad_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
+    cuda_graphs: bool = _option(
+        True,
+        "on a GPU, replay forward, backward and evaluation as CUDA graphs, which takes the host's work out of them",
+    )
+    torchcompile: bool = _option(False, "train through torch.compile, by which DeiT and its like gain, ViL hardly")
+    # optimisation
+    epochs: int = _option(300, "epochs", low=1)
+    global_batch_size: int = _option(1024, "images per optimizer step over all processes", low=1)
+    batch_size: int | None = _option(
+        None, "most images that a device holds at once; a larger share of the global batch is accumulated", low=1
+    )
+    opt: str = _option("adamw", "timm optimizer")
+    opt_betas: tuple[float, ...] | None = _option(
+        None, "optimizer betas; the optimizer's default if not given", low=0, high=1
+    )
+    opt_eps: float | None = _option(None, "optimizer epsilon; the optimizer's default if not given", above=0)
+    lr: float = _option(1e-3, "peak learning rate, for the global batch; nothing scales it", low=0)
+    weight_decay: float = _option(0.1, "weight decay", low=0)
+    layer_decay: float | None = _option(None, "learning-rate factor from each block to the one before it", above=0)
+    clip_grad: float | None = _option(None, "largest norm of the gradient", above=0)
+    sched: str = _option("cosine", "timm scheduler, stepped once an epoch")
+    warmup_epochs: int = _option(5, "epochs of linear warm-up", low=0)
+    warmup_lr: float = _option(1e-6, "learning rate of the first epoch", low=0)
+    min_lr: float = _option(1e-5, "learning rate at the end", low=0)
+    model_ema: bool = _option(True, "keep an exponential moving average of the weights")
+    model_ema_decay: float = _option(0.99996, "its decay per step", low=0, high=1)
+    amp: bool = _option(True, "mixed precision on GPUs; a CPU always trains in fp32")
+    amp_dtype: str = _option("bfloat16", "'bfloat16', or 'float16' with a loss scaler")
+    # augmentation
+    scale: tuple[float, ...] = _option((0.08, 1.0), "area of the random crop, as a share of the image", above=0)
+    ratio: tuple[float, ...] = _option((3 / 4, 4 / 3), "aspect ratio of the random crop", above=0)
+    hflip: float = _option(0.5, "probability of a horizontal flip", low=0, high=1)
+    color_jitter: float | None = _option(0.3, "colour jitter; has no effect where aa is on", low=0)
+    aa: str | None = _option("rand-m9-mstd0.5-inc1", "AutoAugment or RandAugment policy")
+    aug_repeats: int = _option(3, "augmented copies of an image in a global batch; 0 for none", low=0)
+    train_interpolation: str = _option("bicubic", "interpolation of the training crops")
+    augment_on_device: bool | None = _option(
+        None, "decode and augment images on the training device, not in the loader; on GPUs with nvJPEG if not given"
+    )
+    reprob: float = _option(0.25, "probability of random erasing", low=0, high=1)
+    remode: str = _option("pixel", "what it fills in: 'const', 'rand' or 'pixel'")
+    mixup: float = _option(0.8, "mixup alpha", low=0)
+    cutmix: float = _option(1.0, "cutmix alpha", low=0)
+    mixup_prob: float = _option(1.0, "probability of mixing", low=0, high=1)
+    mixup_switch_prob: float = _option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
+    # evaluation
+    crop_pct: float | None = _option(
+        None, "share of the image that evaluation sees; the model's default if not given", above=0
+    )
+    interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
+    # run
+    seed: int = _option(0, "everything random in a run follows from it", low=0)
+    device: str | None = _option(None, "'cuda', 'cpu', ...; a GPU if there is one")
+    output: str = _option("output", "folder of runs")
+    experiment: str | None = _option(None, "folder of this run inside it; the config file's name if not given")
+    resume: str | None = _option(None, "'auto' to go on from the run's last checkpoint if it has one, or a checkpoint")
+    checkpoint_interval: str | None = _option(
+        "30m", "minutes ('30m') or optimizer steps ('500') between checkpoints; each epoch's end is one too"
+    )
+    log_interval: int = _option(50, "optimizer steps between looks at the loss", low=1)
+    log_tensorboard: bool = _option(False, "write each epoch's numbers for TensorBoard, too")
+    log_wandb: bool = _option(False, "send each epoch's numbers to Weights & Biases, too")
+
+    def __post_init__(self):
+        self.model_kwargs = self.model_kwargs or {}
+        for name, option in (("drop_path_rate", "drop_path"), ("num_classes", "num_classes"), ("img_size", "img_size")):
+            if name in self.model_kwargs:
+                raise ConfigError(f"model_kwargs has {name}, an option of its own: give --{option.replace('_', '-')}")
+        if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
+            raise ConfigError(f"model_kwargs has in_chans {shown(channels)}, but images here have three channels")
+        interval = self.checkpoint_interval
+        if interval is not None and not re.fullmatch(r"0*[1-9]\d*m?", interval):
+            raise ConfigError(
+                f"checkpoint_interval {interval!r} is neither minutes ('30m') nor optimizer steps ('500')"
+            )
+        if self.amp_dtype not in ("bfloat16", "float16"):
+            raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
+        for name, choices in choices_of_options().items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
+                raise ConfigError(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
+        try:
+            create_transform(16, is_training=True, auto_augment=self.aa)
+        except Exception as error:  # timm's parsers of policies have no common type
+            known = "like rand-m9-mstd0.5-inc1 or 3a"
+            raise ConfigError(f"aa {self.aa!r} is no policy that timm knows, {known}: {error}") from error
+        for name in ("scale", "ratio"):
+            limits = getattr(self, name)
+            if len(limits) != 2 or limits[0] > limits[1]:
+                raise ConfigError(f"{name} {limits} must be two numbers, the smaller one first")
+
+    @property
+    def mixing(self) -> bool:
+        return self.mixup_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+
+@functools.cache
+def choices_of_options() -> dict[str, list[str]]:
+    """What options by name can be."""
+    interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+    return {
+        "opt": [str(name) for name in list_optimizers()],
+        "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
+        "train_interpolation": [*interpolations, "random"],
+        "interpolation": interpolations,
+        "remode": ["const", "rand", "pixel"],
+    }
+
+
+DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+
+# what other programs call them
+SYNONYMS = {
+    "aa": "auto_augment autoaugment",
+    "amp": "mixed_precision use_amp bf16 fp16",
+    "batch_size": "accum_iter accumulation_steps grad_accum_steps gradient_accumulation_steps micro_batch_size "
+    "per_device_train_batch_size",
+    "checkpoint_interval": "save_freq save_interval save_steps",
+    "clip_grad": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
+    "data_dir": "data data_path data_root dataset_dir dataset_path root train_dir",
+    "device": "accelerator gpu gpus",
+    "drop_path": "drop_path_rate stochastic_depth",
+    "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
+    "experiment": "exp_name name run_name",
+    "global_batch_size": "bs effective_batch_size total_batch_size train_batch_size",
+    "grad_checkpointing": "checkpointing gradient_checkpointing use_checkpoint",
+    "img_size": "crop_size image_size input_size resolution size",
+    "layer_decay": "layer_wise_lr_decay llrd",
+    "log_tensorboard": "tensorboard",
+    "log_wandb": "use_wandb wandb",
+    "lr": "base_lr blr initial_lr learning_rate max_lr",
+    "min_lr": "eta_min final_lr lr_min",
+    "model": "arch architecture backbone model_name",
+    "model_ema": "ema use_ema",
+    "model_ema_decay": "ema_decay",
+    "num_classes": "classes n_classes nb_classes",
+    "opt": "optim optimizer",
+    "opt_betas": "adam_betas betas",
+    "opt_eps": "adam_epsilon eps",
+    "output": "out out_dir output_dir save_dir work_dir",
+    "pretrained_path": "checkpoint finetune init_checkpoint initial_checkpoint load_from pretrained weights",
+    "remode": "erasing_mode",
+    "reprob": "random_erase random_erasing",
+    "sched": "lr_sched lr_scheduler lr_scheduler_type scheduler",
+    "seed": "random_seed",
+    "smoothing": "label_smoothing",
+    "torchcompile": "compile torch_compile",
+    "warmup_epochs": "warmup",
+    "weight_decay": "l2 wd",
+    "workers": "dataloader_num_workers j num_workers",
+}

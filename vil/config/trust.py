@@ -1,0 +1,87 @@
+"""Which options a checkpoint decides for whoever loads it: it may come from anybody."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import timm
+
+from .options import DATASETS, FIELDS, ConfigError, choices_of_options, shown
+from .values import convert
+
+# what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what
+NOT_FROM_CHECKPOINTS = {"output", "experiment", "resume", "pretrained_path", "device", "log_tensorboard", "log_wandb"}
+# the arguments of models that it may name, and how large they may be, or which words
+MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
+    "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
+    "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
+    "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # of DeiT and its like
+}  # fmt: skip
+PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
+
+
+def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
+    """What the options saved in a checkpoint may decide for whoever loads it, which is nothing but names and numbers.
+
+    Raises:
+        ConfigError: One is not of its type, out of range, or a model, argument, path or split that it may not name.
+    """
+    where = f"the checkpoint {path}"
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} holds {type(values).__name__} in place of options")
+    known = {name: value for name, value in values.items() if name in FIELDS and name not in NOT_FROM_CHECKPOINTS}
+    options = {name: convert(name, value, where) for name, value in known.items()}
+    if "model" in options and not (re.fullmatch(r"[\w.]+", options["model"]) and timm.is_model(options["model"])):
+        raise ConfigError(f"{where} is of a model {shown(options['model'])}, which is none of timm's or this package's")
+    for name, value in (options.get("model_kwargs") or {}).items():
+        if (allowed := MODEL_KWARGS.get(name)) is None:
+            raise ConfigError(
+                f"{where} has an argument {shown(name)} of its model, which a checkpoint may not give; it may give "
+                + ", ".join(MODEL_KWARGS)
+            )
+        if isinstance(allowed, tuple):
+            if value not in allowed:
+                raise ConfigError(f"{where} has {name} {shown(value)}, and may have {', '.join(map(repr, allowed))}")
+            continue
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if len(numbers) > 2 or not all(isinstance(v, (int, float)) and 0 <= v <= allowed for v in numbers):
+            raise ConfigError(f"{where} has {name} {shown(value)}, and may have at most {allowed}")
+    for name, choices in choices_of_options().items():
+        if options.get(name) is not None and options[name] not in choices:
+            raise ConfigError(f"{where} has {name} {shown(options[name])}, which is unknown")
+    for name, most in (("num_classes", 10**6), ("img_size", 8192)):
+        if (options.get(name) or 0) > most:
+            raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
+    dataset = options.get("dataset", "")
+    if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
+        raise ConfigError(f"{where} has dataset {shown(dataset)}, which is no plain name of one")
+    for name in ("train_split", "val_split"):
+        if not _is_plain_split(options.get(name, "x"), dataset):
+            raise ConfigError(f"{where} has {name} {shown(options[name])}, which is no plain name: {PLAIN_NAMES}")
+    if dataset:  # it may lie at an address, and packages write to their folder: whoever has it read says where
+        options.pop("data_dir", None)
+    if re.search(r"^pipe:|://|[\0-\x1f]", options.get("data_dir") or ""):
+        raise ConfigError(f"{where} has data_dir {shown(options['data_dir'])}, which is no path of a folder")
+    return options
+
+
+def _is_plain_split(split: str, dataset: str) -> bool:
+    """Whether it is names inside a folder, joined by /, or of a dataset what its kind has beside names."""
+    if len(split) > 200:
+        return False
+    if dataset.lower().startswith("wds/"):  # some numbered shards and how many images: x-{0000..0099}.tar|50000
+        split = re.sub(r"\{0*\d{1,5}\.\.0*\d{1,5}\}", "0", re.sub(r"\|\d{1,12}$", "", split), count=1)
+    elif dataset:  # a part of a split: train[:10%]
+        split = re.sub(r"\[[\d:%]*\]", "", split)
+    return all(re.fullmatch(r"[\w .+-]+", n) and n.strip(".") for n in split.split("/"))
+
+
+def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raises a ConfigError if a checkpoint alone says that data are to be read from elsewhere than a folder."""
+    dataset = saved.get("dataset")
+    if not dataset or given.get("dataset") or (dataset.startswith("wds/") and given.get("data_dir")):
+        return
+    confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
+    raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")

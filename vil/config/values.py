@@ -1,0 +1,117 @@
+"""Values of options as files, command lines and checkpoints give them: read, converted to their types, or refused."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .options import FIELDS, SYNONYMS, Config, ConfigError, nearest, shown
+
+_TYPES = typing.get_type_hints(Config)
+
+
+def parse_key_values(words: Sequence[str]) -> dict[str, Any]:
+    """Words KEY=VALUE, the values read as YAML.
+
+    Raises:
+        ConfigError: A word has no "=", or its value is not YAML.
+    """
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"{word!r} is not of the form KEY=VALUE")
+    return {key: _parse_yaml(value, f"the value of {key}") for key, value in (word.split("=", 1) for word in words)}
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
+    values = _parse_yaml(text, path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a list of 'option: value' lines")
+    return values
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    """YAML without aliases, by which a short text can stand for one without end."""
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ConfigError(f"{source} has an alias (*), which options have no use for: write out what it stands for")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-32
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def checked(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The values of known options, converted to their types."""
+    for name in values:
+        if name not in FIELDS:
+            raise ConfigError(unknown_option(name, f"in {source}", FIELDS))
+    return {name: convert(name, value, source) for name, value in values.items()}
+
+
+def unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
+    unknown, words = f"unknown option {shown(name)} {where}", re.sub(r"^no_(?=.)", "", str(name).lower())
+    for ours, synonyms in SYNONYMS.items():
+        if ours in options and words in synonyms.split():
+            return f"{unknown}; here it is {ours!r}: {FIELDS[ours].metadata['help']}"
+    return unknown + nearest(str(name), options)
+
+
+def kind_of(name: str) -> tuple[type, bool]:
+    """The type of an option, and whether it may be None."""
+    hint = _TYPES[name]
+    optional = isinstance(hint, types.UnionType)
+    hint = hint.__args__[0] if optional else hint
+    return typing.get_origin(hint) or hint, optional
+
+
+def convert(name: str, value: Any, source: str) -> Any:
+    kind, optional = kind_of(name)
+    if optional and (value is None or value in ("none", "null")):
+        return None
+    if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
+        return parse_key_values(value)
+    converted: Any = None
+    try:
+        if kind is tuple and isinstance(value, (list, tuple)):
+            converted = tuple(float(v) for v in value)
+        elif kind is float and not isinstance(value, bool):
+            converted = float(value)  # also '1e-3', which YAML reads as text
+        elif kind is int and not isinstance(value, bool) and int(value) == float(value):
+            converted = int(value)
+        elif kind is str and type(value) is int:
+            converted = str(value)
+        elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # true is an int to Python
+            converted = value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    if converted is None:
+        raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {shown(value)}")
+    for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
+        if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
+            raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {shown(value)}")
+    return converted
+
+
+def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:
+    """What a number should be, or None if it is."""
+    if not math.isfinite(number):
+        return "a finite number"
+    if number < low:
+        return f"at least {low}"
+    if number > high:
+        return f"at most {high}"
+    return f"more than {above}" if number <= above else None
