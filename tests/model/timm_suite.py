@@ -44,7 +44,7 @@ def fetch_tests(folder: Path) -> Path:
     command = ["download", "--quiet", "--no-deps", "--no-binary", "timm", "--dest", folder, release.replace("-", "==")]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True)
     with tarfile.open(folder / f"{release}.tar.gz") as package:
-        for name in ("pyproject.toml", "tests/model/test_models.py"):
+        for name in ("pyproject.toml", "tests/test_models.py"):
             file = folder / release / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(package.extractfile(f"{release}/{name}").read())

@@ -230,7 +230,7 @@ def main():
     if args.sample and args.sample < len(mutants):
         mutants = random.Random(args.seed).sample(mutants, args.sample)
     print(f"{len(mutants)} mutants")
-    files = args.tests or sorted(str(path.relative_to(COPY)) for path in (COPY / "tests").glob("test_*.py"))
+    files = args.tests or sorted(str(path.relative_to(COPY)) for path in (COPY / "tests").rglob("test_*.py"))
     tests = what_tests_reach(files, paths, args.jobs)
     run_mutants([m for m in mutants if m[2] in NOT_NOTICED], tests, args.jobs, args.budget)
     report(mutants)
