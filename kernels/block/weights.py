@@ -1,0 +1,128 @@
+"""What travels between a block and its operators, by name: weights, sizes, options, and what backward keeps.
+
+The schema of `vil::block` knows tensors and lists alone: `flat` and `of` are where names end and begin.
+
+C model width    D inner width    N states of a channel    R rank of the step projection    P = R + 2N    K taps
+B batch    L tokens    T tokens of the batch    M tokens whose output is wanted    S states between chunks
+E columns of uz, 2D, or D for the class token alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sizes(NamedTuple):
+    """The sizes of a block's weights."""
+
+    C: int
+    D: int
+    N: int
+    R: int
+    K: int
+
+    @property
+    def P(self) -> int:
+        return self.R + 2 * self.N
+
+    @property
+    def padded_R(self) -> int:
+        """A multiple of 8, which fast matrix products need."""
+        return self.R + -self.R % 8
+
+    @property
+    def padded_P(self) -> int:
+        return self.padded_R + 2 * self.N
+
+    def shapes(self, A_log: bool) -> BlockWeights:
+        """The shape of each weight."""
+        C, D, N, R, K = self
+        rates = (D, N) if A_log else None
+        direction = DirectionWeights((D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,), rates)
+        return BlockWeights((C,), (2 * D, C), (C, D), (direction, direction))
+
+
+class DirectionWeights(NamedTuple):
+    """The weights of one direction of a block, or their gradients."""
+
+    conv: Tensor  # (D, 1, K)
+    conv_bias: Tensor  # (D,)
+    x_proj: Tensor  # (P, D): step, keys and queries, in this order
+    step_proj: Tensor  # (D, R)
+    step_bias: Tensor  # (D,)
+    skip: Tensor  # (D,)
+    A_log: Tensor | None = None  # (D, N) of the selective recurrence: A = -exp(A_log)
+
+
+class BlockWeights(NamedTuple):
+    """The weights of a block, or their gradients."""
+
+    norm: Tensor  # (C,)
+    in_proj: Tensor  # (2D, C): u, then z
+    out_proj: Tensor  # (C, D)
+    directions: tuple[DirectionWeights, DirectionWeights]  # first token to last, last token to first
+
+    def flat(self) -> list[Tensor]:
+        """One behind the other, without what there is not."""
+        forward, backward = self.directions
+        if forward.A_log is None:
+            forward, backward = forward[:6], backward[:6]
+        return [self.norm, self.in_proj, self.out_proj, *forward, *backward]
+
+    @classmethod
+    def of(cls, flat: Sequence[Tensor]) -> BlockWeights:
+        """From what `flat` returns."""
+        norm, in_proj, out_proj, *directions = flat
+        half = len(directions) // 2
+        return cls(
+            norm, in_proj, out_proj, (DirectionWeights(*directions[:half]), DirectionWeights(*directions[half:]))
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        (C, D), direction = self.out_proj.shape, self.directions[0]
+        R = direction.step_proj.shape[1]
+        return Sizes(C, D, (direction.x_proj.shape[0] - R) // 2, R, direction.conv.shape[2])
+
+
+class Options(NamedTuple):
+    """How a block is computed; what is the same for every call of it, and of blocks like it."""
+
+    recurrence: str  # "longhorn" or "selective"
+    eps: float  # of the norm
+    dtype: torch.dtype  # of products, and of all that is kept but sums
+    class_token_only: bool = False  # the output of the middle token alone
+    norm_next: bool = False  # the norm of the output, too, if that costs nothing
+
+
+class Normed(NamedTuple):
+    """The norm of a residual stream but for its weight, as a fused add-norm hands it on."""
+
+    xhat: Tensor  # (T, C): rstd x, in the dtype of products
+    rstd: Tensor  # (T,): 1 / sqrt(mean(x^2) + eps), in fp32
+
+
+class SavedForBackward(NamedTuple):
+    """What forward keeps: in the dtype of products, but for states, A and rstd in fp32."""
+
+    uz: Tensor  # (B, L, E)
+    mean: Tensor  # (B, M, D), of what both directions put out
+    states: Tensor  # (2, B, S, N, D), between chunks
+    packed: Tensor  # the weights as kernels read them
+    A: Tensor | None  # (2, D, N) of the selective recurrence
+    xhat: Tensor | None  # of `Normed`; this and the next are None if the block was given them
+    rstd: Tensor | None
+
+    def flat(self) -> list[Tensor]:
+        """Without what there is not."""
+        return [t for t in self if t is not None]
+
+    @classmethod
+    def of(cls, flat: Sequence[Tensor], recurrence: str) -> SavedForBackward:
+        """From what `flat` returns of a block with its own norm, or of another with that added."""
+        uz, mean, states, packed, *A, xhat, rstd = flat
+        return cls(uz, mean, states, packed, A[0] if recurrence == "selective" else None, xhat, rstd)
