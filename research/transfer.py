@@ -1,6 +1,6 @@
 """What pre-trained weights are worth where real images are few: scikit-learn's digits, 20 and 5 a class to learn from.
 
-    python -m research.transfer --weights weights/vil_tiny_fractals.safetensors --jobs 12 --out transfer.json
+    python -m research.transfer --weights weights/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
 
 A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
 one budget and recipe (research/configs/transfer.yaml): they differ in the start alone. What counts is the top-1 of the
@@ -136,7 +136,7 @@ class Results:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="of the pre-trained model")
-    parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "transfer.yaml")
+    parser.add_argument("-c", "--config", type=Path, default=ROOT / "research" / "configs" / "transfer.yaml")
     parser.add_argument("--per-class", type=int, nargs="+", default=[20, 5], help="training images (default: 20 5)")
     parser.add_argument("--seeds", type=int, default=5, help="how many are reported, from 0 (default: 5)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")

@@ -16,7 +16,7 @@ import naive_evaluation as naive
 import numpy as np
 import pytest
 import yaml
-from conftest import CLASSES
+from fixtures import CLASSES
 from processes import SMALL
 from scipy.stats import binomtest
 

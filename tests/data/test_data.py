@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES, TRAIN_IMAGES, VAL_IMAGES
+from fixtures import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from PIL import Image, ImageOps
 from processes import SMALL
 from sklearn.datasets import load_digits

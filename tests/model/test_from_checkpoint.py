@@ -6,7 +6,7 @@ import naive_model
 import pytest
 import timm
 import torch
-from conftest import CLASSES
+from fixtures import CLASSES
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 

@@ -1,12 +1,7 @@
 """The parts of the benchmarks that decide what their tables say."""
 
-from functools import partial
-
 import pytest
 import throughput
-import torch
-
-from research import stability
 
 
 @pytest.mark.parametrize(
@@ -41,25 +36,3 @@ def test_a_goal_needs_the_speed_and_the_memory_in_the_same_mode():
     assert verdict((3500, 4.5)) == "3400 / 4.84: yes"
     assert verdict((3300, 4.5)) == "3400 / 4.84: NO"
     assert verdict((3500, 4.9), (3300, 4.5)) == "3400 / 4.84: NO"
-
-
-def test_images_are_those_of_their_seed_and_classes_of_every_seed():
-    device = torch.device("cpu")
-    streams = [stability.Images(seed, 3, 32, 0.0, device) for seed in (0, 0, 1)]
-    (first, labels), (again, same_labels), (other, _) = (stream.next() for stream in streams)
-    assert torch.equal(first, again)
-    assert torch.equal(labels, same_labels)
-    assert not torch.equal(first, other)
-    assert not torch.equal(first, streams[0].next()[0])  # they never repeat
-    assert torch.equal(streams[0].textures, streams[2].textures)
-
-
-def test_steps_that_overflow_are_skipped_and_counted_and_an_infinite_loss_is_noticed(monkeypatch):
-    images = stability.Images(0, 2, 32, 1.0, torch.device("cpu"))
-    scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)  # more than fp16 can hold, also when halved
-    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    run = stability.train("vil_tiny", images, 2, torch.float16)
-    assert run.skipped == 2
-    assert run.finite
-    monkeypatch.setattr(images, "textures", images.textures * torch.inf)
-    assert not stability.train("vil_tiny", images, 2, None).finite

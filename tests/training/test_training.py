@@ -12,8 +12,8 @@ import pytest
 import timm
 import torch
 import yaml
-from conftest import CLASSES, TRAIN_IMAGES
 from faults import Run
+from fixtures import CLASSES, TRAIN_IMAGES
 from PIL import Image
 from processes import SMALL, run, train_command
 from timm.data import create_transform

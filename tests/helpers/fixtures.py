@@ -1,0 +1,75 @@
+"""Fixtures that the tests of the product and those of research share; a conftest.py imports what its folder uses."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy and PyTorch: tests run beside each other, and fork
+
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from processes import run, train_command
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported, by whichever test
+
+# a shell's background job ignores it, and so would all that is started here
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+CLASSES = ("ant", "bee", "cat", "dog")
+TRAIN_IMAGES, VAL_IMAGES = 17, 7  # of each class: no multiples of a batch
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A `Trainer` that a test makes here takes the schedulers' signals: they are given back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory):
+    """{train,val}/{ant,bee,cat,dog}/*.png, noise of another colour in each class."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
+        for target, name in enumerate(CLASSES):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 160, (24 + i, 30, 3), dtype=np.uint8)
+                pixels[..., target % 3] += np.uint8(60 + 30 * (target // 3))
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory, image_folder):
+    """The folder of a run of two epochs in one process."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(train_command(folder, image_folder))
+    return folder
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("vil.training.summary.plot_history", lambda history: b"")  # which takes longer than small runs
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Every new tensor is NaN until it is written."""
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            t = make(*args, **kwargs)
+            return t.fill_(float("nan")) if t.is_floating_point() else t
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
