@@ -1,6 +1,6 @@
 """Multi-query associative recall (Arora et al., "Zoology", 2023): Longhorn, Mamba and attention in one harness.
 
-    python -m research.recall --lengths 512 --seeds 4 --minutes 9 --out output/recall.json    # until done: call it again
+    python -m research.recall --lengths 512 --seeds 4 --minutes 9 --out output/recall.json    # again and again
     python -m research.recall --report output/recall.json output/more.json --out research/results/recall.json
 
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law; at each repeated
