@@ -7,16 +7,17 @@ count of its bytes is the macro BLOCK_BYTES, which the kernel compares with its 
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cuda.compiler import HOPPER, launch
+from ..cuda import hardware
+from ..cuda.compiler import launch
+from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import place
-from ..scan.cuda_scan import INPUT, _multiprocessors, _shared_bytes, _vector_of, forward_plan
+from ..scan.cuda_scan import forward_plan
 
 WARPS = 4  # of a CTA, as in pack.cu and conv.cu
 ALIGNMENT = 64  # elements, where weights and gradients that share memory begin
@@ -178,10 +179,10 @@ def conv_xproj(
     # what the fused kernel's copies need, its shared memory holds, its 32-bit offsets within two sequences reach and
     # fills the GPU: a CTA takes 48 strips of two tokens
     strips = B * -(-L // 2)
-    fits = dtype.itemsize == 2 and D % 64 == 0 and P <= 80 and taps == 4 and L >= 24 and _vector(8, u_BLD) == 8
+    fits = dtype.itemsize == 2 and D % 64 == 0 and P <= 80 and taps == 4 and L >= 24 and vector_width(8, u_BLD) == 8
     fits = fits and 2 * L * u_BLD.stride(1) < 2**31
-    if fits and 48 * _multiprocessors(device) <= strips:
-        macros = _conv_xproj_macros(dtype, D, P, R, taps, logits, _shared_bytes(device))
+    if fits and 48 * hardware.multiprocessors(device) <= strips:
+        macros = _conv_xproj_macros(dtype, D, P, R, taps, logits, hardware.shared_bytes(device))
         projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=dtype)
         logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
         launch("block/conv_xproj", "conv_xproj", macros, -(-strips // 48), 192 * macros["SPLIT"], dict(
@@ -190,10 +191,10 @@ def conv_xproj(
             channels=D,
         ), macros["BLOCK_BYTES"])  # fmt: skip
         return v_2BHD, projected_2TP, logits_2TD
-    macros = _conv_macros(dtype, _vector(16 // dtype.itemsize, u_BLD), taps, P)
+    macros = _conv_macros(dtype, vector_width(16 // dtype.itemsize, u_BLD), taps, P)
     threads = B * D // min(4, macros["VECTOR"])
     stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
-    while stretch > 8 and threads * -(-L // stretch) < 512 * _multiprocessors(device):
+    while stretch > 8 and threads * -(-L // stretch) < 512 * hardware.multiprocessors(device):
         stretch //= 2
     stretch = -(-L // (4 * -(-L // stretch))) * 4
     arguments = dict(
@@ -216,7 +217,7 @@ def _conv_xproj_macros(dtype: torch.dtype, D: int, P: int, R: int, taps: int, lo
     split = 2 if P > 64 else 1  # a warp has no registers for the sums of wide projections and all channels' inputs
     k_tile = 128 if split == 2 and D % 128 == 0 and block_bytes(128) <= shared else 64
     return dict(
-        INPUT=INPUT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(logits), SPLIT=split, K_TILE=k_tile,
+        INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(logits), SPLIT=split, K_TILE=k_tile,
         BLOCK_BYTES=block_bytes(k_tile),
     )  # fmt: skip
 
@@ -240,11 +241,11 @@ def conv_backward(
     P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
     if size == 4:
         dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
-    macros = _conv_macros(u_BLD.dtype, _vector(16 // size, u_BLD), taps, P)
+    macros = _conv_macros(u_BLD.dtype, vector_width(16 // size, u_BLD), taps, P)
     blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
     # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
     # stretches of tokens, four at a time, and these are as long as that allows.
-    most = max(1, resident * _multiprocessors(place(u_BLD)) // blocks)
+    most = max(1, resident * hardware.multiprocessors(place(u_BLD)) // blocks)
     rounds = -(-B * -(-L // 256) // (4 * most))
     stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
     parts = min(-(-B * -(-L // stretch) // 4), most)
@@ -271,7 +272,7 @@ def dt_proj_backward(
         dstep_2TR = torch.bmm(dlogits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dlogits_2TD, step_2TR)
-    parts = min(-(-T // 16), -(-_multiprocessors(place(dlogits_2TD)) // 2))
+    parts = min(-(-T // 16), -(-hardware.multiprocessors(place(dlogits_2TD)) // 2))
     dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dlogits_2TD.device, dtype=dlogits_2TD.dtype)
     dstep_proj = torch.empty(2, parts, D, R, device=dlogits_2TD.device, dtype=torch.float32)
     macros = _dt_proj_backward_macros(dlogits_2TD.dtype, D, R, N)
@@ -287,7 +288,7 @@ def _dt_proj_backward_macros(dtype: torch.dtype, D: int, R: int, N: int) -> dict
     stages, warps, tile = 3, 8, 16
     stage = tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) * 2
     block_bytes = stages * stage + 2 * warps * tile * R * 4
-    return dict(INPUT=INPUT[dtype], CHANNELS=D, RANK=R, STATES=N, BLOCK_BYTES=block_bytes)
+    return dict(INPUT=ELEMENT[dtype], CHANNELS=D, RANK=R, STATES=N, BLOCK_BYTES=block_bytes)
 
 
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ def _conv_macros(dtype: torch.dtype, vector: int, taps: int, P: int) -> dict:
     """Of conv.cu; the shared memory is that of the gradients."""
     span, products = 8 * WARPS * min(2, vector), -(-P // 16) if dtype.itemsize == 2 else 0
     rows = 3 * (span * dtype.itemsize + 16) + 2 * (16 * products + 8) * dtype.itemsize
-    return dict(INPUT=INPUT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, BLOCK_BYTES=2 * 32 * rows)
+    return dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, BLOCK_BYTES=2 * 32 * rows)
 
 
 def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
@@ -316,14 +317,14 @@ def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> t
         y=y_2BLD, z=z_BLD, z_stride=_token_stride(z_BLD), scales=scale_B, gated=gated_BLD, means=means, tokens=B * L,
         L=L, D=D,
     )  # fmt: skip
-    _launch("gate", _macros(y_2BLD.dtype, _vector(4, z_BLD)), B * L, arguments)
+    _launch("gate", _macros(y_2BLD.dtype, vector_width(4, z_BLD)), B * L, arguments)
     return gated_BLD, mean_BLD
 
 
 def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
     """Whether `gate_outproj` is one kernel: there is one for few tokens and, on Hopper, one for many."""
-    (T, C), multiprocessors = x_TC.shape, _multiprocessors(place(x_TC))
-    if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or _vector(4, x_TC) < 4:
+    (T, C), multiprocessors = x_TC.shape, hardware.multiprocessors(place(x_TC))
+    if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
         return False
     return _few_blocks(T, C) <= multiprocessors or runs_hopper_kernels(T, C, D, dtype, place(x_TC))
 
@@ -331,7 +332,7 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
 def runs_hopper_kernels(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether gate_outproj_sm90.cu, which computes the norm of its result too, and its backward take these tokens."""
     fits = dtype.itemsize == 2 and C in (192, 384) and D == 2 * C
-    return fits and _is_hopper(device) and 64 * _multiprocessors(device) <= T
+    return fits and hardware.is_hopper(device) and 64 * hardware.multiprocessors(device) <= T
 
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -355,7 +356,7 @@ def gate_outproj(
         return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
     out_TC = torch.empty_like(x_TC)
     mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
-    means, multiprocessors = mean_BLD if keep else None, _multiprocessors(place(x_TC))
+    means, multiprocessors = mean_BLD if keep else None, hardware.multiprocessors(place(x_TC))
     if tiles is not None:
         assert _token_stride(z_BLD) == 2 * D
         assert x_TC.data_ptr() % 16 == 0
@@ -368,7 +369,7 @@ def gate_outproj(
             norms=norms_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
         ), macros["BLOCK_BYTES"])  # fmt: skip
         return out_TC, mean_BLD, norm
-    macros = dict(INPUT=INPUT[y_2BLD.dtype], WIDTH=C)
+    macros = dict(INPUT=ELEMENT[y_2BLD.dtype], WIDTH=C)
     launch("block/gate_outproj", "gate_outproj_of_few", macros, _few_blocks(T, C), D // 2, dict(
         y=y_2BLD, z=z_BLD, z_stride=_token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC, out=out_TC,
         means=means, tokens=T, length=L,
@@ -380,19 +381,14 @@ def _gate_outproj_macros(dtype: torch.dtype, C: int, keep: bool) -> dict:
     """Of gate_outproj_sm90.cu."""
     barriers = 2 * STAGES + 2 * 2 * SLOTS
     block_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + barriers * 8
-    return dict(INPUT=INPUT[dtype], WIDTH=C, KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS, BLOCK_BYTES=block_bytes)
+    return dict(INPUT=ELEMENT[dtype], WIDTH=C, KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS, BLOCK_BYTES=block_bytes)
 
 
 def _gate_outproj_backward_macros(dtype: torch.dtype, C: int) -> dict:
     """Of gate_outproj_bwd_sm90.cu: weights of 128 channels, and as many slots for each of two groups as fit."""
     weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
     slots = (227 * 1024 - weights - 8) // (2 * slot)
-    return dict(INPUT=INPUT[dtype], WIDTH=C, SLOTS=slots, BLOCK_BYTES=weights + 2 * slots * slot + 8)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, BLOCK_BYTES=weights + 2 * slots * slot + 8)
 
 
 def _few_blocks(T: int, C: int) -> int:
@@ -418,13 +414,13 @@ def gate_outproj_backward(
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()
     halves = all(_token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
-    aligned = _vector(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
+    aligned = vector_width(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
     if not (runs_hopper_kernels(T, C, D, dout_TC.dtype, place(dout_TC)) and halves and aligned):
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
         return gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
     gated_BLD = torch.empty_like(mean_BLD)
     slices = D // 128  # of channels; a CTA has one of them and a multiprocessor's shared memory
-    blocks = max(1, _multiprocessors(place(dout_TC)) // slices)  # of each
+    blocks = max(1, hardware.multiprocessors(place(dout_TC)) // slices)  # of each
     rounds, tokens = _shares(T, blocks)
     macros = _gate_outproj_backward_macros(dout_TC.dtype, C)
     launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
@@ -451,7 +447,7 @@ def gate_backward(
         dy_stride=_token_stride(dy_BLD), dz=dz_BLD, dz_stride=_token_stride(dz_BLD), gated=gated_BLD, tokens=B * L,
         L=L, D=D,
     )  # fmt: skip
-    _launch("gate_backward", _macros(mean_BLD.dtype, _vector(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
+    _launch("gate_backward", _macros(mean_BLD.dtype, vector_width(4, z_BLD, dy_BLD, dz_BLD)), B * L, arguments)
     return gated_BLD
 
 
@@ -463,12 +459,7 @@ def _token_stride(t_BLD: Tensor) -> int:
 def _macros(
     dtype: torch.dtype, vector: int, width: int = 4, taps: int = 4, parameter: torch.dtype = torch.float32
 ) -> dict:
-    return dict(INPUT=INPUT[dtype], PARAMETER=INPUT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
-
-
-def _vector(limit: int, *tensors: Tensor) -> int:
-    """Neighbouring channels, at most `limit`, that one instruction can move in every token of every tensor."""
-    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:-1], t.shape[-1]) for t in tensors)
+    return dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[parameter], VECTOR=vector, WIDTH=width, TAPS=taps)
 
 
 def _launch(entry: str, macros: dict, tokens: int, arguments: dict) -> None:

@@ -7,7 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ..cuda import hardware
 from ..cuda.compiler import launch
+from ..cuda.elements import ELEMENT, common_power_of_two, vector_width
 from ..cuda.plan import place, planned
 from .chunks import CHUNK, boundaries
 from .heuristics import (
@@ -21,7 +23,6 @@ from .heuristics import (
     segment_variant,
 )  # fmt: skip
 
-INPUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
 
 
@@ -37,7 +38,7 @@ def scan_forward(
     """
     x, logits, k, q = _rows(x_GBLD, logits_GBLD, k_GBLN, q_GBLN)
     (G, B, L, D), N, chunks = x.shape, k.shape[-1], -(-x.shape[2] // CHUNK)
-    variant, segment_chunks = plan or _choose("forward", recurrence, x, N, _vector(8, x, logits, k, q) == 8)
+    variant, segment_chunks = plan or _choose("forward", recurrence, x, N, vector_width(8, x, logits, k, q) == 8)
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
     kept = (G, B, boundaries(L), N, D) if keep else 0
@@ -56,7 +57,7 @@ def scan_forward(
         arguments["step_projs"] = step_proj_GDR
     else:
         file, (macros, ctas, shared) = "scan/forward_simt", _simt(variant, recurrence, x, logits, N)
-        arguments["key_vectors"] = _vector(4, k, q) == 4
+        arguments["key_vectors"] = vector_width(4, k, q) == 4
     launch(file, "scan_forward", macros, G * B * segments * ctas, 32 * variant.warps, arguments, shared)
     return [y, checkpoints]
 
@@ -100,7 +101,7 @@ def scan_backward(
     launch("scan/backward", "scan_backward", macros, G * B * segments * ctas, 32 * macros["WARPS"], dict(
         **_tokens(dy=dy, x=x, logit=logits, k=k, q=q, dlogit=dlogits), rates=rates_GDN, skips=skip_GD, biases=bias_GD,
         checkpoints=checkpoints_GBSND, final_gradients=final_gradients, dx=dx, dkeys=dkeys, sums=sums, directions=G,
-        B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks, key_vectors=_vector(4, k, q) == 4,
+        B=B, L=L, D=D, reverse=_mask(reverse), segment_chunks=segment_chunks, key_vectors=vector_width(4, k, q) == 4,
     ), shared)  # fmt: skip
     launch("scan/backward", "reduce_partials", macros, -(-tokens * N // 2 // 256) + -(-columns // 32), 256, dict(
         dkeys=dkeys, dk=dk, dq=dq, key_parts=ctas, tokens=tokens, sums=sums, dchannels=dchannels, drates=drates,
@@ -139,7 +140,7 @@ def _between_segments(recurrence, tensors, reverse, segment_chunks, *, gradients
         kernel = "scan/segment_gradients_mma", "segment_gradients", mma
         arguments |= dict(**_tokens(dy=value, logit=logits, q=q), factors=factors)
     else:
-        kernel, key_vectors = ("scan/segment_states", "segment_states", macros), _vector(4, k, q) == 4
+        kernel, key_vectors = ("scan/segment_states", "segment_states", macros), vector_width(4, k, q) == 4
         arguments |= dict(**_tokens(value=value, logit=logits, k=k, q=q), rates=rates, key_vectors=key_vectors)
     launch(*kernel, G * B * (segments - 1) * ctas, 32 * variant.warps, arguments, shared)
     arguments = dict(ends=ends, decays=decays, between=between, sequences=G * B, segments=segments, ND=N * D)
@@ -152,8 +153,8 @@ def _simt(variant: ForwardSimt, recurrence: str, x: Tensor, logits: Tensor, N: i
     states = min(variant.states, N)
     groups = 32 * states // N
     # a warp's row of channels is copied by at most 32 lanes
-    vector = _vector(16 // x.element_size(), x, logits)
-    channels = min(_vector_of(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
+    vector = vector_width(16 // x.element_size(), x, logits)
+    channels = min(common_power_of_two(variant.channels, x.shape[-1]), max(1, 32 * vector // groups))
     vector = min(vector, groups * channels)
     unroll, warps, stages = variant.unroll if N <= 16 else 4, variant.warps, 3
     tile = max(min(variant.tile, 1024 // N), unroll, 32 // groups)
@@ -187,7 +188,7 @@ def _segment_gradients_mma(variant: SegmentGradientsMma, recurrence: str, dy: Te
     block_bytes = warps * warp_channels * (2 * 2 * tile + 4 * 33)
     macros = dict(
         _common(recurrence, dy, N), LANE_STATES=N // 4, LANE_CHANNELS=variant.channels, TILE=tile, WARPS=warps,
-        MIN_BLOCKS=variant.ctas, VECTOR=_vector(8, dy, logits), BLOCK_BYTES=block_bytes,
+        MIN_BLOCKS=variant.ctas, VECTOR=vector_width(8, dy, logits), BLOCK_BYTES=block_bytes,
         FACTOR_BYTES=tile // 3 * (32 * N + 16),
     )  # fmt: skip
     return macros, -(-dy.shape[-1] // (warps * warp_channels)), block_bytes
@@ -195,9 +196,9 @@ def _segment_gradients_mma(variant: SegmentGradientsMma, recurrence: str, dy: Te
 
 def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, N: int):
     """The same for backward.cu."""
-    channels = _vector(variant.lane_channels(N), dy, x, logits)
+    channels = vector_width(variant.lane_channels(N), dy, x, logits)
     row = 128 // N * channels
-    vector = min(_vector(16 // x.element_size(), dy, x, logits), row)
+    vector = min(vector_width(16 // x.element_size(), dy, x, logits), row)
     warps, block_bytes, min_blocks = variant.block(N, x.element_size(), channels)
     macros = dict(
         _common(recurrence, x, N), LANE_STATES=4, LANE_CHANNELS=channels, TILE=variant.tile(N), WARPS=warps, STAGES=2,
@@ -207,19 +208,7 @@ def _backward(variant: Backward, recurrence: str, dy: Tensor, x: Tensor, logits:
 
 
 def _common(recurrence: str, x: Tensor, N: int) -> dict:
-    return dict(INPUT=INPUT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK)
-
-
-def _vector_of(limit: int, *sizes: int) -> int:
-    """The largest power of 2, at most `limit`, that divides all sizes."""
-    while any(size % limit for size in sizes):
-        limit //= 2
-    return limit
-
-
-def _vector(limit: int, *tensors: Tensor) -> int:
-    """Neighbouring elements, at most `limit`, that one instruction can move in every row of every tensor."""
-    return min(_vector_of(limit, t.data_ptr() // t.element_size(), *t.stride()[:3], t.shape[-1]) for t in tensors)
+    return dict(INPUT=ELEMENT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK)
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
@@ -244,16 +233,9 @@ def _mask(reverse: list[bool]) -> int:
 
 def _choose(kind: str, recurrence: str, x_GBLD: Tensor, N: int, vectors: bool = False, step: bool = False):
     (G, B, L, D), device = x_GBLD.shape, place(x_GBLD)
-    size, multiprocessors, shared = x_GBLD.element_size(), _multiprocessors(device), _shared_bytes(device)
+    size, multiprocessors, shared = (
+        x_GBLD.element_size(),
+        hardware.multiprocessors(device),
+        hardware.shared_bytes(device),
+    )
     return choose(kind, recurrence, G * B, D, L, N, size, multiprocessors, vectors, shared, step)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a CTA may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

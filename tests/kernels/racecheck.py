@@ -344,6 +344,7 @@ def gate(device: str) -> tuple:
     """One CTA, whose two groups take 50 tokens twice; weights of one value, which need no order. Results, and truth."""
     import torch
     from vil.kernels.block import launch
+    from vil.kernels.cuda import hardware
 
     torch.manual_seed(0)
     B, L, C, D, eps = 2, 100, 192, 384, 1e-5
@@ -354,7 +355,7 @@ def gate(device: str) -> tuple:
     out = x + gated.flatten(0, 1).sum(1, keepdim=True) / 64
     norm = out * torch.rsqrt((out * out).mean(1, keepdim=True) + eps)
     x, y, uz, scales, weights = (t.to(device) for t in (x, y, uz, scales, torch.full((C, D), 1 / 64).bfloat16()))
-    with mock.patch.multiple(launch, _multiprocessors=lambda device: 1, _is_hopper=lambda device: True):
+    with mock.patch.multiple(hardware, multiprocessors=lambda device: 1, is_hopper=lambda device: True):
         found, means, norms = launch.gate_outproj(x, y, uz[..., D:], scales, weights, weights, True, eps)
     return (found, means, norms[0]), (out, mean, norm)
 

@@ -16,6 +16,7 @@ from scans import longhorn_inputs, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
 from vil.kernels.block import launch as kernels
+from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
@@ -70,7 +71,7 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
     # in whole vectors, not, as `dt_proj_backward` and `conv_xproj` take it, which are for what fills the GPU, and as
     # `gate_outproj` does, on Hopper, elsewhere by two kernels, and of few tokens
-    is_hopper = kernels._is_hopper(torch.device("cuda", 0))
+    is_hopper = hardware.is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
         (16, 1, False), (18, 1, False), (64, 1, False), (192, 1, is_hopper), (192, 1, False), (192, 64, False)
     ):  # fmt: skip
@@ -79,8 +80,8 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
             mock.patch.object(kernels, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
-            mock.patch.object(kernels, "_multiprocessors", return_value=multiprocessors),
-            mock.patch.object(kernels, "_is_hopper", return_value=on_hopper),
+            mock.patch.object(hardware, "multiprocessors", return_value=multiprocessors),
+            mock.patch.object(hardware, "is_hopper", return_value=on_hopper),
         ):
             for middle in (False, True):
                 blocks = torch.nn.Sequential(*[Block(width, mixer, drop_path=0.5).cuda().train() for _ in range(2)])

@@ -21,7 +21,7 @@ from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import naive as reference
 from vil.kernels.block import operator as operator
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 
@@ -519,7 +519,7 @@ def test_compiles_without_graph_breaks():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float"])
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    types = {name: t for t, name in kernels.INPUT.items()}
+    types = {name: t for t, name in kernels.ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     of_pack = [kernels._macros(t, 4, width) for width in (192, 768)]
     of_conv = [kernels._conv_macros(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)]
@@ -569,7 +569,7 @@ GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gate_outproj_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     check_gate_outproj("cpu", dtype, shape, monkeypatch)
 
 
@@ -581,7 +581,7 @@ def random_tensors(device, *kinds):
 
 def check_gate_outproj(device, dtype, shape, monkeypatch):
     B, L, C, multiprocessors = shape
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     D = 2 * C
     x, y, uz, out_proj, scale = random_tensors(
         device, ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
@@ -625,7 +625,7 @@ def test_gate_outproj_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, sha
 
 def check_gate_outproj_backward(device, dtype, shape, monkeypatch):
     B, L, C, multiprocessors = shape
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     D = 2 * C
     dout, out_proj, mean, uz, scale = random_tensors(
         device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
@@ -648,8 +648,8 @@ def check_gate_outproj_backward(device, dtype, shape, monkeypatch):
 
 
 def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
     monkeypatch.setattr(kernels, "launch", lambda name, entry, *args: launched.append(entry))
     C, D = 192, 384
@@ -684,8 +684,8 @@ def in_tiles(out_proj):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
     monkeypatch.setattr(kernels, "launch", emulator.launch)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     (B, L, C, D), taps = shape, 4
     torch.manual_seed(0)
 
@@ -862,14 +862,14 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 ):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
     monkeypatch.setattr(operator.scan, "runs_cuda", lambda device: True)
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     launched = set()
     for module in (kernels, scan):
         monkeypatch.setattr(
             module, "launch", lambda name, entry, *args: launched.add(entry) or emulator.launch(name, entry, *args)
         )
-        monkeypatch.setattr(module, "_multiprocessors", lambda device: multiprocessors)
-        monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
     monkeypatch.setattr(
         scan,

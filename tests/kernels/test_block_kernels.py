@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_block import PlainKernels, close, directions_of, in_tiles, make_block
 from vil.kernels.block import launch as kernels
+from vil.kernels.cuda import hardware
 
 from vil.block import LonghornMixer
 
@@ -20,14 +21,14 @@ BF16 = torch.bfloat16
 def emulated(monkeypatch):
     """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
     monkeypatch.setattr(kernels, "launch", emulator.launch)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(kernels, "_shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
 
 
 def as_hopper(monkeypatch, multiprocessors=1):
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
 
 
 def small_tokens(T, C):
@@ -146,7 +147,7 @@ def launched(monkeypatch):
         found.append((entry, grid, shared_bytes))
 
     monkeypatch.setattr(kernels, "launch", launch)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
     return found
 
 
@@ -164,7 +165,7 @@ def launched(monkeypatch):
     ],
 )
 def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x)
 
     def entries(D=2 * C, dtype=BF16, columns=C):
@@ -207,7 +208,7 @@ def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
 
 
 def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2)
 
     def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
         u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
@@ -295,8 +296,8 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype
         return torch.zeros((), dtype=dtype).expand(*size)
 
     monkeypatch.setattr(kernels, "launch", launch)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernels, "_vector", lambda limit, u: math.gcd(limit, D))
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "vector_width", lambda limit, u: math.gcd(limit, D))
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size: empty(*size))
     monkeypatch.setattr(torch, "bmm", lambda a, b: empty(*a.shape[:2], b.shape[2]))
@@ -394,7 +395,7 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
     if D == 64:
         close(projected[:, -L:], truths[1], BF16, "conv_xproj")
         close(logits[:, -L:], truths[2], BF16, "conv_xproj")
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one group of stretches
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each block has one group of stretches
     dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), large(B, L, 2 * D)[..., D:]
     of_dv, of_dprojected = put(dv), put(dprojected)
     dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
@@ -407,7 +408,7 @@ def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeyp
 
 
 def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 2**40)  # each block has one tile
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each block has one tile
     T, D, R, N = 2**25 + 5, 128, 8, 4
     dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
     of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
@@ -435,7 +436,7 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     for value, expected in zip(norm, normed(out[-L:], 1e-5)):
         close(value[-L:], expected, BF16, "norm")
     # for three slices of channels, of each block two rounds of two groups of 64 tokens
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3 * -(-T // 256))
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
     dout, duz = large(T, C), large(B, L, 2 * D)
     of_dout, expected = put(dout), torch.empty(1, L, 2 * D, dtype=torch.float64)
     gated = kernels.gate_outproj_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import naive
@@ -212,8 +212,8 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def emulated(monkeypatch):
     """The scan's kernels run on the CPU, and as if on an H200."""
     monkeypatch.setattr(scan, "launch", emulator.launch)
-    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
-    monkeypatch.setattr(scan, "_shared_bytes", lambda device: SHARED["sm_90"])
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: SHARED["sm_90"])
 
 
 @needs_gxx
@@ -320,7 +320,7 @@ def test_two_tokens_at_a_time_project_the_step_emulated_on_a_cpu(dtype, shape, r
 @needs_gxx
 def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulated, monkeypatch):
     """On a GPU of one multiprocessor, where the cost model would take two tokens at a time."""
-    monkeypatch.setattr(scan, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
     monkeypatch.setattr(scan, "launch", lambda name, *args: launched.append(name) or emulator.launch(name, *args))
     inputs = [t.detach()[None] for t in longhorn_inputs(1, 300, 96, 16, torch.bfloat16)]
@@ -421,8 +421,8 @@ def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 def test_gradients_written_over_the_logits_emulated_are_the_same(recurrence, dtype, shape, segment_chunks, monkeypatch):
     monkeypatch.setattr(scan, "launch", emulator.launch)
-    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
-    monkeypatch.setattr(scan, "_shared_bytes", lambda device: SHARED["sm_90"])
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: SHARED["sm_90"])
     assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, "cpu")
 
 

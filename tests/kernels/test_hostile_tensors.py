@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import operator as gpu
@@ -192,9 +192,9 @@ def on_a_cpu(monkeypatch):
     module = gpu._module
     for owner in (kernels, scan):
         monkeypatch.setattr(owner, "launch", launch)
-        monkeypatch.setattr(owner, "_multiprocessors", lambda device: 1)
-        monkeypatch.setattr(owner, "_shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
     monkeypatch.setattr(gpu, "_module", lambda name, device: scan if name == "cuda" else module(name, device))
     with torch.library._scoped_library("vil", "IMPL") as library:
         library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")

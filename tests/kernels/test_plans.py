@@ -8,9 +8,8 @@ import torch
 from test_block import directions_of, make_block
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
-from vil.kernels.cuda import compiler, plan
+from vil.kernels.cuda import compiler, hardware, plan
 from vil.kernels.cuda.plan import Plan
-from vil.kernels.scan import cuda_scan as scan
 
 from vil.block import LonghornMixer, MambaMixer
 
@@ -150,10 +149,9 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
 ):
     """Bit for bit, forward and backward, given a norm and with one of its own, also a second time, of other tensors."""
     dtype, (B, L, C) = torch.bfloat16, shape
-    for module in (kernels, scan):
-        monkeypatch.setattr(module, "_multiprocessors", lambda device: 1)
-        monkeypatch.setattr(module, "_shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
     monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))

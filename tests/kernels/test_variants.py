@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from vil.kernels.block import launch as block
+from vil.kernels.cuda import hardware
+from vil.kernels.cuda.elements import vector_width
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan.heuristics import BACKWARD, FORWARD_MMA, FORWARD_SIMT, Backward, ForwardMma, ForwardSimt
@@ -261,8 +262,8 @@ def test_lanes_of_backward_have_no_more_channels_than_4_states_leave():
 
 def test_the_model_is_asked_about_all_sequences_and_the_gpu_at_hand(monkeypatch):
     """Of tensors (G, B, L, D)."""
-    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
-    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     for kind, table in ("forward", FORWARD_CHOICES), ("backward", BACKWARD_CHOICES):
         for recurrence, (B, D, L, N, itemsize), variant, segment_chunks in table:
             dtype = torch.bfloat16 if itemsize == 2 else torch.float32
@@ -270,13 +271,13 @@ def test_the_model_is_asked_about_all_sequences_and_the_gpu_at_hand(monkeypatch)
             assert scan._choose(kind, recurrence, x, N, vectors=True) == (variant, segment_chunks)
     x = torch.empty(2, 8, 6085, 768, device="meta", dtype=torch.bfloat16)
     assert isinstance(scan._choose("forward", "longhorn", x, 16, vectors=False)[0], ForwardSimt)
-    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 99 * 1024)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 99 * 1024)
     assert scan._choose("forward", "longhorn", x, 16, vectors=True)[0] == FORWARD_MMA[1]
 
 
 def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypatch):
-    monkeypatch.setattr(scan, "_multiprocessors", lambda device: H200)
-    monkeypatch.setattr(scan, "_shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
 
     def projects(B, L, D=768, recurrence="longhorn", R=24, N=16, dtype=torch.bfloat16):
         return scan.forward_plan(recurrence, torch.empty(2, B, L, D, device="meta", dtype=dtype), N, R)[1]
@@ -295,17 +296,15 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
 
-@pytest.mark.parametrize("of_block", [False, True])
+@pytest.mark.parametrize("dimensions", [3, 4])
 @pytest.mark.parametrize("limit", [4, 8])
-def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, of_block):
-    """Rows of channels, of tensors (G, B, L, D) or of any other number of dimensions."""
-    vector = block._vector if of_block else scan._vector
+def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, dimensions):
     g = torch.Generator().manual_seed(0)
 
     def view(multiple):
         """Rows of multiples of so many elements, most of which begin at such."""
         start, *strides, n = (int(i) * multiple for i in torch.randint(1, 5, (5,), generator=g))
-        sizes = (2, 3) if of_block else (2, 2, 3)
+        sizes = (2, 3) if dimensions == 3 else (2, 2, 3)
         start += int(torch.randint(4, (), generator=g) == 0)
         return torch.zeros(4096, dtype=torch.bfloat16).as_strided((*sizes, n), (*strides[: len(sizes)], 1), start)
 
@@ -315,6 +314,6 @@ def test_vectors_are_as_wide_as_every_row_of_every_tensor_allows(limit, of_block
         rows = [t[place] for t in tensors for place in itertools.product(*map(range, t.shape[:-1]))]
         starts = [row.data_ptr() // 2 for row in rows] + [len(row) for row in rows]
         widest = next(w for w in (8, 4, 2, 1) if w <= limit and all(start % w == 0 for start in starts))
-        assert vector(limit, *tensors) == widest
+        assert vector_width(limit, *tensors) == widest
         seen.add(widest)
     assert seen == {w for w in (1, 2, 4, 8) if w <= limit}
