@@ -51,8 +51,14 @@ import vil  # noqa: F401  registers the models
 from vil import checkpoint
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.cuda_graphs import Replayed, unchanged
-from vil.data import loaders as data
-from vil.evaluation.evaluator import Evaluator, autocast, known_device
+from vil.data.augmentation import BatchAugmentation
+from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
+from vil.data.samplers import TrainingBatches, split_global_batch
+from vil.data.seeds import derive_seed, seed_everything
+from vil.data.splits import class_names, open_splits
+from vil.data.workers import share_cores
+from vil.devices import autocast, known_device
+from vil.evaluation.evaluator import Evaluator
 from vil.factory import create_model
 from vil.files import FolderInUseError, FolderLock
 from vil.processes import (
@@ -104,11 +110,11 @@ class Trainer:
     def __init__(self, config: Config, device: torch.device, rank: int, world_size: int):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         self.folder = Path(config.output) / config.experiment
-        micro_batch, _ = data.split_global_batch(config, world_size)
-        train_set, val_set, num_classes = data.open_splits(config)
+        micro_batch, _ = split_global_batch(config, world_size)
+        train_set, val_set, num_classes = open_splits(config)
 
-        data.share_cores(device, config.workers)
-        data.seed_everything(config.seed)
+        share_cores(device, config.workers)
+        seed_everything(config.seed)
         size = {"img_size": config.img_size} if config.img_size else {}
         self.model = create_model(
             config.model,
@@ -124,12 +130,12 @@ class Trainer:
             {"img_size": config.img_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation},
             model=self.model,
         )
-        self.batches = data.TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
-        self.train_loader = data.training_loader(train_set, config, data_config, device, self.batches)
-        self.val_loader = data.evaluation_loader(
+        self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
+        self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
+        self.val_loader = evaluation_loader(
             val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device
         )
-        self.augment = data.BatchAugmentation(config, num_classes, data_config)
+        self.augment = BatchAugmentation(config, num_classes, data_config)
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
         fused = True if config.opt == "adamw" and device.type == "cuda" else None  # one kernel in place of a dozen
@@ -161,7 +167,7 @@ class Trainer:
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck()
-        self.label_names = checkpoint.labels_of(data.class_names(train_set))
+        self.label_names = checkpoint.labels_of(class_names(train_set))
         self.saved_config = dataclasses.asdict(config) | {"num_classes": num_classes}
         if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
             self.saved_config["data_dir"] = str(Path(config.data_dir).resolve())
@@ -230,21 +236,21 @@ class Trainer:
         return None
 
     @property
-    def plan(self) -> str:
+    def setup(self) -> str:
         """What was chosen for the machine, in a line."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         graphs = ", as a CUDA graph" if self.replayed and self.replayed.graph else ""
         return (
             f"{self.world_size} x {name}: {self.at_once} of {self.config.global_batch_size} images at once on each"
-            f"{graphs}; {data.describe(self.train_loader)}"
+            f"{graphs}; {describe(self.train_loader)}"
         )
 
     def run(self) -> None:
         report = None
         if self.rank == 0:
-            report = Reporter(self.folder, self.config, self.saved_config, self.plan)
+            report = Reporter(self.folder, self.config, self.saved_config, self.setup)
             report.catch_up(self.history)
-            logging.warning(self.plan)
+            logging.warning(self.setup)
         epochs, batch = self.config.epochs, self.config.global_batch_size
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
         sizes = dict(total=epochs * self.batches.steps * batch, initial=self.steps * batch)
@@ -266,12 +272,12 @@ class Trainer:
         """Trains on the global batches of an epoch that have not been trained on yet."""
         self.model.train()
         loss = torch.zeros((), device=self.device)
-        batches = data.micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
+        batches = micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
         for i, ((images, targets), position) in enumerate(self.meter.timed(batches), start=1):
             images, targets = self.augment(images, targets, epoch, position)
             for start in range(0, len(images), self.at_once):
                 # what the model draws (stochastic depth) follows from the seed and the place in the run as well
-                data.seed_everything(data.derive_seed(self.config.seed, epoch, position + start, 2))
+                seed_everything(derive_seed(self.config.seed, epoch, position + start, 2))
                 part = slice(start, start + self.at_once)
                 loss = loss + (self.replayed or self.backward)(images[part], targets[part])
             if i % self.batches.accumulation:
@@ -281,7 +287,7 @@ class Trainer:
             if self.meter.steps % self.config.log_interval == 0:
                 self.check_finite()
                 if self.device.type == "cuda":
-                    self.bottleneck.look(self.meter, data.describe(self.train_loader))
+                    self.bottleneck.look(self.meter, describe(self.train_loader))
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
@@ -317,7 +323,7 @@ class Trainer:
         row = {"eval_images_per_second": results[0].images_per_second}
         for suffix, result in zip(("", "_ema"), results):
             row |= {f"eval_{name}{suffix}": getattr(result, name) for name in ("loss", "top1", "top5")}
-        skipped = sum_over_processes(torch.tensor(data.unreadable_images(self.train_loader)))
+        skipped = sum_over_processes(torch.tensor(unreadable_images(self.train_loader)))
         return row | {"unreadable_images": results[0].unreadable + skipped.item()}
 
     @property

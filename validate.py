@@ -38,9 +38,12 @@ from tqdm import tqdm
 import vil  # noqa: F401  registers the models
 from vil import checkpoint
 from vil.config import ConfigError, Parser, confirm_dataset, parse_key_values
-from vil.data import loaders as data
+from vil.data.loaders import evaluation_loader
+from vil.data.splits import class_names
+from vil.data.workers import share_cores
+from vil.devices import autocast, known_device
 from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
-from vil.evaluation.evaluator import Evaluation, Evaluator, autocast, known_device
+from vil.evaluation.evaluator import Evaluation, Evaluator
 from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.factory import create_model, load_model
 from vil.files import write_atomically
@@ -168,7 +171,7 @@ class Outcome:
 
 def validate(models, runs, options, device: torch.device, rank: int, world_size: int) -> Outcome:
     """Runs the models, of the settings in `runs`, over the split."""
-    data.share_cores(device, options.workers)
+    share_cores(device, options.workers)
     settings = runs[0]
     choices = [{name: run[name] for name in ("img_size", "crop_pct", "interpolation")} for run in runs]
     data_config, *others = [resolve_data_config(chosen, model=model) for chosen, model in zip(choices, models)]
@@ -188,7 +191,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if options.real_labels is not None:
         labels = real_labels(images, num_classes, options.real_labels or None)
         notes.append("judged by ReaL labels, without the images that have none")
-    loader = data.evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
+    loader = evaluation_loader(images, data_config, device, options.workers, options.batch_size, rank, world_size)
     batches = tqdm(loader, total=len(loader), unit="batch", disable=None if rank == 0 else True)
     predictions, precision = Predictions(), autocast(device, options.amp, "bfloat16")
     evaluate = Evaluator(judged, data_config, device, precision, options.batch_size)
@@ -203,13 +206,13 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if len(models) > 1 and rank == 0:
         batch = evaluate.normalised(next(iter(loader))[0])
         speeds = [measure_speed(model, batch, precision) for model in models]
-    names = {number: name for name, number in data.class_names(images).items()}
+    names = {number: name for name, number in class_names(images).items()}
     return Outcome(results, notes, names, comparison, speeds)
 
 
 def warn_of_other_classes(images, path: str) -> None:
     """Says so where the classes of a dataset are not called what a checkpoint's are."""
-    learned, numbers = dict(enumerate(checkpoint.label_names(path))), data.class_names(images)
+    learned, numbers = dict(enumerate(checkpoint.label_names(path))), class_names(images)
     if len(learned) == IMAGENET_CLASSES and all(name == str(number) for name, number in numbers.items()):
         return  # ImageNet-V2, whose folders are numbered
     pairs = [(checkpoint.label_of(name), learned.get(number)) for name, number in numbers.items()]

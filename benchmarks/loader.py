@@ -30,8 +30,12 @@ from PIL import Image, ImageFilter
 import vil  # noqa: F401  registers the models
 from vil.config import Config
 from vil.data import batched_transforms, device_loader
-from vil.data import loaders as data
-from vil.evaluation.evaluator import default_device
+from vil.data.augmentation import BatchAugmentation
+from vil.data.encoded import collate_encoded, join_pieces
+from vil.data.loaders import training_loader
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import open_split
+from vil.devices import default_device
 
 DATA_CONFIG = dict(input_size=(3, 224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
@@ -86,11 +90,11 @@ def create_loader(options, path: str, workers: int):
         workers=workers,
         augment_on_device=path == "device",
     )
-    dataset = data.open_split(config.data_dir, "", "train", is_training=True)
+    dataset = open_split(config.data_dir, "", "train", is_training=True)
     dataset.reader.samples *= 64  # an epoch that does not end while we measure
-    batches = data.TrainingBatches(len(dataset), config, options.batch_size, rank=0, world_size=1)
-    loader = data.training_loader(dataset, config, DATA_CONFIG, options.device, batches)
-    return loader, data.BatchAugmentation(config, 1000, DATA_CONFIG)
+    batches = TrainingBatches(len(dataset), config, options.batch_size, rank=0, world_size=1)
+    loader = training_loader(dataset, config, DATA_CONFIG, options.device, batches)
+    return loader, BatchAugmentation(config, 1000, DATA_CONFIG)
 
 
 def time_loaders(options) -> None:
@@ -147,7 +151,7 @@ def time_stages(options) -> None:
     transform = loader.transform
     keys = next(iter(loader.batches))
     read = [loader.dataset[key] for key in keys]
-    batch = device_loader.join_pieces([device_loader.collate_encoded(read, transform.size)])
+    batch = join_pieces([collate_encoded(read, transform.size)])
     decoded = device_loader.decode(batch.files, device)
     crops_of = (decoded, batch.boxes, batch.flips, transform.size, transform.interpolation)
     crops = batched_transforms.crop_resize_flip(*crops_of)
@@ -155,7 +159,7 @@ def time_stages(options) -> None:
     ready = crops, torch.from_numpy(batch.targets).to(device)
     stages = {
         "worker: read, draw": lambda: [loader.dataset[key] for key in keys],
-        "worker: collate": lambda: device_loader.collate_encoded(read, transform.size),
+        "worker: collate": lambda: collate_encoded(read, transform.size),
         "decode": lambda: device_loader.decode(batch.files, device),
         "crop, resize, flip": lambda: batched_transforms.crop_resize_flip(*crops_of),
         "RandAugment": lambda: batched_transforms.apply_operations(crops, *operations),

@@ -25,9 +25,11 @@ from timm.data import resolve_data_config
 
 import vil  # noqa: F401  registers the models
 from vil import checkpoint
-from vil.data import loaders as data
+from vil.data.loaders import describe, evaluation_loader
+from vil.data.splits import open_split
+from vil.devices import autocast
 from vil.evaluation.comparison import Predictions
-from vil.evaluation.evaluator import Evaluator, autocast
+from vil.evaluation.evaluator import Evaluator
 from vil.factory import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -86,16 +88,16 @@ def compare(path: str, data_dir: Path, split: str) -> None:
     config, device = checkpoint.saved_config(path), torch.device("cuda", 0)
     model = load_model(config["model"], path, num_classes=config["num_classes"]).to(device)
     data_config = resolve_data_config({}, model=model)
-    images = data.open_split(str(data_dir), "", split)
+    images = open_split(str(data_dir), "", split)
     best = []
     for on_device in (False, True):
-        loader = data.evaluation_loader(images, data_config, device, None, 256, 0, 1, on_device)
+        loader = evaluation_loader(images, data_config, device, None, 256, 0, 1, on_device)
         evaluate = Evaluator([model], data_config, device, autocast(device, True, "bfloat16"), 256)
         predictions = Predictions()
         (result,) = evaluate(loader, predictions)
         targets_N, best_NMK = predictions.gather()
         best.append(best_NMK[:, 0, 0])
-        print(f"{data.describe(loader)}: top-1 {result.top1:.3f}% ({result.top1_correct} of {result.images})")
+        print(f"{describe(loader)}: top-1 {result.top1:.3f}% ({result.top1_correct} of {result.images})")
     on_cpu, on_gpu = best
     right = targets_N[on_cpu != on_gpu, None] == np.stack([on_cpu, on_gpu], axis=1)[on_cpu != on_gpu]
     print(f"{(on_cpu != on_gpu).sum()} predictions differ: {right[:, 0].sum()} right on the CPU's images alone, "

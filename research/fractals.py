@@ -61,7 +61,7 @@ from PIL import Image
 from torch import Tensor
 
 from vil.config import ConfigError
-from vil.evaluation.evaluator import default_device, known_device
+from vil.devices import default_device, known_device
 from vil.files import FolderInUseError, write_atomically
 from vil.info import environment
 

@@ -51,13 +51,17 @@ from timm.data import resolve_data_config
 
 import vil  # noqa: F401  registers the models
 from vil.config import ConfigError, load_config
-from vil.data import loaders as data
+from vil.data.loaders import evaluation_loader
+from vil.data.splits import open_split
+from vil.data.workers import share_cores
+from vil.devices import autocast, default_device
 from vil.evaluation.comparison import Paired, Predictions, markdown_table
-from vil.evaluation.evaluator import Evaluator, autocast, default_device
+from vil.evaluation.evaluator import Evaluator
 from vil.factory import create_model, load_model
 from vil.files import write_atomically
 from vil.info import git_commit
-from vil.training.interruption import PREEMPTED, SCHEDULERS_SIGNALS
+from vil.processes import SCHEDULERS_SIGNALS
+from vil.training.interruption import PREEMPTED
 
 ROOT = Path(__file__).parents[1]
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
@@ -165,7 +169,7 @@ def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
     try:
         chosen = load_config("", ["-c", str(config), *words])
         names = (chosen.train_split, chosen.val_split, test_split)
-        return [data.open_split(chosen.data_dir, chosen.dataset, name) if name else None for name in names]
+        return [open_split(chosen.data_dir, chosen.dataset, name) if name else None for name in names]
     except ConfigError as error:
         sys.exit(f"error: {error}")
 
@@ -403,8 +407,8 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
         models.append(load_model(run["model"], str(path / "last.pt"), **arguments).to(device).eval())
     chosen = {name: saved[name] for name in ("img_size", "crop_pct", "interpolation")}
     data_config = resolve_data_config(chosen, model=models[0])
-    data.share_cores(device, saved["workers"])
-    loader = data.evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
+    share_cores(device, saved["workers"])
+    loader = evaluation_loader(images, data_config, device, saved["workers"], EVALUATED_AT_ONCE, 0, 1)
     predictions = Predictions()
     precision = autocast(device, saved["amp"], saved["amp_dtype"])
     Evaluator(models, data_config, device, precision, EVALUATED_AT_ONCE)(loader, predictions)

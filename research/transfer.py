@@ -53,10 +53,10 @@ from timm.data import create_transform, resolve_data_config
 from research.seeds import ROOT, processor
 from vil.config import Config, load_config
 from vil.data.digits import picture, split_digits, write_digits
-from vil.data.loaders import seed_everything
+from vil.data.seeds import seed_everything
 from vil.data.workers import SHARED_MEMORY
+from vil.devices import known_device
 from vil.evaluation.comparison import markdown_table
-from vil.evaluation.evaluator import known_device
 from vil.factory import create_model
 from vil.files import write_atomically
 from vil.info import git_commit
@@ -245,7 +245,7 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
     last = trainer.history[-1]
     return dict(
         top1=last["eval_top1_ema"], loss=last["eval_loss_ema"], train_loss=last["train_loss"], updates=trainer.steps,
-        seconds=round(time.monotonic() - start, 1), plan=trainer.plan,
+        seconds=round(time.monotonic() - start, 1), plan=trainer.setup,
     )  # fmt: skip
 
 

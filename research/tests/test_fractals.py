@@ -35,8 +35,8 @@ from research.fractals import (
     write_fractals,
 )
 from vil.config import Config, ConfigError
-from vil.data.device_loader import is_plain_jpeg
-from vil.data.loaders import class_names, open_splits
+from vil.data.encoded import is_plain_jpeg
+from vil.data.splits import class_names, open_splits
 from vil.files import FolderInUseError
 
 SMALL = dict(classes=3, per_class=4, val_per_class=2, size=32, points=2000)

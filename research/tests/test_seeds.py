@@ -22,7 +22,7 @@ from scipy.stats import binomtest
 
 from research import seeds
 from vil.config import load_config
-from vil.data import loaders as data
+from vil.data.splits import open_split
 from vil.factory import load_model
 
 MODELS = ["vil_tiny", "vim_tiny"]
@@ -331,7 +331,7 @@ def test_a_split_is_known_by_the_names_and_sizes_of_its_files(tar, tmp_path):
             with tarfile.open(folder / "val.tar", "w") as file:
                 file.add(folder / "val", ".")
             shutil.rmtree(folder / "val")
-        return seeds.digest_of(data.open_split(str(folder), "", "val"))
+        return seeds.digest_of(open_split(str(folder), "", "val"))
 
     files = {"a/0.png": b"12", "a/1.png": b"1", "b/0.png": b"1"}
     first = digest("first", files)

@@ -27,8 +27,14 @@ from timm.data.random_erasing import RandomErasing
 
 from train_imagenet import Trainer
 from vil.config import Config, ConfigError
-from vil.data import loaders as data
+from vil.data.augmentation import BatchAugmentation
 from vil.data.digits import write_digits
+from vil.data.images import UNREADABLE
+from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
+from vil.data.readers import ImageReader
+from vil.data.samplers import EvaluationBatches, TrainingBatches, split_global_batch
+from vil.data.seeds import derive_seed, seed_everything
+from vil.data.splits import class_names, open_split, open_splits
 
 CPU = torch.device("cpu")
 
@@ -51,25 +57,25 @@ def test_a_micro_batch_is_the_largest_that_shares_equally_and_fits(share, batch_
     fits = [size for size in range(1, share + 1) if share % size == 0 and size <= (batch_size or share)]
     for world_size in (1, 3):
         config = Config(global_batch_size=share * world_size, batch_size=batch_size, mixup=0.0, cutmix=0.0)
-        assert data.split_global_batch(config, world_size) == (max(fits), share // max(fits))
+        assert split_global_batch(config, world_size) == (max(fits), share // max(fits))
 
 
 def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
     with pytest.raises(ConfigError, match="global_batch_size 16 is not a multiple of 3 processes"):
-        data.split_global_batch(small_config(image_folder), 3)
+        split_global_batch(small_config(image_folder), 3)
     odd = dict(global_batch_size=18)  # 9 a process
     with pytest.raises(ConfigError, match="mixup pairs images.* 9 of global_batch_size 18 .*micro-batches of 9"):
-        data.split_global_batch(small_config(image_folder, **odd), 2)
+        split_global_batch(small_config(image_folder, **odd), 2)
     with pytest.raises(ConfigError, match="mixup pairs images"):
-        data.split_global_batch(small_config(image_folder, **odd, mixup=0.0), 2)
+        split_global_batch(small_config(image_folder, **odd, mixup=0.0), 2)
     for unmixed in (dict(mixup_prob=0.0), dict(mixup=0.0, cutmix=0.0)):
-        assert data.split_global_batch(small_config(image_folder, **odd, **unmixed), 2) == (9, 1)
+        assert split_global_batch(small_config(image_folder, **odd, **unmixed), 2) == (9, 1)
 
 
 def global_batches(config, num_images, world_size, epoch=3):
     """The (index, seed) pairs of each global batch of an epoch, over all processes and in order."""
-    micro_batch, _ = data.split_global_batch(config, world_size)
-    ranks = [data.TrainingBatches(num_images, config, micro_batch, rank, world_size) for rank in range(world_size)]
+    micro_batch, _ = split_global_batch(config, world_size)
+    ranks = [TrainingBatches(num_images, config, micro_batch, rank, world_size) for rank in range(world_size)]
     for batches in ranks:
         batches.set_epoch(epoch)
     share = config.global_batch_size // world_size
@@ -106,7 +112,7 @@ def test_an_epoch_sees_each_image_once_or_as_often_as_augmentation_repeats_it(im
 @pytest.mark.parametrize("global_batch_size", [12, 16, 24, 64])
 def test_an_image_is_never_mixed_with_a_copy_of_itself(image_folder, global_batch_size):
     config = small_config(image_folder, aug_repeats=3, global_batch_size=global_batch_size, cutmix=0.0, reprob=0.0)
-    augment = data.BatchAugmentation(config, 200, DATA_CONFIG)
+    augment = BatchAugmentation(config, 200, DATA_CONFIG)
     for batch in global_batches(config, 200, 1):
         indices = torch.tensor([i for i, _ in batch])
         images = torch.zeros(len(batch), 3, 2, 2, dtype=torch.uint8)
@@ -130,9 +136,9 @@ def test_epochs_and_seeds_shuffle_and_augment_differently(image_folder):
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, None), (2, 4)])
 def test_an_epoch_goes_on_where_it_stopped(image_folder, world_size, batch_size):
     config = small_config(image_folder, batch_size=batch_size)
-    micro_batch, accumulation = data.split_global_batch(config, world_size)
+    micro_batch, accumulation = split_global_batch(config, world_size)
     for rank in range(world_size):
-        batches = data.TrainingBatches(100, config, micro_batch, rank, world_size)
+        batches = TrainingBatches(100, config, micro_batch, rank, world_size)
         batches.set_epoch(5)
         whole = list(zip(batches, batches.first_positions()))
         share = 16 // world_size
@@ -147,15 +153,15 @@ def test_an_epoch_goes_on_where_it_stopped(image_folder, world_size, batch_size)
 
 def test_an_epoch_without_a_whole_global_batch_is_refused(image_folder):
     config = small_config(image_folder)
-    assert data.TrainingBatches(16, config, 16, 0, 1).steps == 1
+    assert TrainingBatches(16, config, 16, 0, 1).steps == 1
     with pytest.raises(ConfigError, match="has 15 images, less than one global batch of 16"):
-        data.TrainingBatches(15, config, 16, 0, 1)
+        TrainingBatches(15, config, 16, 0, 1)
 
 
 def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
     for world_size in (1, 2, 3, 5, 29):
         for rank in range(world_size):
-            batches = data.EvaluationBatches(28, 4, rank, world_size)
+            batches = EvaluationBatches(28, 4, rank, world_size)
             indices = list(range(28))[rank::world_size]
             expected = [indices[start : start + 4] for start in range(0, len(indices), 4)]
             assert [[i for i, _ in batch] for batch in batches] == expected
@@ -166,9 +172,9 @@ def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
 def test_seeds_follow_from_their_key_and_reach_every_generator():
     keys = [(0, 1), (1, 0), (0, 1, 0, 1), (0, 1, 0, 2), (0, 0, 1, 1), (7, 2**33)]
     for key in keys:
-        assert data.derive_seed(*key) == np.random.SeedSequence(key).generate_state(1)[0]
-    assert len({data.derive_seed(*key) for key in keys}) == len(keys)
-    data.seed_everything(2**32 - 5)
+        assert derive_seed(*key) == np.random.SeedSequence(key).generate_state(1)[0]
+    assert len({derive_seed(*key) for key in keys}) == len(keys)
+    seed_everything(2**32 - 5)
     drawn = random.random(), np.random.rand(), torch.rand(())
     seed_all(2**32 - 5)
     assert drawn == (random.random(), np.random.rand(), torch.rand(()))
@@ -214,11 +220,11 @@ def pictures(tmp_path_factory):
 def training(folder, rank=0, world_size=1, epoch=2, **options):
     """The images, normalised, and targets of an epoch, and the (index, seed) of each, one after the other."""
     config = Config(**dict(data_dir=str(folder), global_batch_size=8, workers=0, aug_repeats=0) | options)
-    dataset = data.open_split(config.data_dir, "", "train", is_training=True)
-    micro_batch, _ = data.split_global_batch(config, world_size)
-    batches = data.TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
-    loader = data.training_loader(dataset, config, DATA_CONFIG, CPU, batches)
-    images, targets = zip(*(batch for batch, _ in data.micro_batches(loader, batches, epoch)))
+    dataset = open_split(config.data_dir, "", "train", is_training=True)
+    micro_batch, _ = split_global_batch(config, world_size)
+    batches = TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
+    loader = training_loader(dataset, config, DATA_CONFIG, CPU, batches)
+    images, targets = zip(*(batch for batch, _ in micro_batches(loader, batches, epoch)))
     assert len(loader) == len(images) == len(batches)
     keys = [key for batch in batches for key in batch]
     return normalised(torch.cat(images)), torch.cat(targets).tolist(), keys
@@ -287,9 +293,9 @@ def test_without_anything_random_an_image_is_resized_mirrored_and_normalised(pic
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 def test_evaluation_prepares_images_as_timm_does_one_by_one(pictures, crop_mode):
-    dataset = data.open_split(str(pictures), "", "validation")
+    dataset = open_split(str(pictures), "", "validation")
     config = DATA_CONFIG | dict(crop_mode=crop_mode, input_size=(3, 16, 16))
-    loader = data.evaluation_loader(dataset, config, CPU, workers=0, batch_size=3, rank=1, world_size=2)
+    loader = evaluation_loader(dataset, config, CPU, workers=0, batch_size=3, rank=1, world_size=2)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
     paths = sorted((pictures / "val").glob("*/*"))[1::2]
     transform = create_transform(is_training=False, **config)
@@ -351,7 +357,7 @@ def test_a_batch_is_erased_and_mixed_as_by_timm(options):
     images, targets = random_images(68, 3, 12, 20), torch.arange(68) % 10
     given = images.clone()
     expected = augmented_by_timm(images, targets, config, 10, epoch=3, position=40)
-    augment = data.BatchAugmentation(Config(**config), 10, DATA_CONFIG)
+    augment = BatchAugmentation(Config(**config), 10, DATA_CONFIG)
     for ours, theirs in zip(augment(images, targets, epoch=3, position=40), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(images, given)  # noise that stands for images is given again and again
@@ -364,9 +370,7 @@ def test_a_batch_is_erased_and_mixed_as_by_timm(options):
 def test_what_is_erased_becomes_noise_of_the_images_own(mode):
     config, images, targets = dict(RECIPE, reprob=0.7, mixup_prob=0.0), random_images(96, 3, 40, 48), torch.arange(96)
     (grey, _), (noisy, _), (again, _), (part, _) = (
-        data.BatchAugmentation(Config(**config | dict(remode=kind)), 100, DATA_CONFIG)(
-            images[first:], targets, 1, first
-        )
+        BatchAugmentation(Config(**config | dict(remode=kind)), 100, DATA_CONFIG)(images[first:], targets, 1, first)
         for kind, first in (("const", 0), (mode, 0), (mode, 0), (mode, 32))
     )
     erased = (grey == 0).all(dim=1)
@@ -386,7 +390,7 @@ def test_what_is_erased_becomes_noise_of_the_images_own(mode):
 
 
 def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_folder):
-    augment = data.BatchAugmentation(small_config(image_folder), 4, DATA_CONFIG)
+    augment = BatchAugmentation(small_config(image_folder), 4, DATA_CONFIG)
     images, targets = random_images(32, 3, 16, 16), torch.arange(32) % 4
     whole = augment(images, targets, epoch=1, position=64)
     parts = [augment(images[i : i + 8], targets[i : i + 8], epoch=1, position=64 + i) for i in range(0, 32, 8)]
@@ -397,13 +401,13 @@ def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_fol
 
 def test_noise_stands_for_images(image_folder):
     config = Config(synthetic=60, global_batch_size=8, num_classes=3)
-    train, val, num_classes = data.open_splits(config)
+    train, val, num_classes = open_splits(config)
     assert (len(train), len(val), num_classes) == (60, 3, 3)
-    assert len(data.open_splits(Config(synthetic=101))[1]) == 5  # one for 25, as in ImageNet
-    assert data.open_splits(Config(synthetic=1_281_167))[2] == 1000
-    batches = data.TrainingBatches(60, config, 4, 0, 1)
-    loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
-    found = [next(iter(data.training_loader(train, config, DATA_CONFIG, CPU, batches)))]  # of another loader
+    assert len(open_splits(Config(synthetic=101))[1]) == 5  # one for 25, as in ImageNet
+    assert open_splits(Config(synthetic=1_281_167))[2] == 1000
+    batches = TrainingBatches(60, config, 4, 0, 1)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+    found = [next(iter(training_loader(train, config, DATA_CONFIG, CPU, batches)))]  # of another loader
     for images, targets in loader:
         assert (images.shape, images.dtype) == ((4, 3, 12, 16), torch.uint8)
         found.append((images, targets))
@@ -412,10 +416,10 @@ def test_noise_stands_for_images(image_folder):
     assert found[0][1].tolist() == [0, 1, 0, 1]
     assert 120 < found[0][0].float().mean() < 135
     assert (found[0][0].min() < 10) & (found[0][0].max() > 245)
-    assert data.describe(loader) == "noise, made on the device"
-    loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 2, 0, 1)
+    assert describe(loader) == "noise, made on the device"
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 2, 0, 1)
     assert [len(images) for images, _ in loader] == [2, 1]
-    assert data.unreadable_images(loader) == 0
+    assert unreadable_images(loader) == 0
 
 
 # files
@@ -444,7 +448,7 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
             with tarfile.open(tmp_path / f"{name}.tar", "w") as file:
                 file.add(tmp_path / name, ".")
             shutil.rmtree(tmp_path / name)
-    images = data.open_split(str(tmp_path), "", wanted)
+    images = open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
@@ -457,25 +461,25 @@ def test_a_class_may_be_called_as_a_split_is(tmp_path):
     for name in ("train", "validation"):
         (tmp_path / "val" / name).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / "val" / name / "image.png")
-    assert data.class_names(data.open_split(str(tmp_path), "", "validation")) == {"train": 0, "validation": 1}
+    assert class_names(open_split(str(tmp_path), "", "validation")) == {"train": 0, "validation": 1}
 
 
 def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path):
     with pytest.raises(ConfigError, match="data_dir is not given"):
-        data.open_splits(small_config(image_folder, data_dir=None))
+        open_splits(small_config(image_folder, data_dir=None))
     with pytest.raises(ConfigError, match="data_dir .*nowhere is not a folder"):
-        data.open_splits(small_config(tmp_path / "nowhere"))
+        open_splits(small_config(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
-        data.open_split(str(tmp_path), "", "holdout")
+        open_split(str(tmp_path), "", "holdout")
     shutil.copytree(image_folder / "train", tmp_path / "train")
     with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*validation or val or .*eval\); it has train"):
-        data.open_splits(small_config(tmp_path))
+        open_splits(small_config(tmp_path))
     shutil.copytree(image_folder / "val", tmp_path / "val")
     with pytest.raises(ConfigError, match="has no split 'test' .*called test.; it has train, val"):
-        data.open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
+        open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
     (tmp_path / "val").rename(tmp_path / "test")
     with pytest.raises(ConfigError, match="has no split 'validation' .*it has test, train"):
-        data.open_splits(small_config(tmp_path))
+        open_splits(small_config(tmp_path))
 
 
 def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
@@ -483,11 +487,11 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
     config = small_config(tmp_path / "images")
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' has classes that training has not: \['wasp'\]"):
-        data.open_splits(config)
+        open_splits(config)
     with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
-        data.open_splits(small_config(image_folder, num_classes=1000))
+        open_splits(small_config(image_folder, num_classes=1000))
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
-    train, val, num_classes = data.open_splits(config)
+    train, val, num_classes = open_splits(config)
     assert (len(train), num_classes) == (4 * TRAIN_IMAGES, 4)
     assert {os.path.dirname(val.filename(i)): val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
 
@@ -496,7 +500,7 @@ def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder,
     for split in ("train", "val"):
         shutil.copytree(image_folder / split / "ant", tmp_path / split)
     with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
-        data.open_splits(small_config(tmp_path))
+        open_splits(small_config(tmp_path))
 
 
 def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):
@@ -505,26 +509,26 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     for name in (".cache", "bird/egg"):
         (tmp_path / "images" / "train" / name).mkdir(parents=True)
     with pytest.raises(ConfigError, match="no images: bird. Copy"):
-        data.open_splits(small_config(tmp_path / "images"))
+        open_splits(small_config(tmp_path / "images"))
     for name in "fghij":
         (tmp_path / "images" / "train" / name).mkdir()
     (tmp_path / "images" / "train" / "bird" / "notes.txt").write_text("none yet")
     with pytest.raises(ConfigError, match="no images: bird, f, g, h, i, .... Copy"):
-        data.open_splits(small_config(tmp_path / "images"))
+        open_splits(small_config(tmp_path / "images"))
     for name in ("bird", *"fghij"):
         shutil.rmtree(tmp_path / "images" / "train" / name)
-    assert data.open_splits(small_config(tmp_path / "images"))[2] == 4
+    assert open_splits(small_config(tmp_path / "images"))[2] == 4
     shutil.copy(tmp_path / "images" / "train" / "ant" / "0.png", tmp_path / "0.PNG")
     (tmp_path / "images" / "train" / "eel" / "1").mkdir(parents=True)
     shutil.move(tmp_path / "0.PNG", tmp_path / "images" / "train" / "eel" / "1" / "0.PNG")
-    assert data.open_splits(small_config(tmp_path / "images"))[2] == 5
+    assert open_splits(small_config(tmp_path / "images"))[2] == 5
 
 
 def test_tar_files_of_the_splits(image_folder, tmp_path):
     for split in ("train", "val"):
         with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
             tar.add(image_folder / split, ".")
-    train, val, num_classes = data.open_splits(small_config(tmp_path))
+    train, val, num_classes = open_splits(small_config(tmp_path))
     assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 4 * VAL_IMAGES, 4)
 
 
@@ -540,8 +544,8 @@ def test_an_unreadable_image_is_named_counted_and_replaced_by_the_next(image_fol
     broken, taking = (TRAIN_IMAGES - 1, 2 * TRAIN_IMAGES - 2, 2 * TRAIN_IMAGES - 1, len(paths) - 1), (1, 2, 2, 0)
     for index in broken:
         truncate(paths[index])
-    train = data.open_split(str(root), "", "train", is_training=True)
-    reader = data.ImageReader(train, lambda image: image, is_training=True)
+    train = open_split(str(root), "", "train", is_training=True)
+    reader = ImageReader(train, lambda image: image, is_training=True)
     for index, target in zip(broken, taking):
         image, found = reader[index, 0]
         replacement = paths[target * TRAIN_IMAGES % len(paths)]
@@ -565,13 +569,13 @@ def test_evaluation_gets_a_blank_image_for_one_that_cannot_be_read(image_folder,
     (root / "cat" / "4.png").write_bytes(content[: place - 4] + bytes([0, 0, 0, 5]) + content[place:])  # a wrong length
     Image.new("RGB", (100, 100)).save(root / "dog" / "0.png")  # more than PIL takes for harmless
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1300)
-    val = data.open_split(str(root.parent), "", "val")
-    loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
+    val = open_split(str(root.parent), "", "val")
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
     broken = [2 * VAL_IMAGES + 2, 2 * VAL_IMAGES + 4, 3 * VAL_IMAGES]
-    assert torch.where(targets == data.UNREADABLE)[0].tolist() == broken
+    assert torch.where(targets == UNREADABLE)[0].tolist() == broken
     assert not images[broken].any()
-    assert data.unreadable_images(loader) == 3
+    assert unreadable_images(loader) == 3
     assert all(os.path.join(*name) in caplog.text for name in (("cat", "2.png"), ("cat", "4.png"), ("dog", "0.png")))
 
 
@@ -579,8 +583,8 @@ def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
     class Stream(list):
         dataset = SimpleNamespace(set_epoch=lambda epoch: epochs.append(epoch))
 
-    epochs, batches = [], data.TrainingBatches(70, small_config(image_folder, batch_size=8), 8, 0, 1)
-    left = data.micro_batches(Stream("abcdefghi"), batches, epoch=3, first_step=2)
+    epochs, batches = [], TrainingBatches(70, small_config(image_folder, batch_size=8), 8, 0, 1)
+    left = micro_batches(Stream("abcdefghi"), batches, epoch=3, first_step=2)
     assert list(left) == [("e", 32), ("f", 40), ("g", 48), ("h", 56)]
     assert epochs == [3]
 
@@ -602,15 +606,15 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
     (tmp_path / "_info.json").write_text(json.dumps(info))
 
     with pytest.raises(ConfigError, match="wds/x does not say how many classes it has: give num_classes"):
-        data.open_splits(small_config(tmp_path, dataset="wds/x"))
+        open_splits(small_config(tmp_path, dataset="wds/x"))
     config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8)
-    train, val, num_classes = data.open_splits(config)
+    train, val, num_classes = open_splits(config)
     assert num_classes == 4
-    batches = data.TrainingBatches(len(train), config, 8, 0, 1)
-    loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
+    batches = TrainingBatches(len(train), config, 8, 0, 1)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
 
     def targets(epoch, first_step=0):
-        parts = list(data.micro_batches(loader, batches, epoch, first_step))
+        parts = list(micro_batches(loader, batches, epoch, first_step))
         assert all(images.shape == (8, 3, 12, 16) for (images, _), _ in parts)
         return [(labels.tolist(), position) for (_, labels), position in parts]
 
@@ -620,8 +624,8 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
     assert [position for _, position in targets(epoch=2, first_step=2)] == list(range(32, 64, 8))
     assert targets(epoch=2) != whole
     assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
-    assert data.open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
-    loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
+    assert open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
     images, labels = (torch.cat(parts) for parts in zip(*loader))
     assert labels.bincount().tolist() == [VAL_IMAGES] * 4
     transform = create_transform(is_training=False, **DATA_CONFIG)
@@ -637,21 +641,21 @@ def test_workers_start_with_their_loader(image_folder):
     trainer = Trainer(small_config(image_folder, workers=2), CPU, 0, 1)
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 4  # two for either split
-    assert len(list(data.micro_batches(trainer.train_loader, trainer.batches, 0, 1))) == trainer.batches.steps - 1
+    assert len(list(micro_batches(trainer.train_loader, trainer.batches, 0, 1))) == trainer.batches.steps - 1
     assert sum(len(images) for images, _ in trainer.val_loader) == 28
     assert set(multiprocessing.active_children()) - before == workers
 
 
 def test_a_worker_heeds_its_parents_signals_alone(pictures, monkeypatch):
     """A scheduler signals every process of a job, and then images are still needed."""
-    monkeypatch.setattr(data, "STALLED", 60)
+    monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     before, threads = set(multiprocessing.active_children()), torch.get_num_threads()
-    dataset = data.open_split(str(pictures), "", "validation")
+    dataset = open_split(str(pictures), "", "validation")
     try:
         torch.set_num_threads(
             threads + 2
         )  # then PyTorch starts threads in a worker, before anything of ours runs there
-        loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+        loader = evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
     finally:
         torch.set_num_threads(threads)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint({signal.SIGTERM, signal.SIGUSR1})
@@ -669,17 +673,17 @@ def test_a_worker_heeds_its_parents_signals_alone(pictures, monkeypatch):
 def test_a_loader_may_have_no_batch(image_folder):
     """Of an epoch that was left behind its last step; and of a split with fewer images than there are processes."""
     trainer = Trainer(small_config(image_folder), CPU, 0, 1)
-    assert list(data.micro_batches(trainer.train_loader, trainer.batches, 0, trainer.batches.steps)) == []
+    assert list(micro_batches(trainer.train_loader, trainer.batches, 0, trainer.batches.steps)) == []
     images, data_config = trainer.val_loader.dataset.dataset, resolve_data_config({}, model=trainer.model)
     for rank, count in ((27, 1), (28, 0)):
-        loader = data.evaluation_loader(images, data_config, CPU, 0, 4, rank, world_size=29)
+        loader = evaluation_loader(images, data_config, CPU, 0, 4, rank, world_size=29)
         assert sum(len(batch) for batch, _ in loader) == count
 
 
 def test_a_worker_that_hangs_ends_the_run(image_folder, monkeypatch):
-    monkeypatch.setattr(data, "STALLED", 0.2)
-    monkeypatch.setattr(data.ImageReader, "__getitem__", lambda *_: time.sleep(1))
-    loader = data.evaluation_loader(data.open_split(str(image_folder), "", "val"), DATA_CONFIG, CPU, 1, 1, 0, 1)
+    monkeypatch.setattr("vil.data.loaders.STALLED", 0.2)
+    monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
+    loader = evaluation_loader(open_split(str(image_folder), "", "val"), DATA_CONFIG, CPU, 1, 1, 0, 1)
     with pytest.raises(RuntimeError, match="timed out after 0.2 seconds"):
         next(iter(loader))
 

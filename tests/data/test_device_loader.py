@@ -18,6 +18,7 @@ from processes import SMALL, run, train_command
 from scipy.stats import ks_2samp
 from sklearn.datasets import load_sample_images
 from timm.data import auto_augment, create_transform
+from timm.data.dataset import IterableImageDataset
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as pil
@@ -26,7 +27,15 @@ from tqdm import tqdm
 from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.data import batched_transforms, device_loader
-from vil.data import loaders as data
+from vil.data.draws import DrawingTransform, Draws
+from vil.data.encoded import EncodedImage, collate_encoded, is_plain_jpeg
+from vil.data.host_loader import HostLoader
+from vil.data.images import UNREADABLE
+from vil.data.loaders import _say_once, describe, evaluation_loader, training_loader, unreadable_images
+from vil.data.readers import EncodedReader
+from vil.data.samplers import TrainingBatches, split_global_batch
+from vil.data.seeds import seed_everything
+from vil.data.splits import open_split
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -108,10 +117,9 @@ def test_operations_are_those_of_timm(device, name, resample):
         for image, argument in zip(images, arguments)
     ]
     samples = [
-        (device_loader.EncodedImage((0, 0), b"", device_loader.Draws(operations=[(name, argument)]), (120, 80)), 0)
-        for argument in arguments
+        (EncodedImage((0, 0), b"", Draws(operations=[(name, argument)]), (120, 80)), 0) for argument in arguments
     ]
-    batch = device_loader.collate_encoded(samples, size=(80, 120))
+    batch = collate_encoded(samples, size=(80, 120))
     batch_BCHW = torch.stack([tensor(image) for image in images]).to(device)
     given = batch_BCHW.clone()
     result = batched_transforms.apply_operations(batch_BCHW, batch.operations, batch.arguments, FILL, resample)
@@ -161,7 +169,7 @@ def timm_transform(**options):
 def watch_timm(aa, seeds):
     """What timm's transform draws by itself, noted while it transforms an image."""
     crop, flip, augment, _ = timm_transform(auto_augment=aa).transforms
-    noted = device_loader.Draws()
+    noted = Draws()
     assert (flip.p, len(augment.ops)) == (0.5, 15)
 
     def note_box(*arguments):
@@ -177,8 +185,8 @@ def watch_timm(aa, seeds):
         operation.aug_fn = functools.partial(note_operation, operation.name)
     draws = []
     for seed in seeds:
-        data.seed_everything(seed)
-        noted = device_loader.Draws(resized=(32, 32))
+        seed_everything(seed)
+        noted = Draws(resized=(32, 32))
         cropped = crop(PHOTO)
         flipped = flip(cropped)
         noted.flip = flipped is not cropped
@@ -188,10 +196,10 @@ def watch_timm(aa, seeds):
 
 
 def draw(aa, seeds):
-    transform = device_loader.DrawingTransform(timm_transform(auto_augment=aa))
+    transform = DrawingTransform(timm_transform(auto_augment=aa))
     draws = []
     for seed in seeds:
-        data.seed_everything(seed)
+        seed_everything(seed)
         draws.append(transform(PHOTO))
     return draws
 
@@ -233,11 +241,11 @@ def replayed(image, draws, transform):
 def test_what_is_drawn_is_what_timms_transform_does(options):
     """Replayed by PIL, pixel for pixel."""
     transform = timm_transform(**options)
-    drawing = device_loader.DrawingTransform(transform)
+    drawing = DrawingTransform(transform)
     for seed in range(150):
-        data.seed_everything(seed)
+        seed_everything(seed)
         expected = transform(PHOTO)
-        data.seed_everything(seed)
+        seed_everything(seed)
         assert torch.equal(replayed(PHOTO, drawing(PHOTO), drawing), torch.as_tensor(expected))
 
 
@@ -255,7 +263,7 @@ def test_what_is_drawn_is_what_timms_transform_does(options):
 )
 def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
     transform = create_transform(use_prefetcher=True, crop_pct=crop_pct, **options, **IMAGENET)
-    drawing = device_loader.DrawingTransform(transform)
+    drawing = DrawingTransform(transform)
     assert drawing.size == options["input_size"][1:]
     for size in ((60, 40), (40, 61), (33, 33), (1, 50), (200, 21)):
         photo = PHOTOS[1].resize(size)
@@ -289,13 +297,13 @@ def test_draws_are_distributed_as_timms(aa):
 )
 def test_a_transform_that_is_not_known_is_refused(options, message):
     with pytest.raises(ConfigError, match=f"{message} is unknown there, where .* are known"):
-        device_loader.DrawingTransform(timm_transform(**options))
+        DrawingTransform(timm_transform(**options))
 
 
 def test_a_border_of_the_images_colour_is_not_known():
     transform = create_transform(32, use_prefetcher=True, crop_mode="border")
     with pytest.raises(ConfigError, match="the transform 'CenterCropOrPad' is unknown"):
-        device_loader.DrawingTransform(transform)
+        DrawingTransform(transform)
 
 
 # batches
@@ -371,11 +379,11 @@ def training_batches(folder, device, world_size=1, rank=0, **options):
     options = dict(data_dir=str(folder), global_batch_size=24, workers=0, aug_repeats=0) | options
     options = dict(augment_on_device=True) | options
     config = Config(**options)
-    dataset = data.open_split(config.data_dir, "", "train", is_training=True)
-    micro_batch, _ = data.split_global_batch(config, world_size)
-    batches = data.TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
+    dataset = open_split(config.data_dir, "", "train", is_training=True)
+    micro_batch, _ = split_global_batch(config, world_size)
+    batches = TrainingBatches(len(dataset), config, micro_batch, rank, world_size)
     data_config = dict(input_size=(3, 48, 40), mean=LITERAL["mean"], std=LITERAL["std"])
-    loader = data.training_loader(dataset, config, data_config, device, batches)
+    loader = training_loader(dataset, config, data_config, device, batches)
     keys = [key for batch in batches for key in batch]
     return loader, [(grey_levels(images), targets.tolist()) for images, targets in loader], keys
 
@@ -450,12 +458,12 @@ def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
 
 
 def test_what_a_device_can_decode_is_left_to_it(photo_folder):
-    dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
+    dataset = open_split(str(photo_folder), "", "train", is_training=True)
     transform = timm_transform()
-    reader = data.EncodedReader(dataset, transform, True, device_loader.DrawingTransform(transform))
+    reader = EncodedReader(dataset, transform, True, DrawingTransform(transform))
     for i in range(len(dataset)):
         kind = Path(dataset.filename(i)).stem
-        encoded = isinstance(reader[i, 0][0], device_loader.EncodedImage)
+        encoded = isinstance(reader[i, 0][0], EncodedImage)
         assert encoded == (kind.isdigit() or kind in ON_DEVICE)
 
 
@@ -466,13 +474,13 @@ def test_colours_at_a_quarter_of_the_width_are_not_for_the_hardware(sampling, kn
     jpeg[first + 1] = sampling
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
-    assert device_loader.is_plain_jpeg(bytes(jpeg), header) == known
+    assert is_plain_jpeg(bytes(jpeg), header) == known
 
 
 def test_a_file_that_is_too_large_to_be_harmless_is_replaced(photo_folder, monkeypatch):
-    dataset = data.open_split(str(photo_folder), "", "train", is_training=True)
+    dataset = open_split(str(photo_folder), "", "train", is_training=True)
     transform = timm_transform()
-    reader = data.EncodedReader(dataset, transform, True, device_loader.DrawingTransform(transform))
+    reader = EncodedReader(dataset, transform, True, DrawingTransform(transform))
     pixels = [math.prod(Image.open(dataset.reader[i][0]).size) for i in range(16)]
     largest = pixels.index(max(pixels))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", max(pixels) // 2 - 1)  # PIL refuses twice as many
@@ -496,7 +504,7 @@ def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, mon
         raise RuntimeError("Error while decoding JPEG images")
 
     monkeypatch.setattr(device_loader, "_decode_all", refuse)
-    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
+    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
     ours, batches, keys = training_batches(photo_folder, device)
     expected, targets, _ = by_timm(ours.dataset.dataset, keys)
     assert [target for _, share in batches for target in share] == targets
@@ -513,8 +521,8 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
     """Of the training split, where files of all kinds are; those that nobody can read are left out of it."""
     config = dict(input_size=(3, 48, 48), crop_pct=0.875, crop_mode="center", interpolation="bilinear", **IMAGENET)
     config |= options
-    dataset = data.open_split(str(photo_folder), "", "train")
-    loader = data.evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)
+    dataset = open_split(str(photo_folder), "", "train")
+    loader = evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)
     assert isinstance(loader, device_loader.DeviceLoader)
     images, targets = (torch.cat(parts).cpu() for parts in zip(*loader))
     indices = range(1, len(dataset), 2)
@@ -525,11 +533,11 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
             expected = Image.open(Path(dataset.reader.root) / dataset.filename(i)).convert("RGB")
         except OSError:
             broken += 1
-            assert target == data.UNREADABLE
+            assert target == UNREADABLE
             continue
         assert target == "ab".index(dataset.filename(i)[0])
         differences.append((image - torch.as_tensor(transform(expected)).float()).abs())
-    assert broken == data.unreadable_images(loader) >= 2
+    assert broken == unreadable_images(loader) >= 2
     # of a resized image of few pixels, many sums are exactly half a level
     mean, largest = (0.1, 2) if device.type == "cpu" else (0.2, 8)
     assert max(levels.mean() for levels in differences) < mean
@@ -542,8 +550,8 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
 @pytest.fixture
 def said(caplog, monkeypatch):
     """What is logged where a GPU is there that decodes, by whoever looks for one."""
-    data._say_once.cache_clear()
-    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
+    _say_once.cache_clear()
+    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
 
     def lines():
         return [record.getMessage() for record in caplog.records if record.name == "vil.data.loaders"]
@@ -551,17 +559,17 @@ def said(caplog, monkeypatch):
     return lines
 
 
-def training_loader(folder, device, dataset=None, **options):
+def small_training_loader(folder, device, dataset=None, **options):
     config = Config(data_dir=str(folder), global_batch_size=4, workers=0, aug_repeats=0, **options)
     if dataset is None:
-        dataset = data.open_split(config.data_dir, "", "train", is_training=True)
+        dataset = open_split(config.data_dir, "", "train", is_training=True)
     data_config = dict(input_size=(3, 48, 48), **IMAGENET)
-    return data.training_loader(dataset, config, data_config, device, data.TrainingBatches(8, config, 4, 0, 1))
+    return training_loader(dataset, config, data_config, device, TrainingBatches(8, config, 4, 0, 1))
 
 
-def evaluation_loader(folder, device, **options):
+def small_evaluation_loader(folder, device, **options):
     config = dict(input_size=(3, 48, 48), crop_pct=0.875, crop_mode="center", interpolation="bilinear", **IMAGENET)
-    return data.evaluation_loader(data.open_split(str(folder), "", "val"), config, device, 0, 4, 0, 1, **options)
+    return evaluation_loader(open_split(str(folder), "", "val"), config, device, 0, 4, 0, 1, **options)
 
 
 @pytest.fixture
@@ -579,27 +587,27 @@ CUDA = torch.device("cuda")
 
 def test_on_a_gpu_that_decodes_jpegs_go_there_without_asking(photo_folder, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
-    for loader in (training_loader(photo_folder, CUDA), evaluation_loader(photo_folder, CUDA)):
+    for loader in (small_training_loader(photo_folder, CUDA), small_evaluation_loader(photo_folder, CUDA)):
         assert isinstance(loader, device_loader.DeviceLoader)
-        assert data.describe(loader) == "no workers, decoding and augmenting on the device"
+        assert describe(loader) == "no workers, decoding and augmenting on the device"
     assert said() == []
 
 
 def test_on_a_cpu_the_workers_augment_unless_it_is_asked_for(photo_folder, said):
     cpu = torch.device("cpu")
     for options, kind in (
-        ({}, device_loader.HostLoader),
-        ({"augment_on_device": False}, device_loader.HostLoader),
+        ({}, HostLoader),
+        ({"augment_on_device": False}, HostLoader),
         ({"augment_on_device": True}, device_loader.DeviceLoader),
     ):
-        assert type(training_loader(photo_folder, cpu, **options)) is kind
-        assert type(evaluation_loader(photo_folder, cpu, **options)) is kind
+        assert type(small_training_loader(photo_folder, cpu, **options)) is kind
+        assert type(small_evaluation_loader(photo_folder, cpu, **options)) is kind
     assert said() == []
 
 
 def test_who_asks_for_the_workers_gets_them_on_a_gpu(photo_folder, said):
-    assert type(training_loader(photo_folder, CUDA, augment_on_device=False)) is device_loader.HostLoader
-    assert type(evaluation_loader(photo_folder, CUDA, augment_on_device=False)) is device_loader.HostLoader
+    assert type(small_training_loader(photo_folder, CUDA, augment_on_device=False)) is HostLoader
+    assert type(small_evaluation_loader(photo_folder, CUDA, augment_on_device=False)) is HostLoader
     assert said() == []
 
 
@@ -611,18 +619,21 @@ def test_who_asks_for_the_workers_gets_them_on_a_gpu(photo_folder, said):
     ],
 )
 def test_a_transform_that_the_gpu_does_not_know_is_the_workers_and_a_line_says_so(photo_folder, said, options, reason):
-    assert type(training_loader(photo_folder, CUDA, **options)) is device_loader.HostLoader
+    assert type(small_training_loader(photo_folder, CUDA, **options)) is HostLoader
     (line,) = said()
     assert line.startswith(f"the workers decode and augment images, not the GPU: {reason}")
     with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
-        training_loader(photo_folder, CUDA, augment_on_device=True, **options)
+        small_training_loader(photo_folder, CUDA, augment_on_device=True, **options)
 
 
 def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(png_folder, said):
-    assert type(training_loader(png_folder, CUDA)) is device_loader.HostLoader
-    assert type(evaluation_loader(png_folder, CUDA)) is device_loader.HostLoader
+    assert type(small_training_loader(png_folder, CUDA)) is HostLoader
+    assert type(small_evaluation_loader(png_folder, CUDA)) is HostLoader
     assert said() == ["the workers decode and augment images, not the GPU: most files are no JPEGs"]
-    assert type(training_loader(png_folder, torch.device("cpu"), augment_on_device=True)) is device_loader.DeviceLoader
+    assert (
+        type(small_training_loader(png_folder, torch.device("cpu"), augment_on_device=True))
+        is device_loader.DeviceLoader
+    )
 
 
 def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path, monkeypatch):
@@ -630,19 +641,19 @@ def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path, m
     (tmp_path / "in").mkdir()
     with tarfile.open(tmp_path / "in" / "train.tar", "w") as tar:
         tar.add(photo_folder / "train", ".")
-    loader = training_loader(tmp_path / "in", CUDA)
+    loader = small_training_loader(tmp_path / "in", CUDA)
     assert type(loader) is device_loader.DeviceLoader
     assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own
 
 
 def test_a_gpu_that_decodes_nothing_is_one_line(photo_folder, said, monkeypatch):
-    monkeypatch.setattr(data, "decoder_is_missing", lambda device: "cuda decodes no JPEG: no nvJPEG")
-    for make in (training_loader, evaluation_loader):
-        assert type(make(photo_folder, CUDA)) is device_loader.HostLoader
+    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: "cuda decodes no JPEG: no nvJPEG")
+    for make in (small_training_loader, small_evaluation_loader):
+        assert type(make(photo_folder, CUDA)) is HostLoader
     (line,) = said()
     assert line.endswith("not the GPU: cuda decodes no JPEG: no nvJPEG")
     with pytest.raises(ConfigError, match="augment_on_device: cuda decodes no JPEG: no nvJPEG"):
-        evaluation_loader(photo_folder, CUDA, augment_on_device=True)
+        small_evaluation_loader(photo_folder, CUDA, augment_on_device=True)
 
 
 @pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb")])
@@ -661,11 +672,11 @@ def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device)
 
 
 def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
-    streaming = data.IterableImageDataset("", reader=[])
+    streaming = IterableImageDataset("", reader=[])
     with pytest.raises(ConfigError, match="augment_on_device: a dataset that streams has no images by index"):
-        training_loader(photo_folder, CUDA, streaming, augment_on_device=True)
+        small_training_loader(photo_folder, CUDA, streaming, augment_on_device=True)
     streaming.set_loader_cfg = lambda num_workers: None
-    assert type(training_loader(photo_folder, CUDA, streaming)) is device_loader.HostLoader
+    assert type(small_training_loader(photo_folder, CUDA, streaming)) is HostLoader
     assert said() == [
         "the workers decode and augment images, not the GPU: a dataset that streams has no images by index"
     ]
@@ -691,8 +702,8 @@ def test_the_thread_is_two_batches_ahead_and_no_more(photo_folder, device, monke
     monkeypatch.setattr(
         device_loader.DeviceLoader, "_prepare", lambda *arguments: begun.append(None) or prepare(*arguments)
     )
-    loader = training_loader(photo_folder, device, augment_on_device=True)
-    monkeypatch.setattr(data.TrainingBatches, "steps", 6)
+    loader = small_training_loader(photo_folder, device, augment_on_device=True)
+    monkeypatch.setattr(TrainingBatches, "steps", 6)
     loader.batches.num_images = 24
     for taken, _ in enumerate(loader, start=1):
         time.sleep(0.05)
@@ -709,8 +720,8 @@ def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(pho
 
     monkeypatch.setattr(device_loader.DeviceLoader, "_prepare", note)
     monkeypatch.setattr(device_loader.DeviceLoader, "_what_is_queued", lambda _: f"the use of {len(taken) - 1}")
-    loader = training_loader(photo_folder, torch.device("cpu"), augment_on_device=True)
-    monkeypatch.setattr(data.TrainingBatches, "steps", 6)
+    loader = small_training_loader(photo_folder, torch.device("cpu"), augment_on_device=True)
+    monkeypatch.setattr(TrainingBatches, "steps", 6)
     loader.batches.num_images = 24
     for batch in loader:
         taken.append(batch)
@@ -719,7 +730,7 @@ def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(pho
 
 def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(photo_folder, device):
     threads = set(threading.enumerate())
-    batches = iter(training_loader(photo_folder, device, augment_on_device=True))
+    batches = iter(small_training_loader(photo_folder, device, augment_on_device=True))
     next(batches)
     assert len(set(threading.enumerate()) - threads) >= 1
     batches.close()
@@ -732,7 +743,7 @@ def test_an_error_of_the_thread_comes_with_its_traceback(photo_folder, device, m
 
     monkeypatch.setattr(device_loader, "crop_resize_flip", fail)
     with pytest.raises(ZeroDivisionError, match="of the code") as caught:
-        list(training_loader(photo_folder, device, augment_on_device=True))
+        list(small_training_loader(photo_folder, device, augment_on_device=True))
     assert [entry.name for entry in caught.traceback][-3:] == ["_decode_and_transform", "_transform", "fail"]
 
 

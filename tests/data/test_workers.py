@@ -13,8 +13,12 @@ import torch
 from test_data import CPU, DATA_CONFIG, small_config
 
 from vil.config import ConfigError
-from vil.data import loaders as data
 from vil.data import workers
+from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader
+from vil.data.readers import ImageReader
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import open_split
+from vil.data.workers import share_cores
 
 GPU = torch.device("cuda")
 MIB = 2**20
@@ -92,11 +96,11 @@ def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads):
     try:
         torch.set_num_threads(3)
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        data.share_cores(CPU, wanted)
+        share_cores(CPU, wanted)
         monkeypatch.delenv("OMP_NUM_THREADS")
-        data.share_cores(GPU, wanted)
+        share_cores(GPU, wanted)
         assert torch.get_num_threads() == 3  # who says how many, or trains on a GPU, keeps them
-        data.share_cores(CPU, wanted)
+        share_cores(CPU, wanted)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -117,7 +121,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def plan(wanted=None, batch_size=256, pieces=1000, piece_mib=10.0, on_device=False):
-    made = workers.plan_loader(wanted, GPU, batch_size, pieces, int(piece_mib * MIB), on_device)
+    made = workers.choose_settings(wanted, GPU, batch_size, pieces, int(piece_mib * MIB), on_device)
     return made.workers, made.prefetch
 
 
@@ -195,13 +199,13 @@ def ended():
         worker.join()
 
 
-def evaluation_loader(image_folder, count=1):
-    return data.evaluation_loader(data.open_split(str(image_folder), "", "val"), DATA_CONFIG, CPU, count, 5, 0, 1)
+def small_loader(image_folder, count=1):
+    return evaluation_loader(open_split(str(image_folder), "", "val"), DATA_CONFIG, CPU, count, 5, 0, 1)
 
 
 def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(image_folder, monkeypatch, ended):
     Full(monkeypatch)
-    loader = evaluation_loader(image_folder)
+    loader = small_loader(image_folder)
     with pytest.raises(ConfigError) as caught:
         list(loader)
     message = str(caught.value)
@@ -214,8 +218,8 @@ def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(image_folder
     ("number", "remedy"), [(signal.SIGBUS, "/dev/shm is full: .*--shm-size"), (signal.SIGKILL, "fewer --workers")]
 )
 def test_a_worker_that_is_killed_is_one_line(image_folder, monkeypatch, number, remedy, ended):
-    monkeypatch.setattr(data.ImageReader, "__getitem__", lambda *_: os.kill(os.getpid(), number))
-    loader = evaluation_loader(image_folder)
+    monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: os.kill(os.getpid(), number))
+    loader = small_loader(image_folder)
     with pytest.raises(ConfigError, match=remedy) as caught:
         list(loader)
     assert "\n" not in str(caught.value)
@@ -230,7 +234,7 @@ def outlive(worker):
 def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(image_folder, ended):
     """PyTorch raises its error in whatever the main thread is at."""
     before = set(multiprocessing.active_children())
-    loader = evaluation_loader(image_folder)
+    loader = small_loader(image_folder)
     (worker,) = set(multiprocessing.active_children()) - before
     next(iter(loader))
     with pytest.raises(ConfigError, match="fewer --workers"):
@@ -244,34 +248,32 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 def test_pieces_make_up_the_batches(image_folder, monkeypatch):
     """Of 28 images, in pieces of at most 3, by one worker or several."""
-    monkeypatch.setattr(data, "PIECE", 3)
-    monkeypatch.setattr("vil.data.device_loader.PIECE", 3)
-    split = data.open_split(str(image_folder), "", "val")
+    monkeypatch.setattr("vil.data.samplers.PIECE", 3)
+    monkeypatch.setattr("vil.data.host_loader.PIECE", 3)
+    split = open_split(str(image_folder), "", "val")
     whole = [split.reader[i][1] for i in range(28)]
     for count in (0, 1, 3):
-        loader = data.evaluation_loader(split, DATA_CONFIG, CPU, count, 8, 0, 1)
+        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, 8, 0, 1)
         for _ in range(2):
             batches = list(loader)
             assert [len(images) for images, _ in batches] == [8, 8, 8, 4]
             assert [target for _, targets in batches for target in targets.tolist()] == whole
     trained = small_config(image_folder, workers=2, aug_repeats=0)
-    split = data.open_split(str(image_folder), "", "train", is_training=True)
-    batches = data.TrainingBatches(len(split), trained, 16, 0, 1)
-    loader = data.training_loader(split, trained, DATA_CONFIG, CPU, batches)
+    split = open_split(str(image_folder), "", "train", is_training=True)
+    batches = TrainingBatches(len(split), trained, 16, 0, 1)
+    loader = training_loader(split, trained, DATA_CONFIG, CPU, batches)
     expected = [[split.reader[i][1] for i, _ in batch] for batch in batches]
-    assert [targets.tolist() for (_, targets), _ in data.micro_batches(loader, batches, 0)] == expected
+    assert [targets.tolist() for (_, targets), _ in micro_batches(loader, batches, 0)] == expected
 
 
 def test_a_loader_says_how_it_loads(image_folder):
-    assert data.describe(evaluation_loader(image_folder, 0)) == (
-        "no workers, decoding and augmenting in the training process"
-    )
-    assert data.describe(evaluation_loader(image_folder, 1)) == "1 worker, decoding and augmenting in the workers"
-    assert str(workers.LoaderPlan(8, 2, on_device=True)) == "8 workers, decoding and augmenting on the device"
+    assert describe(small_loader(image_folder, 0)) == ("no workers, decoding and augmenting in the training process")
+    assert describe(small_loader(image_folder, 1)) == "1 worker, decoding and augmenting in the workers"
+    assert str(workers.LoaderSettings(8, 2, on_device=True)) == "8 workers, decoding and augmenting on the device"
 
 
 def test_a_batch_of_pieces_is_that_of_the_images(image_folder):
-    loader = evaluation_loader(image_folder, 0)
+    loader = small_loader(image_folder, 0)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
     assert (images.dtype, targets.dtype) == (torch.uint8, torch.int64)
     assert np.array_equal(targets.bincount(), [7] * 4)

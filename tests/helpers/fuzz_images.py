@@ -34,7 +34,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vil.config import Config
-from vil.data import loaders as data
+from vil.data.images import UNREADABLE
+from vil.data.loaders import evaluation_loader, training_loader, unreadable_images
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import open_split
 
 PATHS = ("training", "device", "evaluation")
 DATA_CONFIG = dict(
@@ -220,15 +223,15 @@ class Outcome:
 def read_all(root: Path, path: str, device: torch.device, gigabytes: float | None) -> Outcome:
     """Goes through a loader's epoch in this process."""
     is_training = path != "evaluation"
-    dataset = data.open_split(str(root), "", "train" if is_training else "val")
+    dataset = open_split(str(root), "", "train" if is_training else "val")
     outcome = Outcome(len(dataset))
     if is_training:
         batch = next(size for size in (16, 8, 4, 2) if len(dataset) >= size)
         config = Config(global_batch_size=batch, workers=0, aug_repeats=0, augment_on_device=path == "device")
-        batches = data.TrainingBatches(len(dataset), config, batch, 0, 1)
-        loader = data.training_loader(dataset, config, DATA_CONFIG, device, batches)
+        batches = TrainingBatches(len(dataset), config, batch, 0, 1)
+        loader = training_loader(dataset, config, DATA_CONFIG, device, batches)
     else:
-        loader = data.evaluation_loader(dataset, DATA_CONFIG, device, 0, 16, 0, 1)
+        loader = evaluation_loader(dataset, DATA_CONFIG, device, 0, 16, 0, 1)
 
     class Noted(logging.Handler):
         def emit(self, record):
@@ -248,8 +251,8 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
             assert images.isfinite().all()
             outcome.images += len(targets)
             if not is_training:
-                outcome.unreadable += int((targets == data.UNREADABLE).sum())
-        counted = data.unreadable_images(loader)
+                outcome.unreadable += int((targets == UNREADABLE).sum())
+        counted = unreadable_images(loader)
         outcome.unreadable = outcome.unreadable or counted
         assert outcome.unreadable == counted
     except BaseException as error:

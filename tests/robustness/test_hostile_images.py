@@ -25,7 +25,13 @@ from tqdm import tqdm
 from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.data import device_loader
-from vil.data import loaders as data
+from vil.data.draws import Draws
+from vil.data.encoded import EncodedImage
+from vil.data.images import UNREADABLE
+from vil.data.loaders import evaluation_loader, micro_batches, training_loader, unreadable_images
+from vil.data.readers import EncodedReader, ImageReader
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import open_split, open_splits
 
 CPU = torch.device("cpu")
 PATHS = ("training", "device", "evaluation")
@@ -162,11 +168,11 @@ def folder_of(root, contents):
 
 def loader_of(root, path, workers=0, device=CPU, transform_device=None):
     if path == "evaluation":
-        return data.evaluation_loader(data.open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
-    dataset = data.open_split(str(root), "", "train", is_training=True)
+        return evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, device, workers, 4, 0, 1)
+    dataset = open_split(str(root), "", "train", is_training=True)
     config = Config(global_batch_size=4, workers=workers, aug_repeats=0, augment_on_device=path == "device")
-    batches = data.TrainingBatches(len(dataset) // 4 * 4, config, 4, 0, 1)
-    return data.training_loader(dataset, config, DATA_CONFIG, device, batches)
+    batches = TrainingBatches(len(dataset) // 4 * 4, config, 4, 0, 1)
+    return training_loader(dataset, config, DATA_CONFIG, device, batches)
 
 
 def named(log):
@@ -189,9 +195,9 @@ def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(tmp_pa
     assert time.monotonic() - start < 30
     unfit = {f"bee/{name}.jpg" for name in UNFIT} | {f"bee/{name}.png" for name in ("pipe", "endless", "gone")}
     assert sorted(named(caplog)) == sorted(unfit)
-    counted = data.unreadable_images(loader)
+    counted = unreadable_images(loader)
     if path == "evaluation":
-        assert (targets == data.UNREADABLE).sum() == counted == len(unfit)
+        assert (targets == UNREADABLE).sum() == counted == len(unfit)
     else:
         assert counted >= len(unfit)
         assert set(targets.tolist()) == {0, 1}
@@ -235,17 +241,17 @@ def identity(image):
     return image
 
 
-def readers(rows, transform=identity, draw=lambda header: device_loader.Draws()):
+def readers(rows, transform=identity, draw=lambda header: Draws()):
     dataset = ImageDataset("", reader=rows)
-    yield data.ImageReader(dataset, transform, is_training=True)
-    yield data.ImageReader(dataset, transform, is_training=False)
-    yield data.EncodedReader(dataset, transform, True, draw)
+    yield ImageReader(dataset, transform, is_training=True)
+    yield ImageReader(dataset, transform, is_training=False)
+    yield EncodedReader(dataset, transform, True, draw)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
 def test_a_decoder_may_raise_what_it_likes(error, caplog):
     training, evaluation, encoded = readers(Rows(error("of the file"), SMALL_JPEG))
-    assert (training[0, 0][1], evaluation[0, 0][1], encoded[0, 0][1]) == (1, data.UNREADABLE, 1)
+    assert (training[0, 0][1], evaluation[0, 0][1], encoded[0, 0][1]) == (1, UNREADABLE, 1)
     for reader in (training, evaluation, encoded):
         assert reader.unreadable.count == 1
     assert caplog.text.count("file 0") == 3
@@ -322,9 +328,9 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
     try:
         loader = loader_of(root, "evaluation", workers)
         for _ in range(3):
-            assert sum((targets == data.UNREADABLE).sum() for _, targets in loader) == 4
-            assert data.unreadable_images(loader) == 4
-        assert data.unreadable_images(loader) == 0
+            assert sum((targets == UNREADABLE).sum() for _, targets in loader) == 4
+            assert unreadable_images(loader) == 4
+        assert unreadable_images(loader) == 0
     finally:
         logger.removeHandler(log)
     lines = (tmp_path / "log").read_text().splitlines()
@@ -369,7 +375,7 @@ def test_who_else_opens_images_in_a_loaders_process_reads_no_other_formats(tmp_p
             return io.BytesIO(SMALL_JPEG), 8
 
     dataset = ImageDataset("", reader=Opening(b"", b""))
-    loader = data.evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
+    loader = evaluation_loader(dataset, DATA_CONFIG, CPU, 1, 2, 0, 1)
     assert [targets.tolist() for _, targets in loader] == [[7, 7]]
     assert not ghostscript.exists()
 
@@ -383,7 +389,7 @@ def test_formats_of_pictures_are_read_whatever_the_files_are_called(kind):
     for reader in readers(Rows(content)):
         image, target = reader[0, 0]
         assert target == 0
-        if not isinstance(image, device_loader.EncodedImage):
+        if not isinstance(image, EncodedImage):
             difference = np.abs(np.asarray(image).astype(int) - RGB)
             assert difference.mean() < {"GIF": 12, "JPEG": 3, "MPO": 3, "WEBP": 4, "AVIF": 3}.get(kind, 1e-9)
 
@@ -495,30 +501,30 @@ def shards(root, contents, train=None):
 
 def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pillow):
     config = shards(tmp_path, UNFIT | {"wide": SIXTEEN["png"]})
-    train, val, _ = data.open_splits(config)
-    loader = data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
+    train, val, _ = open_splits(config)
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
-    assert collections.Counter(targets.tolist()) == {1: 8, 2: 1, data.UNREADABLE: len(UNFIT)}
+    assert collections.Counter(targets.tolist()) == {1: 8, 2: 1, UNREADABLE: len(UNFIT)}
     assert images[targets == 2][0, :, 16, 16].tolist() == pytest.approx([GREY[12, 16]] * 3, abs=6)  # and not white
-    assert data.unreadable_images(loader) == len(UNFIT)
+    assert unreadable_images(loader) == len(UNFIT)
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
-    batches = data.TrainingBatches(len(train), config, 8, 0, 1)
-    loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
-    targets = torch.cat([targets for (_, targets), _ in data.micro_batches(loader, batches, 0)])
+    batches = TrainingBatches(len(train), config, 8, 0, 1)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+    targets = torch.cat([targets for (_, targets), _ in micro_batches(loader, batches, 0)])
     assert set(targets.tolist()) == {1, 2}
     assert len(targets) == batches.steps * 8
-    assert data.unreadable_images(loader) >= len(UNFIT)
+    assert unreadable_images(loader) >= len(UNFIT)
     assert not ghostscript.exists()
 
 
 def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
     config = shards(tmp_path, {}, train={f"broken{i}": b"none" for i in range(16)})
-    train, _, _ = data.open_splits(config)
-    batches = data.TrainingBatches(len(train), config, 8, 0, 1)
-    loader = data.training_loader(train, config, DATA_CONFIG, CPU, batches)
+    train, _, _ = open_splits(config)
+    batches = TrainingBatches(len(train), config, 8, 0, 1)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
     with pytest.raises(ConfigError, match="no image of the training split can be read"):
-        list(data.micro_batches(loader, batches, 0))
-    assert list(data.micro_batches(loader, batches, 0, first_step=2)) == []  # an epoch resumed behind its last step
+        list(micro_batches(loader, batches, 0))
+    assert list(micro_batches(loader, batches, 0, first_step=2)) == []  # an epoch resumed behind its last step
 
 
 @pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])
@@ -529,7 +535,7 @@ def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, d
     command = f"pipe:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
     setattr(config, place, command)
     with pytest.raises(ConfigError, match=r"pipe:touch.* is a command, which is not run: .*folder or an address"):
-        data.open_splits(config)
+        open_splits(config)
     assert not (tmp_path / "ran").exists()
 
 
@@ -542,8 +548,8 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
     files = info["splits"]["validation"]["filenames"]
     files += [f"pipe:touch {tmp_path}/ran", f"|touch {tmp_path}/ran", str(tmp_path / "train-0.tar")]
     (tmp_path / "_info.json").write_text(json.dumps(info))
-    _, val, _ = data.open_splits(config)
-    targets = torch.cat([targets for _, targets in data.evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
+    _, val, _ = open_splits(config)
+    targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert len(targets) == 8
     for url in (f"pipe:touch {tmp_path}/ran", "/etc/passwd", "file:/etc/passwd"):
         with pytest.raises(ValueError, match="secur|unsafe|handler"):
@@ -563,7 +569,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
 )
 def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, message, pillow):
     with pytest.raises(ConfigError, match=message):
-        data.open_split(None, dataset, "train")
+        open_split(None, dataset, "train")
 
 
 # classes
@@ -577,7 +583,7 @@ def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
                 (tmp_path / split / f"class {i}" / "1.jpg").write_bytes(SMALL_JPEG)
     (tmp_path / "val" / "class 8").mkdir()  # without an image in it
     config = Config(data_dir=str(tmp_path))
-    _, val, num_classes = data.open_splits(config)
+    _, val, num_classes = open_splits(config)
     assert num_classes == 9
     assert [val.reader[i][1] for i in range(3)] == [0, 1, 3]
     assert len(caplog.messages) == 1
@@ -587,7 +593,7 @@ def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
     )
     caplog.clear()
     config.val_split = "train"
-    data.open_splits(config)
+    open_splits(config)
     assert not caplog.messages
 
 
@@ -597,7 +603,7 @@ def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
 def batches_on_device(root):
     """The grey levels of an epoch on the device path, and how many images could not be read."""
     loader = loader_of(root, "device")
-    return torch.cat([images for images, _ in loader]).float(), data.unreadable_images(loader)
+    return torch.cat([images for images, _ in loader]).float(), unreadable_images(loader)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
@@ -608,7 +614,7 @@ def test_what_the_device_refuses_for_whatever_reason_the_cpu_decodes(tmp_path, e
     def refuse(files, *_, **__):
         raise error("of the file")
 
-    monkeypatch.setattr(data, "decoder_is_missing", lambda device: None)
+    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(device_loader, "_decode_all", refuse)
     images, unreadable = batches_on_device(root)
     assert unreadable == 0
@@ -630,7 +636,7 @@ def test_large_pictures_and_those_of_two_sizes_are_not_for_the_device():
     large = encode(Image.new("L", (4100, 4100)), "JPEG")
     for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))
-        assert isinstance(reader[0, 0][0], device_loader.EncodedImage) == on_device
+        assert isinstance(reader[0, 0][0], EncodedImage) == on_device
 
 
 def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):

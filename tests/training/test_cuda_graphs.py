@@ -155,7 +155,7 @@ def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cu
         runs[-1].train_one_epoch(0, tqdm(disable=True))
     whole, parts = runs
     assert (whole.at_once, parts.at_once) == (32, 8)
-    assert "8 of 32 images at once" in parts.plan
+    assert "8 of 32 images at once" in parts.setup
     assert len(parts.meter.losses) == 2
     assert parts.meter.losses == pytest.approx(whole.meter.losses, rel=1e-3)
     assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-2)  # of convolutions in TF32

@@ -17,6 +17,7 @@ from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
 import validate
+from vil import devices
 from vil.evaluation import evaluator as evaluation
 from vil.evaluation.comparison import Speed
 from vil.evaluation.evaluator import Evaluation
@@ -399,13 +400,13 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
-    mixed = evaluation.autocast(torch.device("cuda"), True, "float16")
+    mixed = devices.autocast(torch.device("cuda"), True, "float16")
     assert (mixed.device, mixed.fast_dtype) == ("cuda", torch.float16)
     for device, enabled in (("cuda", False), ("cpu", True)):
-        with evaluation.autocast(torch.device(device), enabled, "bfloat16"):
+        with devices.autocast(torch.device(device), enabled, "bfloat16"):
             assert not torch.is_autocast_enabled("cpu")
             assert not torch.is_autocast_enabled("cuda")
-    assert evaluation.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert devices.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_no_image_says_nothing():

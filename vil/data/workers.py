@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ..config import ConfigError
-from ..training.interruption import SCHEDULERS_SIGNALS
+from ..processes import SCHEDULERS_SIGNALS
 from .images import WorkersError, restrict_pillow
 
 _logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def share_cores(device: torch.device, workers: int | None) -> None:
 
 
 @dataclass
-class LoaderPlan:
+class LoaderSettings:
     """How a split is loaded."""
 
     workers: int
@@ -97,9 +97,9 @@ class LoaderPlan:
         return f"{who}, decoding and augmenting {place}"
 
 
-def plan_loader(
+def choose_settings(
     wanted: int | None, device: torch.device, batch_size: int, pieces: int, piece_bytes: int, on_device: bool
-) -> LoaderPlan:
+) -> LoaderSettings:
     """As many workers as the machine bears and the split has work for, and as much prefetched as there is memory for.
 
     Args:
@@ -116,10 +116,10 @@ def plan_loader(
     most = MOST_READERS if on_device else MOST_WORKERS
     workers = min(default_workers(device), most, max(1, pieces)) if wanted is None else wanted
     if not workers:
-        return LoaderPlan(0, on_device=on_device)
+        return LoaderSettings(0, on_device=on_device)
     prefetch = max(2, math.ceil(BATCHES_AHEAD * math.ceil(batch_size / PIECE) / workers))
     if not SHARED_MEMORY.is_dir():
-        return LoaderPlan(workers, prefetch, on_device)
+        return LoaderSettings(workers, prefetch, on_device)
     # of the two splits' workers only those prefetch whose split is being read; besides, some pieces are in use
     in_use = BATCHES_AHEAD * math.ceil(batch_size / PIECE) if on_device else 2
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -131,14 +131,14 @@ def plan_loader(
             "or give --workers 0"
         )
     in_a_piece = min(batch_size, PIECE)
-    plan = LoaderPlan(min(workers, room), min(prefetch, max(1, room // workers)), on_device)
-    if (plan.workers, plan.prefetch) != (workers, prefetch):
+    settings = LoaderSettings(min(workers, room), min(prefetch, max(1, room // workers)), on_device)
+    if (settings.workers, settings.prefetch) != (workers, prefetch):
         _logger.warning(
             "%s has %.0f MiB free: %d workers with %d x %d images prefetched in place of %d with %d x %d; a container "
             "gets more with --shm-size",
-            SHARED_MEMORY, free / 2**20, plan.workers, plan.prefetch, in_a_piece, workers, prefetch, in_a_piece,
+            SHARED_MEMORY, free / 2**20, settings.workers, settings.prefetch, in_a_piece, workers, prefetch, in_a_piece,
         )  # fmt: skip
-    return plan
+    return settings
 
 
 class SharedMemoryError(WorkersError):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vil.published import published
 
-from ..data.loaders import UNREADABLE
+from ..data.images import UNREADABLE
 from ..files import write_atomically
 from ..processes import interleave_over_processes
 from .evaluator import Evaluation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ConfigError
 from ..cuda_graphs import Replayed
-from ..data.loaders import UNREADABLE
+from ..data.images import UNREADABLE
 
 
 @dataclass
@@ -46,34 +45,6 @@ class Evaluation:
             return 0.0, 100.0
         low, high = binomtest(self.top1_correct, self.images).proportion_ci(method="wilson")
         return 100 * low, 100 * high
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def known_device(name: str | None) -> str:
-    """The device of that name, or the default.
-
-    Raises:
-        ConfigError: There is none on this machine.
-    """
-    name = name or default_device()
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is unknown to PyTorch: try cuda or cpu") from error
-    backend: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
-    if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
-        raise ConfigError(f"device {name!r}: there is none that PyTorch can use on this machine; try --device cpu")
-    if device.index is not None and backend and device.index >= backend.device_count():
-        raise ConfigError(f"device {name!r}: this machine has {backend.device_count()} of them, counted from 0")
-    return name
-
-
-def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContextManager:
-    """Mixed precision on GPUs, fp32 on a CPU."""
-    return torch.autocast(device.type, getattr(torch, dtype)) if enabled and device.type != "cpu" else nullcontext()
 
 
 class Evaluator:

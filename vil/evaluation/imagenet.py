@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vil.published import IMAGENET_CLASSES
 
 from ..config import ConfigError
-from ..data import loaders as data
+from ..data.splits import class_names, open_split
 
 
 def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes: int):
@@ -22,17 +22,17 @@ def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes:
     gets the class numbers of ImageNet.
 
     Raises:
-        ConfigError: As `data.open_split`.
+        ConfigError: As `open_split`.
     """
-    images = data.open_split(data_dir, dataset, split)
-    names = data.class_names(images)
+    images = open_split(data_dir, dataset, split)
+    names = class_names(images)
     if not names or len(names) == num_classes:
         return images, None
     wordnet_ids = ImageNetInfo().label_names() if num_classes == IMAGENET_CLASSES else []
     class_map = {name: number for number, name in enumerate(wordnet_ids) if name in names}
     if len(class_map) < len(names):  # it has others: the error says how many
-        return data.open_split(data_dir, dataset, split, num_classes), None
-    return data.open_split(data_dir, dataset, split, class_map=class_map), sorted(class_map.values())
+        return open_split(data_dir, dataset, split, num_classes), None
+    return open_split(data_dir, dataset, split, class_map=class_map), sorted(class_map.values())
 
 
 class OnlyClasses(nn.Module):

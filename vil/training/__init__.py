@@ -1,1 +1,1 @@
-"""What `train_imagenet.py` and `validate.py` are made of: configuration, data, checkpoints, evaluation, pictures."""
+"""Parts of `train_imagenet.py`: gradients in one piece of memory, interruption by signals, the summary of a run."""

@@ -9,11 +9,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..processes import is_first_process
+from ..processes import SCHEDULERS_SIGNALS, is_first_process
 
 PREEMPTED = 75  # exit status, EX_TEMPFAIL: stopped by a signal, everything saved; "try again later"
-# the notices of cluster schedulers; Windows has no SIGUSR1
-SCHEDULERS_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 SIGNALS = (*SCHEDULERS_SIGNALS, signal.SIGINT)
 
 

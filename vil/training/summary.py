@@ -169,7 +169,7 @@ def peak_memory() -> int:
 class Reporter:
     """Writes config.yaml and info.txt when a run starts, summary.csv and curve.png when it is given a new row.
 
-    `plan` is what was chosen for the machine, in a line.
+    `setup` is what was chosen for the machine, in a line.
 
     Training goes on where that fails: all of it is in the checkpoint, and comes with the next row.
 
@@ -177,12 +177,12 @@ class Reporter:
         ConfigError: A log was asked for whose package is not installed.
     """
 
-    def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], plan: str):
+    def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
         info = folder / "info.txt"  # one paragraph for each start
-        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{plan}\n\n"
+        start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{setup}\n\n"
         try:
             write_atomically(folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
             write_atomically(info, (info.read_text() if info.exists() else "") + start)

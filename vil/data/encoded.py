@@ -1,0 +1,117 @@
+"""Image files on their way from the processes that read them to the device that decodes and transforms them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
+from .draws import Draws
+from .nvjpeg import MOST_PIXELS
+from .workers import into_shared_memory
+
+
+@dataclass
+class EncodedImage:
+    """A file that the device is to decode, and what was drawn for it."""
+
+    key: tuple[int, int]  # index and seed, as the sampler gave them
+    data: bytes
+    draws: Draws
+    size: tuple[int, int]  # width and height that the header says
+
+
+def is_plain_jpeg(data: bytes, header: Image.Image) -> bool:
+    """Whether the hardware decodes it to what PIL makes of it: complete, baseline, and in colour or grey."""
+    if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
+        return False
+    one_frame = len(header.layer) == header.layers  # of two, decoders may believe the one or the other
+    ycc = header.info.get("adobe_transform", 1) == 1
+    baseline = header.mode in ("RGB", "L") and not header.info.get("progressive")
+    sampled = all(across <= 2 and down <= 2 for _, across, down, _ in header.layer)  # 4:1:1 is not for the hardware
+    return baseline and ycc and one_frame and sampled and data.endswith(b"\xff\xd9")
+
+
+@dataclass
+class EncodedBatch:
+    """Files to decode, with the row of each in the batch, and the images that came ready from the CPU."""
+
+    targets: np.ndarray
+    rows: np.ndarray  # in the batch, of the files; most of what is below is of the files, too
+    keys: np.ndarray  # (files, 2): index and seed
+    lengths: np.ndarray  # in bytes
+    sizes: np.ndarray  # (files, 2): height and width by their headers
+    boxes: np.ndarray  # (files, 4)
+    resized: np.ndarray  # (files, 2)
+    offsets: np.ndarray  # (files, 2)
+    flips: np.ndarray
+    operations: np.ndarray  # (files, turns) of the operations
+    arguments: np.ndarray  # (files, turns, ARGUMENTS)
+    ready_rows: np.ndarray
+    files: list[Tensor]  # their bytes; out of a worker those of all, one after the other, in one tensor
+    ready: list[Tensor]  # images (n, 3, H, W) uint8
+
+
+def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tuple[int, int]) -> EncodedBatch:
+    """The samples of a batch, each an `EncodedImage` or an augmented image (3, H, W) uint8, with its target."""
+    files = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
+    ready = {row: image for row, (image, _) in enumerate(samples) if row not in files}
+    images, draws = list(files.values()), [file.draws for file in files.values()]
+    turns = max((len(d.operations) for d in draws), default=0)
+    operations = np.zeros((len(files), turns), dtype=np.uint8)
+    arguments = np.zeros((len(files), turns, ARGUMENTS), dtype=np.float32)
+    for i, d in enumerate(draws):
+        for turn, (name, values) in enumerate(d.operations):
+            if name in GEOMETRIC:
+                name, values = "Affine", affine_matrix(name, *values, width=size[1], height=size[0])
+            operations[i, turn] = CODES[name]
+            arguments[i, turn, : len(values)] = values
+    lengths = np.array([len(file.data) for file in images], dtype=np.int64)
+    data = torch.empty(int(lengths.sum()), dtype=torch.uint8)
+    for part, file in zip(np.split(data.numpy(), lengths.cumsum()), images):
+        part[:] = np.frombuffer(file.data, dtype=np.uint8)
+    batch = EncodedBatch(
+        targets=np.array([target for _, target in samples], dtype=np.int64),
+        rows=np.array(list(files), dtype=np.int64),
+        keys=np.array([file.key for file in images], dtype=np.int64).reshape(-1, 2),
+        lengths=lengths,
+        sizes=np.array([file.size[::-1] for file in images], dtype=np.int64).reshape(-1, 2),
+        boxes=np.array([d.box for d in draws], dtype=np.int64).reshape(-1, 4),
+        resized=np.array([d.resized for d in draws], dtype=np.int64).reshape(-1, 2),
+        offsets=np.array([d.offset for d in draws], dtype=np.int64).reshape(-1, 2),
+        flips=np.array([d.flip for d in draws], dtype=bool),
+        operations=operations,
+        arguments=arguments,
+        ready_rows=np.array(list(ready), dtype=np.int64),
+        files=[data] if files else [],
+        ready=[torch.stack(list(ready.values()))] if ready else [],
+    )
+    into_shared_memory(*batch.files, *batch.ready)
+    return batch
+
+
+def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
+    """One batch of what workers have collated, in this order; each file is a tensor then."""
+    first_rows = np.cumsum([0, *(len(piece.targets) for piece in pieces[:-1])])
+    turns = max(piece.operations.shape[1] for piece in pieces)
+    joined = {
+        name: np.concatenate([getattr(piece, name) for piece in pieces])
+        for name in ("targets", "keys", "lengths", "sizes", "boxes", "resized", "offsets", "flips")
+    }
+    joined |= {
+        name: np.concatenate([first + getattr(piece, name) for first, piece in zip(first_rows, pieces)])
+        for name in ("rows", "ready_rows")
+    }
+    for name in ("operations", "arguments"):
+        arrays = [getattr(piece, name) for piece in pieces]
+        padding = [[(0, 0), (0, turns - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
+        joined[name] = np.concatenate([np.pad(array, pad) for array, pad in zip(arrays, padding)])
+    data = [(data, piece.lengths.tolist()) for piece in pieces for data in piece.files]
+    files = [file for bytes_of_files, lengths in data for file in bytes_of_files.split(lengths)]
+    return EncodedBatch(**joined, files=files, ready=[images for piece in pieces for images in piece.ready])

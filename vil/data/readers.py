@@ -1,0 +1,147 @@
+"""What loader processes make of the files of a split: augmented images, or files for a device to decode."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+from collections.abc import Iterable
+from itertools import chain
+from typing import BinaryIO
+
+from PIL import Image
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.data.readers.reader_image_tar import ReaderImageTar
+from torch.utils.data import Dataset
+
+from .draws import DrawingTransform
+from .encoded import EncodedImage, is_plain_jpeg
+from .images import (
+    UNREADABLE,
+    UnfitImageError,
+    Unreadable,
+    UnreadableSplitError,
+    check_length,
+    open_image,
+    read_image,
+)
+from .seeds import seed_everything
+
+NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
+TAR_READERS = (ReaderImageTar, ReaderImageInTar)
+SAMPLE = 32  # files that are looked at before a split is loaded
+LARGE_FILE = 2**18  # bytes, where it is not known how many a file has
+
+
+class ImageReader(Dataset):
+    """Images (C, H, W) uint8 and targets of a timm dataset, by (index, seed) of what is random in the transform.
+
+    A file that cannot be read, whatever is wrong with it, is named in a warning and counted in `unreadable`. Training
+    takes the next image instead; evaluation gets a blank one with the target `UNREADABLE`.
+    """
+
+    def __init__(self, dataset, transform, is_training: bool):
+        self.dataset, self.transform, self.is_training = dataset, transform, is_training
+        self.unreadable = Unreadable(len(dataset))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int]):
+        index, seed = key
+        seed_everything(seed)
+        image, target = self._read(index)
+        return self.transform(image), target
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
+        for offset in self._offsets():
+            i = (index + offset) % len(self)
+            try:
+                file, target = _open(self.dataset.reader, i)
+                with file:
+                    return read_image(file), target
+            except Exception as error:  # decoders raise all kinds
+                # not the error itself, whose traceback would hold this frame, and through it the loader, in a cycle:
+                # where that is collected, workers wait for the end of a queue that has gone before it
+                name, last = self.dataset.reader.filename(i), repr(error)
+                self.unreadable.add(i, name, error)
+        if self.is_training:
+            raise UnreadableSplitError(
+                f"no image of the training split can be read: of {len(list(self._offsets()))}, the last is {name!r} "
+                f"({last})"
+            )
+        return Image.new("RGB", (256, 256)), UNREADABLE
+
+    def _offsets(self) -> Iterable[int]:
+        """To an image, and in training to those that may take its place: some hundred, however many there are."""
+        if not self.is_training:
+            return (0,)
+        count = len(self)
+        return chain(range(min(NEAR, count)), range(NEAR, count, max(1, count // 100)))
+
+
+def _open(reader, index: int) -> tuple[BinaryIO, int]:
+    if isinstance(reader, ReaderImageFolder) and not stat.S_ISREG(os.stat(reader.samples[index][0]).st_mode):
+        raise UnfitImageError("not a regular file")  # a pipe, for one, would have us wait
+    return reader[index]
+
+
+class EncodedReader(ImageReader):
+    """As `ImageReader`, but what a device can decode comes as an `EncodedImage`."""
+
+    def __init__(self, dataset, transform, is_training: bool, draw: DrawingTransform):
+        super().__init__(dataset, transform, is_training)
+        self.draw = draw
+
+    def __getitem__(self, key: tuple[int, int]):
+        index, seed = key
+        try:
+            file, target = _open(self.dataset.reader, index)
+            with file:
+                check_length(file)
+                data = file.read()
+            header = open_image(io.BytesIO(data))
+        except Exception:  # `finish` says so
+            return self.finish(key)
+        if not is_plain_jpeg(data, header):
+            return self.finish(key)
+        seed_everything(seed)
+        return EncodedImage(key, data, self.draw(header), header.size), target
+
+    def finish(self, key: tuple[int, int]):
+        """The image as timm's transform prepares it on the CPU: the same draws, the same care for broken files."""
+        return super().__getitem__(key)
+
+
+def _sample(dataset) -> list[int]:
+    """Some images from all over a split."""
+    return list(range(0, len(dataset), max(1, len(dataset) // SAMPLE)))[:SAMPLE]
+
+
+def has_jpegs(dataset) -> bool:
+    """Whether most files are, by the first bytes of some."""
+    reader, found = dataset.reader, []
+    for i in _sample(dataset):
+        if isinstance(reader, TAR_READERS):  # to open one here would have the workers share its place in the file
+            found.append(reader.filename(i).lower().endswith((".jpg", ".jpeg")))
+            continue
+        try:
+            file, *_ = _open(reader, i)
+            with file:
+                found.append(file.read(3) == b"\xff\xd8\xff")
+        except Exception:  # whoever reads the image says so
+            continue
+    return 2 * sum(found) > len(found)
+
+
+def typical_bytes(dataset) -> int:
+    """Of a file, and half as much again: what the workers have read fills shared memory."""
+    reader, found = dataset.reader, [LARGE_FILE]
+    if isinstance(reader, ReaderImageFolder):
+        found = []
+        for i in _sample(dataset):
+            with contextlib.suppress(OSError):
+                found.append(os.stat(reader.samples[i][0]).st_size)
+    return 3 * sum(found) // max(1, 2 * len(found))

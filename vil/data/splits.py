@@ -1,0 +1,127 @@
+"""Which images a run has, and of which classes: timm's datasets for folders, tar files, shards and hubs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+from timm.data import create_dataset, get_img_extensions
+from timm.data.dataset import IterableImageDataset
+
+from ..config import DATASETS, Config, ConfigError
+from ..processes import is_first_process
+from .images import restrict_pillow
+from .synthetic import SyntheticImages
+
+_logger = logging.getLogger(__name__)
+
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
+
+
+def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
+    """timm's dataset for one split.
+
+    Raises:
+        ConfigError: The split is not there or cannot be opened, or it does not have `num_classes` classes; the message
+            says what is there.
+    """
+    kind, _, name = dataset.lower().partition("/")
+    if dataset and not (kind in DATASETS and name):
+        known = ", ".join(f"{name}/..." for name in DATASETS)
+        raise ConfigError(f"dataset {dataset!r} is none of {known}: leave it out for folders and tar files")
+    try:
+        if kind == "wds":
+            from .shards import Shards  # webdataset is an optional dependency
+
+            images = IterableImageDataset(data_dir, reader=Shards(data_dir, split=split, **kwargs))
+            images.unreadable = images.reader.unreadable
+        elif kind:  # there a split need not be a folder
+            restrict_pillow()
+            images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
+        else:
+            images = create_dataset(dataset, root=str(_find_split(data_dir, split)), search_split=False, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever is there, and of the packages that read it
+        raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
+    classes = len(class_names(images))
+    if classes and num_classes and classes != num_classes:
+        raise ConfigError(
+            f"the split {split!r} of {data_dir} has {classes} classes but the model {num_classes} (num_classes)"
+        )
+    return images
+
+
+def _refuse_empty_classes(images) -> None:
+    """timm leaves out a class folder without images, and the classes after it have other numbers then."""
+    folder, known = Path(getattr(images.reader, "root", None) or ""), class_names(images)
+    if not known or not folder.is_dir():
+        return
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
+    others = [entry for entry in folders if entry.name not in known]
+    empty = sorted(e.name for e in others if not any(p.suffix.lower() in get_img_extensions() for p in e.rglob("*")))
+    if empty:
+        raise ConfigError(
+            f"class folders of {folder} have no images: {', '.join(empty[:5])}{', ...' if empty[5:] else ''}. Copy the "
+            "images or remove the folders"
+        )
+
+
+def open_splits(config: Config):
+    """The training split, the validation split and the number of classes.
+
+    Raises:
+        ConfigError: A split or the number of classes is missing, or the two splits do not agree on the classes.
+    """
+    if config.synthetic:
+        num_classes = config.num_classes or 1000
+        return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
+    location = config.data_dir, config.dataset
+    train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
+    _refuse_empty_classes(train)
+    val = open_split(*location, config.val_split)
+    num_classes = len(class_names(train)) or config.num_classes
+    if not num_classes:
+        raise ConfigError(f"the dataset {config.dataset} does not say how many classes it has: give num_classes")
+    if num_classes < 2:
+        raise ConfigError(
+            f"the split {config.train_split!r} of {config.data_dir} has one class: each class needs a folder of its "
+            "images"
+        )
+    if class_names(train) != class_names(val):
+        if unknown := sorted(set(class_names(val)) - set(class_names(train))):
+            raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {unknown[:5]}")
+        missing = sorted(set(class_names(train)) - set(class_names(val)))
+        if is_first_process():
+            _logger.warning(
+                "the split %r has no images of %d of the %d classes: %s",
+                config.val_split, len(missing), num_classes, ", ".join(missing[:5]) + (", ..." if missing[5:] else ""),
+            )  # fmt: skip
+        val = open_split(*location, config.val_split, class_map=class_names(train))
+    return train, val, num_classes
+
+
+def class_names(images) -> dict[str, int]:
+    """The number of each class by name; empty where a dataset does not know."""
+    reader = getattr(images, "reader", None)  # timm's reader of tar files has a name of its own for them
+    return dict(getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {})
+
+
+def _find_split(data_dir: str | None, split: str) -> Path:
+    if not data_dir:
+        raise ConfigError("data_dir is not given: the folder that holds the splits")
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise ConfigError(f"data_dir {data_dir} is not a folder")
+    names = next((names for names in SPLIT_NAMES.values() if split in names), (split,))
+    for name in (split, *names):
+        for path in (root / name, root / f"{name}.tar"):
+            if path.is_dir() or path.is_file():
+                if name != split and split not in SPLIT_NAMES and is_first_process():  # these stand for any of theirs
+                    _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
+                return path
+    found = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+    raise ConfigError(
+        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}"
+    )
