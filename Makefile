@@ -1,5 +1,6 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
-# make test    sets everything up and runs the tests, in random order and on all cores
+# make test    sets everything up and runs the tests of the package, in random order and on all cores
+# make research-tests    the same of the studies in research/
 # make lint    checks style and types
 # make mutants [PATHS="vil/data/loaders.py kernels"] [TESTS=tests/data/test_data.py] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
@@ -12,7 +13,7 @@ BIN := .venv/bin
 # one thread trains while the other core loads images: these tensors are too small to share between two
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint timm-tests slurm-test mutants cuda-mutants
+.PHONY: demo test research-tests lint timm-tests slurm-test mutants cuda-mutants
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -32,6 +33,9 @@ demo: .venv/installed data/digits
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+research-tests: .venv/installed
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal research/tests
 
 timm-tests: .venv/installed
 	$(BIN)/python tests/model/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
