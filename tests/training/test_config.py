@@ -24,6 +24,7 @@ SIZES = {
 }
 PLUS = dict(epochs=30, global_batch_size=1024, batch_size=128, lr=1e-5, warmup_lr=1e-5, min_lr=1e-5)
 PLUS |= dict(weight_decay=1e-8, drop_path=0.0, model_kwargs={"stride": 8})
+STRIDE_8 = ("stride8", "tiny", PLUS)
 
 
 def test_every_config_loads_and_is_named_after_its_run():
@@ -33,18 +34,18 @@ def test_every_config_loads_and_is_named_after_its_run():
     assert load_config("", ["-c", str(paths[0]), "--experiment", "mine"]).experiment == "mine"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", ["vil", "vim"])
-def test_recipes_are_those_published_with_vim(family, size):
-    for name, recipe in ((f"{family}_{size}", SIZES[size]), (f"{family}_{size}_plus", SIZES[size] | PLUS)):
-        config = load_config("", ["-c", str(ROOT / f"configs/{name}.yaml")])
-        expected = SHARED | recipe | dict(model=f"{family}_{size}", experiment=name)
-        assert {option: getattr(config, option) for option in expected} == expected
-        written = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
-        assert set(SHARED) - set(written) <= {  # a recipe says itself what it is; these are no part of one
-            "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
-            "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
-        }  # fmt: skip
+@pytest.mark.parametrize(("name", "size", "recipe"), [("vil_tiny", "tiny", {}), ("vil_small", "small", {}), STRIDE_8])
+def test_recipes_are_those_published_with_vim(name, size, recipe):
+    path = ROOT / f"configs/{name}.yaml"
+    expected = SHARED | SIZES[size] | recipe | dict(model=f"vil_{size}", experiment=name)
+    config = load_config("", ["-c", str(path)])
+    assert {option: getattr(config, option) for option in expected} == expected
+    assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # a recipe says itself what it is; no part of one:
+        "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
+        "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
+    }  # fmt: skip
+    baseline = load_config("", ["-c", str(path), "--model", f"vim_{size}", "--experiment", "baseline"])
+    assert vars(baseline) == vars(config) | dict(model=f"vim_{size}", experiment="baseline")
 
 
 def test_defaults_are_those_of_tiny():
