@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py --json output/throughput.json          # the tables of docs/benchmarks.md
     python benchmarks/throughput.py --models vil_small --cases train,224,128 infer,224,1 --modes eager graph
-    python benchmarks/throughput.py --picture docs/throughput.png          # training against resolution
+    python benchmarks/throughput.py --picture docs/images/throughput.png          # training against resolution
 
 A training step is forward, backward and fused AdamW; both tasks run under bf16 autocast, on random images that lie on
 the device. Modes: `eager`; `compiled`, the whole model by torch.compile without graph breaks; `graph` and

@@ -271,4 +271,4 @@ def test_the_document_has_the_table_that_the_command_prints(capsys, monkeypatch)
 
     monkeypatch.setattr(sys, "argv", ["flops.py"])
     main()
-    assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
