@@ -1,0 +1,75 @@
+"""What may import what: no module one that is above it, the package nothing but its dependencies."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT
+
+# lowest first; a module may import those of its own room, and of rooms on the lines before
+LAYERS = """
+    vil.kernels.checks vil.kernels.cuda
+    vil.kernels.cpu
+    vil.kernels.scan vil.kernels.augment
+    vil.kernels.block
+    vil.kernels
+    vil.block
+    vil.vision_longhorn
+    vil.config vil.files vil.info vil.processes vil.published
+    vil.checkpoint vil.devices
+    vil.factory
+    vil
+    vil.data vil.cuda_graphs
+    vil.evaluation vil.training
+    vil.export vil.viz train_imagenet validate
+    research
+"""
+RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}
+DEPENDENCIES = "torch torchvision timm yaml filelock safetensors PIL numpy numba llvmlite"
+OPTIONAL = "triton cuda tqdm scipy sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset"
+PATHS = [path for top in ("kernels", "vil", "research") for path in (ROOT / top).rglob("*.py")]
+PATHS += [ROOT / "train_imagenet.py", ROOT / "validate.py"]
+
+
+def name_of(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return f"vil.{name}" if name.startswith("kernels") else name
+
+
+MODULES = {name_of(path): path for path in PATHS if "tests" not in path.parts}
+
+
+def room(module):
+    """The place of a module in the order: its own, or that of the package it is in."""
+    return module if module in RANKS else room(module.rpartition(".")[0])
+
+
+def imported(module):
+    """What a module imports, wherever in it that stands."""
+    path = MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from (name if (name := f"{base}.{alias.name}") in MODULES else base for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_none_above_it_and_dependencies_alone(module):
+    names = set(imported(module))
+    ours = {room(name) for name in names if name in MODULES}
+    assert {other for other in ours if other != room(module) and RANKS[other] >= RANKS[room(module)]} == set()
+    others = {name.split(".")[0] for name in names - MODULES.keys()} - sys.stdlib_module_names
+    assert others <= {*DEPENDENCIES.split(), *OPTIONAL.split()} or module.startswith("research")
+
+
+def test_importing_the_package_loads_neither_training_nor_data():
+    code = "import sys, timm; before = {*sys.modules}; from vil import from_checkpoint; print(*{*sys.modules} - before)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    heavy = {"vil.data", "vil.evaluation", "vil.training", "matplotlib", "scipy", "tqdm"}
+    assert {"vil", "vil.factory"} <= {*loaded}
+    assert heavy.isdisjoint(loaded)
