@@ -7,11 +7,14 @@ second process loads by llvmlite alone, a tenth of the time that importing Numba
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -24,6 +27,8 @@ from ..cuda import cache
 COUNTERS = 2  # the first numbers of a kernel's arguments: next task, next thread
 LANES = 64  # channels of a task: four of the widest vectors, and states of all of them in the first cache
 FAST = {"contract", "reassoc"}  # sums in any order; NaN and infinity stay what they are
+# functions that Numba knows; torch.export puts others in their places while it traces
+PYTHONS_OWN = {(builtins, "min"): min, (builtins, "max"): max, (math, "pow"): math.pow}
 _addresses: dict[tuple, int] = {}  # of the kernels that are loaded
 _lock = threading.RLock()
 
@@ -98,6 +103,20 @@ def _symbol(factory: str, constants: tuple[int, ...]) -> str:
     return "_".join(map(str, ("vil", factory, *constants)))
 
 
+@contextlib.contextmanager
+def _pythons_own():
+    """Within it `PYTHONS_OWN` are in their places."""
+    others = {place: getattr(*place) for place in PYTHONS_OWN}
+    try:
+        for place, function in PYTHONS_OWN.items():
+            setattr(*place, function)
+        yield
+    finally:
+        for place, function in others.items():
+            setattr(*place, function)
+
+
+@_pythons_own()
 def compile_kernel(module: str, factory: str, constants: tuple[int, ...]) -> bytes:
     """An object file with the kernel."""
     import llvmlite.binding as llvm
