@@ -36,6 +36,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,48 @@ def main() -> None:
     sys.exit(status)
 
 
+def build_model(config: Config, num_classes: int) -> nn.Module:
+    size = {"img_size": config.img_size} if config.img_size else {}
+    arguments = size | dict(num_classes=num_classes, drop_path_rate=config.drop_path) | config.model_kwargs
+    model = create_model(config.model, config.pretrained_path, **arguments)
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing()
+    return model
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    on_gpu = next(model.parameters()).is_cuda
+    fused = True if config.opt == "adamw" and on_gpu else None  # one kernel in place of a dozen
+    choices = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
+    optimizer = create_optimizer_v2(
+        model,
+        opt=config.opt,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        layer_decay=config.layer_decay,
+        **{name: value for name, value in choices.items() if value is not None},
+    )
+    for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
+        group["params"].sort(key=torch.Tensor.numel, reverse=True)
+    return optimizer
+
+
+def options_to_save(config: Config, num_classes: int, folder: Path) -> dict[str, Any]:
+    """What a run's checkpoints say of its options.
+
+    Raises:
+        ConfigError: A checkpoint may not say one of them.
+    """
+    options = dataclasses.asdict(config) | {"num_classes": num_classes}
+    if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
+        options["data_dir"] = str(Path(config.data_dir).resolve())
+    try:
+        options_of_checkpoint(options, folder / "last.pt")
+    except ConfigError as error:
+        raise ConfigError(f"this run's checkpoints could not be read: {error}") from error
+    return options
+
+
 class Trainer:
     """One process of a run: `run` goes through the epochs, `train_one_epoch` through the global batches of one."""
 
@@ -115,17 +158,7 @@ class Trainer:
 
         share_cores(device, config.workers)
         seed_everything(config.seed)
-        size = {"img_size": config.img_size} if config.img_size else {}
-        self.model = create_model(
-            config.model,
-            config.pretrained_path,
-            num_classes=num_classes,
-            drop_path_rate=config.drop_path,
-            **size,
-            **config.model_kwargs,
-        ).to(device)
-        if config.grad_checkpointing:
-            self.model.set_grad_checkpointing()
+        self.model = build_model(config, num_classes).to(device)
         data_config = resolve_data_config(
             {"img_size": config.img_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation},
             model=self.model,
@@ -138,18 +171,7 @@ class Trainer:
         self.augment = BatchAugmentation(config, num_classes, data_config)
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
-        fused = True if config.opt == "adamw" and device.type == "cuda" else None  # one kernel in place of a dozen
-        choices = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
-        self.optimizer = create_optimizer_v2(
-            self.model,
-            opt=config.opt,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            layer_decay=config.layer_decay,
-            **{name: value for name, value in choices.items() if value is not None},
-        )
-        for group in self.optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
-            group["params"].sort(key=torch.Tensor.numel, reverse=True)
+        self.optimizer = build_optimizer(config, self.model)
         self.scheduler, _ = create_scheduler_v2(
             self.optimizer,
             sched=config.sched,
@@ -163,25 +185,20 @@ class Trainer:
         self.precision = autocast(device, config.amp, config.amp_dtype)
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+
         self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck()
         self.label_names = checkpoint.labels_of(class_names(train_set))
-        self.saved_config = dataclasses.asdict(config) | {"num_classes": num_classes}
-        if config.data_dir and Path(config.data_dir).is_dir():  # whoever reads it may be elsewhere
-            self.saved_config["data_dir"] = str(Path(config.data_dir).resolve())
-        try:
-            options_of_checkpoint(self.saved_config, self.folder / "last.pt")
-        except ConfigError as error:
-            raise ConfigError(f"this run's checkpoints could not be read: {error}") from error
+        self.saved_config = options_to_save(config, num_classes, self.folder)
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
+
         models = [self.model] + ([self.ema.module] if self.ema else [])
-        self.evaluator = Evaluator(
-            models, data_config, device, self.precision, 2 * micro_batch if config.cuda_graphs else None
-        )
+        at_once = 2 * micro_batch if config.cuda_graphs else None
+        self.evaluator = Evaluator(models, data_config, device, self.precision, at_once)
         self.gradients = FlatGradients(self.model.parameters())
         self.network = torch.compile(self.model) if config.torchcompile else self.model
         self.fit_to_device(data_config["input_size"], num_classes)
