@@ -124,7 +124,7 @@ def get_sigkill():
 
 def poison(step, rank):
     """Has a process get a NaN in the images of one step."""
-    augmentation, calls = train_imagenet.data.BatchAugmentation, []
+    augmentation, calls = train_imagenet.BatchAugmentation, []
     original = augmentation.__call__
 
     def call(self, images, *place):
