@@ -1,0 +1,159 @@
+"""Writes the measured tables of the README and of docs/benchmarks.md anew from the files in benchmarks/results.
+
+    python benchmarks/tables.py
+
+A table stands behind a comment with its name, `<!-- table: models -->`. The files are those that `scan.py --json` and
+`throughput.py --json` write on an NVIDIA H200; h200_published.json holds what the papers' own code and ours did in one
+process, with a program that is no part of this repository.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import timm
+import torch
+
+import vil  # noqa: F401  registers the models
+from vil.published import published
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/benchmarks.md")
+FAMILIES = {"ViL": "vil_{}", "ViM": "vim_{}", "DeiT": "deit_{}_patch16_224"}
+WEIGHTS = {"vil_tiny": "[from generated images](weights/README.md)"}
+PAPERS = {
+    "vil": "[Liu et al.](https://arxiv.org/abs/2407.14207)",
+    "vim": "[Zhu et al.](https://arxiv.org/abs/2401.09417)",
+}
+
+
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def number(value: float | None) -> str:
+    """One digit behind the point below a thousand, if it is no zero."""
+    if value is None:
+        return "-"
+    return f"{int(value + 0.5)}" if value >= 1000 else f"{value:.1f}".removesuffix(".0")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def scan_beside() -> str:
+    rows = []
+    for scan in results("h200_published")["scans"]:
+        pairs = list(zip(scan["published_us"], scan["ours_us"]))
+        cells = [number(us) for pair in zip(*pairs) for us in pair]
+        rows.append([", ".join(map(str, scan["shape"])), *cells, *(f"{theirs / ours:.1f}" for theirs, ours in pairs)])
+    times = ["forward, times", "backward, times"]
+    return table(["B, D, L", "published forward", "backward", "ours, forward", "backward", *times], rows)
+
+
+def scan() -> str:
+    by_backend: dict = {}
+    for row in results("h200_scan")["rows"]:
+        by_backend.setdefault((row["recurrence"], *row["shape"]), {})[row["backend"]] = row
+    rows = []
+    for (recurrence, *shape), of in by_backend.items():
+        floors = [f"{floor:.2f}" for floor in of["cuda"]["of_fp32_floor"]]
+        us = {backend: [number(of[backend][f"{p}_us"]) for p in ("forward", "backward")] for backend in of}
+        forward, backward = us["cuda"]
+        cells = [forward, floors[0], backward, floors[1], *us["triton"]]
+        rows.append([recurrence, ", ".join(map(str, shape)), *cells])
+    head = ["CUDA forward, us", "of the floor", "backward, us", "of the floor", "Triton forward", "backward"]
+    return table(["recurrence", "B, D, L", *head], rows)
+
+
+def described(model: dict) -> str:
+    return f"{model['task']}, {model['img_size']} pixels, batch {model['batch']}"
+
+
+def models_beside() -> str:
+    rows = []
+    for m in results("h200_published")["models"]:
+        speeds = [m["published_vim"], m["vil"], m["deit"], m["deit_compiled"]]
+        theirs, ours, *others = map(number, speeds)
+        rows.append([f"{m['size']}: {described(m)}", theirs, ours, f"{m['vil'] / m['published_vim']:.1f}", *others])
+    return table(["", "ViM, published code", "ViL", "times", "DeiT", "DeiT compiled"], rows)
+
+
+def models() -> str:
+    rows: dict[str, list[str]] = {}
+    for row in results("h200_models")["rows"]:
+        size = row["model"].split("_")[1]
+        cells = rows.setdefault(f"{size}: {described(row)}", [])
+        cells += [number(row[mode]["images_per_second"]) for mode in ("eager", "graph")]
+        cells.append(f"{row['graph']['peak_gib']:.2f}")
+    head = [f"{family}{what}" for family in FAMILIES for what in (", eager", ", graph", ", GiB")]
+    return table(["", *head], [[label, *cells] for label, cells in rows.items()])
+
+
+def kernels() -> str:
+    rows = [row for row in results("h200_models")["rows"] if "kernel_ms" in row]
+    groups = list(dict.fromkeys(group for row in rows for group in row["kernel_ms"]))
+    cells = [
+        [f"{row['model']}: {described(row)}"]
+        + [f"{row['kernel_ms'][group]:.2f}" if group in row["kernel_ms"] else "" for group in groups]
+        + [f"{row['step_ms']:.2f}"]
+        for row in rows
+    ]
+    return table(["", *groups, "step"], cells)
+
+
+def speed() -> str:
+    rows = []
+    for task, img_size in (("train", 224), ("infer", 224), ("train", 1248)):
+        (m,) = [
+            m
+            for m in results("h200_published")["models"]
+            if (m["size"], m["task"], m["img_size"]) == ("small", task, img_size) and m["batch"] > 1
+        ]
+        speeds = (m["published_vim"], m["vil"], m["deit"], m["deit_compiled"])
+        rows.append([described(m), *map(number, speeds)])
+    return table(["`vil_small`, images/s on one H200", "ViM, published code", "ViL", "DeiT", "DeiT compiled"], rows)
+
+
+def sizes() -> str:
+    """The models of the package. GFLOPs stand in docs/architecture.md, which benchmarks/flops.py prints."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    measured = {r["model"]: r for r in results("h200_models")["rows"] if (r["task"], r["img_size"]) == ("train", 224)}
+    rows = []
+    for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base"):
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in timm.create_model(name).parameters())
+        gflops = re.search(rf"^\| {name} \| [\d.]+ \| ([\d.]+) \|", page, re.M)[1]
+        family, top1 = name[:3], published(name)[0]
+        source = f"{top1}, {PAPERS[family]}" if top1 else "none"
+        weights = WEIGHTS.get(name, "none" if family == "vil" else "its authors' files load")
+        images_per_second = number(measured[name]["graph"]["images_per_second"])
+        rows.append([f"`{name}`", f"{parameters:,}", gflops, images_per_second, weights, source])
+    head = ["", "parameters", "GFLOPs", "training, images/s", "weights", "top-1 on ImageNet-1k, published by"]
+    return table(head, rows)
+
+
+TABLES = {
+    "sizes": sizes, "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
+    "models": models, "kernels": kernels,
+}  # fmt: skip
+
+
+def renewed(page: str) -> str:
+    """A page with its tables from the files."""
+    pattern = r"(<!-- table: ([\w ]+) -->\n)(?:\|.*\n)*"
+    return re.sub(pattern, lambda found: found[1] + TABLES[found[2]](), page)
+
+
+def main() -> None:
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(renewed(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
