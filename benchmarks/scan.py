@@ -17,8 +17,8 @@ import subprocess
 
 import torch
 import triton
-from vil.kernels.scan import operator as gpu
-from vil.kernels.scan.chunks import boundaries
+from vil.kernels.scan import operator
+from vil.kernels.scan.chunks import chunk_state_count
 
 from vil.info import git_commit
 
@@ -85,9 +85,9 @@ def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: t
     tensors.append(-3 * randn(G, D, N, dtype=torch.float32).abs() if recurrence == "selective" else None)
     tensors += [randn(G, D, dtype=torch.float32), randn(G, D, dtype=torch.float32)]
     dy = randn(G, B, L, D)
-    _, states = gpu.scan(backend, recurrence, *tensors, REVERSE, True)
-    forward = microseconds(lambda: gpu.scan(backend, recurrence, *tensors, REVERSE, True))
-    backward = microseconds(lambda: gpu.scan_backward(backend, recurrence, dy, *tensors, states, REVERSE))
+    _, states = operator.scan(backend, recurrence, *tensors, REVERSE, True)
+    forward = microseconds(lambda: operator.scan(backend, recurrence, *tensors, REVERSE, True))
+    backward = microseconds(lambda: operator.scan_backward(backend, recurrence, dy, *tensors, states, REVERSE))
     return forward, backward
 
 
@@ -115,7 +115,7 @@ def floors(recurrence, B, D, L, dtype, bandwidth: float, clock: float) -> list[t
     """Microseconds that issuing the fp32 instructions and moving the bytes take at least, for each pass."""
     G, size = len(REVERSE), dtype.itemsize
     elements, keys = G * B * L * D, G * B * L * STATE_SIZE
-    kept = G * B * D * boundaries(L) * STATE_SIZE * 4
+    kept = G * B * D * chunk_state_count(L) * STATE_SIZE * 4
     per_second = torch.cuda.get_device_properties(0).multi_processor_count * LANES * clock
     forward_bytes = (3 * elements + 2 * keys) * size + kept
     backward_bytes = (5 * elements + 4 * keys) * size + kept

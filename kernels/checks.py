@@ -71,3 +71,11 @@ def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
         passed.add(kind)
 
     return checked
+
+
+def aligned(t: Tensor | None) -> Tensor | None:
+    """As kernels read parameters: without gaps, and from where the widest instruction can."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()

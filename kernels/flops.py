@@ -32,7 +32,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # n
 _logger.setLevel(_level)
 
 from .block import operator as _block  # noqa: E402, F401  defines the operators
-from .scan import chunked as _reference  # noqa: E402, F401
+from .scan import chunked as _chunked  # noqa: E402, F401
 from .scan import operator as _scan  # noqa: E402, F401
 
 FORWARD = 7

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import backends
 from ..cpu.compiler import LANES, Kernel
 from ..scan import cpu_scan as scans
-from ..scan import operator as scan
 
 TAPS = (2, 3, 4)
 REVERSE = (False, True)
@@ -32,13 +32,13 @@ def supports(x_BLC: Tensor, state_size: int) -> bool:
         and x_BLC.device.type == "cpu"
         and x_BLC.dtype == torch.float32
         and x_BLC.numel() > 0
-        and state_size in scan.STATE_SIZES
+        and state_size in backends.STATE_SIZES
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.is_autocast_enabled("cpu")
-        and scan.runs_on_cpus()
+        and backends.backend_for(x_BLC.device) == "cpu"
     )
 
 

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..checks import check, check_choice, check_given, once_a_kind
+from .. import backends
+from ..checks import aligned, check, check_choice, check_given, once_a_kind
 from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
-from ..scan import operator as scan
-from ..scan.chunks import boundaries
-from ..scan.operator import aligned
+from ..scan.chunks import chunk_state_count
 from . import launch as kernels
 from .launch import Weights
 
@@ -53,14 +52,14 @@ torch.library.define(
 
 def supports(x_BLC: Tensor, state_size: int) -> bool:
     """Whether `block` takes this residual stream and this number of states, on this machine."""
-    kind = x_BLC.dtype == FP32 and x_BLC.numel() > 0 and state_size in scan.STATE_SIZES
-    return kind and scan.runs_cuda(x_BLC.device)
+    kind = x_BLC.dtype == FP32 and x_BLC.numel() > 0 and state_size in backends.STATE_SIZES
+    return kind and backends.backend_for(x_BLC.device) == "cuda"
 
 
 def supports_weights(weights: list[Tensor], taps: int, device: torch.device) -> bool:
     """Whether `block` takes these, all of one dtype, and this many taps for a residual stream on this device."""
     dtype = weights[0].dtype
-    kind = dtype in scan.DTYPES and taps in TAPS
+    kind = dtype in backends.DTYPES and taps in TAPS
     return kind and {t.dtype for t in weights} == {dtype} and {t.device for t in weights} == {device}
 
 
@@ -141,10 +140,10 @@ def _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
 
     residual is a row of a table that `check` takes, which begins with it.
     """
-    check_choice("recurrence", recurrence, scan.RECURRENCES)
+    check_choice("recurrence", recurrence, backends.RECURRENCES)
     check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{residual[0]: residual[1]})
     rows, dtype = _DIRECTIONS[recurrence], norm_C.dtype
-    check_choice("the dtype of norm_C,", dtype, scan.DTYPES)
+    check_choice("the dtype of norm_C,", dtype, backends.DTYPES)
     _check_length("directions", directions, len(rows))
     sizes = {"1": 1}
     check(
@@ -158,10 +157,10 @@ def _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
         raise ValueError(f"{residual[0]}, out_proj and step_proj must not be empty")
     if E != 2 * D or P != R + 2 * N:
         raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, not {E} and {P}")
-    check_choice("the number of states in x_proj,", N, scan.STATE_SIZES)
+    check_choice("the number of states in x_proj,", N, backends.STATE_SIZES)
     check_choice("the number of taps in conv,", sizes["K"], TAPS)
-    if D > scan.CHANNELS or E * C > WEIGHTS:
-        limits = f"{scan.CHANNELS} channels and in_proj of {WEIGHTS} elements"
+    if D > backends.CHANNELS or E * C > WEIGHTS:
+        limits = f"{backends.CHANNELS} channels and in_proj of {WEIGHTS} elements"
         raise ValueError(f"the kernels take up to D = {limits}, not {D} and {E * C}")
     return sizes
 
@@ -174,7 +173,7 @@ def _check_length(name: str, tensors: list[Tensor], *lengths: int) -> None:
 def _check_forward(recurrence, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, dtype) -> None:
     residual = "x_BLC", x_BLC, "BLC", FP32
     sizes = _check(recurrence, residual, scale_B, norm_C, in_proj, out_proj, directions)
-    check_choice("dtype", dtype, scan.DTYPES)
+    check_choice("dtype", dtype, backends.DTYPES)
     _check_length("normed", normed, 0, 2)
     sizes["T"] = sizes["B"] * sizes["L"]
     check(sizes, residual, *zip(("normed[0]", "normed[1]"), normed, ("TC", "T"), (dtype, FP32)))
@@ -193,7 +192,7 @@ def _check_backward(
         raise ValueError("dnext_TC is the gradient of next_normed[0], which is not given or has none")
     uz_BLE = saved[0]
     dtype = uz_BLE.dtype
-    check_choice("the dtype of saved[0] (uz),", dtype, scan.DTYPES)
+    check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
     sizes["W"] = kernels.packed_size(*kernels.packed_sizes(out_proj, directions), dtype)
     next_rows = zip(("next_normed[0]", "next_normed[1]"), next_normed, ("tC", "t"), (dtype, FP32))
@@ -203,7 +202,7 @@ def _check_backward(
         found = f"{sizes['M']} and {sizes['U']}"
         need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
         raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, not {found}")
-    sizes.update(T=sizes["B"] * L, S=boundaries(_reads(L, class_token_only)))
+    sizes.update(T=sizes["B"] * L, S=chunk_state_count(_reads(L, class_token_only)))
     check(sizes, residual, *((name, t, layout, own or dtype) for (name, layout, own), t in zip(rows, saved)))
 
 
@@ -428,7 +427,7 @@ def _fake_block(
     if not keep:
         return y_BMC, next_normed, []
     packed = kernels.packed_size(*kernels.packed_sizes(out_proj, directions), dtype)
-    shapes = [(B, L, E), (B, M, D), (2, B, boundaries(H), N, D), (packed,)]
+    shapes = [(B, L, E), (B, M, D), (2, B, chunk_state_count(H), N, D), (packed,)]
     saved = [x_BLC.new_empty(shape, dtype=t) for shape, t in zip(shapes, (dtype, dtype, FP32, dtype))]
     saved += _rates(directions)
     return y_BMC, next_normed, saved + ([] if normed else [t.clone() for t in norm])

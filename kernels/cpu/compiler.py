@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from ..cuda import cache
+from .. import cache
 
 COUNTERS = 2  # the first numbers of a kernel's arguments: next task, next thread
 LANES = 64  # channels of a task: four of the widest vectors, and states of all of them in the first cache

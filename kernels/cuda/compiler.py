@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cache
+from .. import cache
 
 SOURCES = Path(__file__).parents[1]
 OLDEST = (8, 0)

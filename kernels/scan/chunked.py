@@ -97,24 +97,22 @@ class SelectiveStateSpace:
         return dx_GTBD, ddt_GTBD, db_GTBN, dA_GND
 
 
-def longhorn_scan(x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD, reverse: list[bool]) -> Tensor:
-    """y_GBLD of `vil.kernels.longhorn_scan` for G directions, `reverse[g]` running from the last token to the first."""
-    tensors = x_GBLD, beta_logits_GBLD, k_GBLN, q_GBLN, skip_GD, beta_bias_GD
-    x, beta_logits, k, q, skip, beta_bias = _in_state_dtype(tensors)
-    if beta_bias is not None:
-        beta_logits = beta_logits + beta_bias[:, None, None]
-    y_GLBD = _scan("longhorn", *(_as_read(t, reverse) for t in (q, x, beta_logits, k)))
-    return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
+def scan(
+    recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
+    skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: list[bool],
+) -> Tensor:  # fmt: skip
+    """y_GBLD in x's dtype of G directions, of which `reverse[g]` says whether it runs from the last token to the first.
 
-
-def selective_scan(x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bias_GD, reverse: list[bool]) -> Tensor:
-    """y_GBLD of `vil.kernels.selective_scan` for G directions, as above."""
-    tensors = x_GBLD, dt_logits_GBLD, A_GDN, b_GBLN, c_GBLN, skip_GD, dt_bias_GD
-    x, dt_logits, A, b, c, skip, dt_bias = _in_state_dtype(tensors)
-    if dt_bias is not None:
-        dt_logits = dt_logits + dt_bias[:, None, None]
-    A_GND = A.transpose(-1, -2).contiguous()
-    y_GLBD = _scan("selective", *(_as_read(t, reverse) for t in (c, x, F.softplus(dt_logits), b)), A_GND)
+    The arguments are those of `vil::scan`, of any floating-point dtypes. State and sums are in float32, or in float64
+    if x is.
+    """
+    tensors = x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN, A_GDN, skip_GD, step_bias_GD
+    x, step_logits, k, q, A, skip, step_bias = _in_state_dtype(tensors)
+    if step_bias is not None:
+        step_logits = step_logits + step_bias[:, None, None]
+    step = step_logits if A is None else F.softplus(step_logits)
+    A_GND = [] if A is None else [A.transpose(-1, -2).contiguous()]
+    y_GLBD = _scan(recurrence, *(_as_read(t, reverse) for t in (q, x, step, k)), *A_GND)
     return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
 
 

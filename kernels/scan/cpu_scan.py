@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cpu.compiler import LANES, Kernel, unavailable
-from .chunks import CHUNK, boundaries
+from .chunks import CHUNK, chunk_state_count
 
 __all__ = ["backward", "forward", "unavailable"]
 LOG2_E = 1.4426950408889634
@@ -27,10 +27,10 @@ def forward(
     inputs = [_readable(t) for t in (x, logits, k, q)]
     parameters = _parameters(inputs[0], rates, skip, bias)
     y = torch.empty((G, B, L, D), dtype=torch.float32)
-    states = torch.empty((G, B, boundaries(L), N, D) if keep else 0, dtype=torch.float32)
+    states = torch.empty((G, B, chunk_state_count(L), N, D) if keep else 0, dtype=torch.float32)
     _kernel(f"{recurrence}_forward", N, CHUNK).launch(
         G * B * blocks, *_sizes(x, reverse), *_places(inputs), *_addresses(parameters),
-        *_addresses((y, states)), boundaries(L) if keep else 0,
+        *_addresses((y, states)), chunk_state_count(L) if keep else 0,
     )  # fmt: skip
     return y.to(x.dtype), states
 
@@ -53,7 +53,7 @@ def backward(
     )
     _kernel(f"{recurrence}_backward", N, CHUNK).launch(
         tasks, *_sizes(x, reverse), *_places(inputs), *_addresses(parameters), *_places([dy]), states.data_ptr(),
-        boundaries(L), *_addresses((dx, dlogits, dk, dq, drates, dchannels, scratch)), 0,
+        chunk_state_count(L), *_addresses((dx, dlogits, dk, dq, drates, dchannels, scratch)), 0,
     )  # fmt: skip
     per_token = [t.to(x.dtype) for t in (dx, dlogits, dk.sum(0), dq.sum(0))]
     return *per_token, drates if rates is None else drates.sum(0).mT.contiguous(), dchannels.sum(0)

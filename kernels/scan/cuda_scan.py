@@ -11,7 +11,7 @@ from ..cuda import hardware
 from ..cuda.compiler import launch
 from ..cuda.elements import ELEMENT, common_power_of_two, vector_width
 from ..cuda.plan import place, planned
-from .chunks import CHUNK, boundaries
+from .chunks import CHUNK, chunk_state_count
 from .heuristics import (
     SEGMENT_STATES,
     Backward,
@@ -41,7 +41,7 @@ def scan_forward(
     variant, segment_chunks = plan or _choose("forward", recurrence, x, N, vector_width(8, x, logits, k, q) == 8)
     segments = -(-chunks // segment_chunks)
     y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
-    kept = (G, B, boundaries(L), N, D) if keep else 0
+    kept = (G, B, chunk_state_count(L), N, D) if keep else 0
     checkpoints, initial_states = torch.empty(kept, device=x.device, dtype=torch.float32), None
     if segments > 1:
         tensors = x, logits, k, q, rates_GDN, bias_GD

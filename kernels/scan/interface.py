@@ -1,22 +1,21 @@
-"""The public operators: what they compute, the checks on their inputs, and the choice of a backend.
+"""The public functions `longhorn_scan` and `selective_scan`: their checks, and the way to a backend.
 
-Shapes are letters: B batch, L tokens, D channels, N states of a channel, G directions.
+`naive` defines what they compute. B batch, L tokens, D channels, N states of a channel, G directions.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check, check_choice
-from . import chunked as reference
-from . import operator as op
+from ..backends import STATE_SIZES, choose
+from ..checks import check
+from . import chunked, operator
 from .states import scan_with_states
-
-# A backend has `longhorn_scan` and `selective_scan` over stacked directions, as `reference` defines them.
-BACKENDS = {"cuda": op.CUDA, "triton": op.TRITON, "cpu": op.CPU, "reference": reference}
 
 
 def longhorn_scan(
@@ -70,8 +69,9 @@ def longhorn_scan(
         reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
         D=dict(skip=skip_D, beta_bias=beta_bias_D), BDN=dict(initial_state=initial_state),
     )  # fmt: skip
-    scan = _backend(backend, x_BLD, k_BLN.shape[-1], len(reverse)).longhorn_scan
-    return _run("longhorn", scan, tensors, reverse, stacked, return_final_state)
+    x, step_logits, k, q, skip, step_bias, initial = tensors
+    inputs = x, step_logits, k, q, None, skip, step_bias
+    return _scan(backend, "longhorn", inputs, reverse, stacked, initial, return_final_state)
 
 
 def selective_scan(
@@ -126,32 +126,41 @@ def selective_scan(
         reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),
         D=dict(skip=skip_D, dt_bias=dt_bias_D), BDN=dict(initial_state=initial_state),
     )  # fmt: skip
-    scan = _backend(backend, x_BLD, b_BLN.shape[-1], len(reverse)).selective_scan
-    return _run("selective", scan, tensors, reverse, stacked, return_final_state)
+    x, step_logits, A, b, c, skip, step_bias, initial = tensors
+    inputs = x, step_logits, b, c, A, skip, step_bias
+    return _scan(backend, "selective", inputs, reverse, stacked, initial, return_final_state)
 
 
-def _run(recurrence, scan, tensors, reverse, stacked, return_final_state) -> Tensor | tuple[Tensor, Tensor]:
-    *inputs, initial = tensors
-    if initial is None and not return_final_state:
-        y_GBLD = scan(*inputs, reverse)
+def _scan(
+    backend: str, recurrence: str, inputs: tuple[Tensor | None, ...], reverse: list[bool], stacked: bool,
+    initial_GBDN: Tensor | None, return_final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The public functions behind their checks; `inputs` in the order of `vil::scan`."""
+    x_GBLD, _, k_GBLN, *_ = inputs
+    backend = choose(backend, x_GBLD, k_GBLN.shape[-1], len(reverse))
+    run = chunked.scan if backend == "reference" else functools.partial(_on_kernels, backend)
+    if initial_GBDN is None and not return_final_state:
+        y_GBLD = run(recurrence, *inputs, reverse)
         return y_GBLD if stacked else y_GBLD[0]
-    y_GBLD, final = scan_with_states(recurrence, scan, inputs, reverse, initial, return_final_state)
+    y_GBLD, final = scan_with_states(run, recurrence, inputs, reverse, initial_GBDN, return_final_state)
     results = [t if t is None or stacked else t[0] for t in (y_GBLD, final)]
     return tuple(results) if return_final_state else results[0]
 
 
-def _backend(name: str, x: Tensor, state_size: int, directions: int):
-    if name == "auto":
-        if x.device.type == "cpu":
-            # torch.jit.trace knows no lists of bools, which the operator takes
-            reasons = torch.jit.is_tracing() or op.CPU.unsupported(x, state_size, directions)
-            return reference if reasons or not op.runs_on_cpus() else op.CPU
-        return reference if op.AUTO.unsupported(x, state_size, directions) else op.AUTO
-    check_choice("backend", name, ["auto", *BACKENDS])
-    backend = BACKENDS[name]
-    if backend is not reference and (reason := backend.unsupported(x, state_size, directions)):
-        raise ValueError(reason)
-    return backend
+def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, step_bias, reverse: list[bool]) -> Tensor:
+    """y_GBLD by `vil::scan`, whose inputs per token have one dtype and whose state has one of a few sizes."""
+    dtype = x.dtype if x.dtype == step_logits.dtype == k.dtype == q.dtype else torch.float32
+    size = next(n for n in STATE_SIZES if n >= k.shape[-1])
+    inputs = [x.to(dtype), step_logits.to(dtype), _pad(k.to(dtype), size), _pad(q.to(dtype), size)]
+    inputs.append(None if A is None else _pad(A.to(torch.float32).contiguous(), size))
+    inputs += [None if t is None else t.to(torch.float32).contiguous() for t in (skip, step_bias)]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return operator.scan(backend, recurrence, *inputs, reverse, keep)[0].to(x.dtype)
+
+
+def _pad(t: Tensor, state_size: int) -> Tensor:
+    # a state whose key and query are 0 stays 0 and is never read
+    return t if t.shape[-1] == state_size else F.pad(t, (0, state_size - t.shape[-1]))
 
 
 def _stack(reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]):

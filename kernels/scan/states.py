@@ -20,36 +20,37 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """The logits of tokens that write and of those that read, and what keys and x of the former are multiplied by."""
+    """The step logits of tokens that write and of those that read, and what keys and x of the former are times."""
 
     writing: float
     reading: float
-    key: Callable[[Tensor], Tensor]  # of the logit
+    key: Callable[[Tensor], Tensor]  # of the step logit
     x: float
 
 
 TOKENS = {
     "longhorn": Tokens(writing=1e4, reading=0, key=torch.ones_like, x=2),
-    "selective": Tokens(writing=-40, reading=-1e4, key=lambda logit: 1 / F.softplus(logit), x=1),  # dt = 4e-18 and 0
+    # dt = 4e-18 and 0
+    "selective": Tokens(writing=-40, reading=-1e4, key=lambda step_logit: 1 / F.softplus(step_logit), x=1),
 }
 
 
 def scan_with_states(
-    recurrence: str, scan: Callable[..., Tensor], inputs: list[Tensor | None], reverse: list[bool],
+    scan: Callable[..., Tensor], recurrence: str, inputs: tuple[Tensor | None, ...], reverse: list[bool],
     initial_GBDN: Tensor | None, final: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """y_GBLD and, if `final`, the states behind the last token, of a backend's `scan` of `inputs`.
+    """y_GBLD and, if `final`, the states behind the last token (G, B, D, N), by a backend's `scan` of `inputs`.
 
-    These are computed on in float32 at least: the states are among them.
+    Both are computed in float32 at least, as the states are among the tokens.
     """
-    x_GBLD, logits_GBLD, *rates, k_GBLN, q_GBLN, skip_GD, bias_GD = inputs
+    x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN, A_GDN, skip_GD, step_bias_GD = inputs
     (G, B, L, D), N, tokens = x_GBLD.shape, k_GBLN.shape[-1], TOKENS[recurrence]
     dtype = torch.promote_types(x_GBLD.dtype, torch.float32)
-    x, logits, k, q = (t.to(dtype) for t in (x_GBLD, logits_GBLD, k_GBLN, q_GBLN))
-    if bias_GD is not None:
-        logits = logits + bias_GD[:, None, None]
+    x, step_logits, k, q = (t.to(dtype) for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
+    if step_bias_GD is not None:
+        step_logits = step_logits + step_bias_GD[:, None, None]
     if L == 1:
-        y_GBLD, S_GBDN = _step(x, logits, *rates, k, q, initial_GBDN)
+        y_GBLD, S_GBDN = _step(x, step_logits, k, q, A_GDN, initial_GBDN)
         y_GBLD = y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x
         return y_GBLD.to(x_GBLD.dtype), S_GBDN
     unit, zeros = torch.eye(N, dtype=dtype, device=x.device).expand(G, B, N, N), x.new_zeros(G, B, N, D)
@@ -63,12 +64,12 @@ def scan_with_states(
     def in_order(parts: list, backwards: bool) -> Tensor:
         return torch.cat(parts[::-1] if backwards else parts, dim=1)
 
-    stretches = [*ahead, (x, logits, k, q), *behind]
-    x, logits, k, q = (
+    stretches = [*ahead, (x, step_logits, k, q), *behind]
+    x, step_logits, k, q = (
         torch.stack([in_order([t[g] for t in parts], backwards) for g, backwards in enumerate(reverse)])
         for parts in zip(*stretches)
     )
-    y = scan(x, logits, *rates, k, q, skip_GD, None, reverse)
+    y = scan(recurrence, x, step_logits, k, q, A_GDN, skip_GD, None, reverse)
     first = [N * len(behind if backwards else ahead) for backwards in reverse]
     y_GBLD = torch.stack([y[g, :, start : start + L] for g, start in enumerate(first)]).to(x_GBLD.dtype)
     if not final:
@@ -77,17 +78,16 @@ def scan_with_states(
     return y_GBLD, torch.stack(last).mT.contiguous()
 
 
-def _step(x_GB1D, logits_GB1D, *rates_and_keys) -> tuple[Tensor, Tensor]:
+def _step(x_GB1D, step_logits_GB1D, k_GB1N, q_GB1N, A_GDN, S_GBDN) -> tuple[Tensor, Tensor]:
     """y_GB1D without the skip connection, and the state behind the token."""
-    *rates, k_GB1N, q_GB1N, S_GBDN = rates_and_keys
-    x_GBD1, logits_GBD1 = x_GB1D.mT, logits_GB1D.mT
-    if rates:
-        step_GBD1 = F.softplus(logits_GBD1)
-        decay_GBDN = torch.exp(rates[0].to(step_GBD1.dtype).unsqueeze(1) * step_GBD1)
-    else:
-        beta_GBD1 = torch.sigmoid(logits_GBD1)
+    x_GBD1, step_logits_GBD1 = x_GB1D.mT, step_logits_GB1D.mT
+    if A_GDN is None:
+        beta_GBD1 = torch.sigmoid(step_logits_GBD1)
         step_GBD1 = beta_GBD1 / (1 + beta_GBD1 * k_GB1N.square().sum(-1, keepdim=True))
         decay_GBDN = 1 - step_GBD1 * k_GB1N.square()
+    else:
+        step_GBD1 = F.softplus(step_logits_GBD1)
+        decay_GBDN = torch.exp(A_GDN.to(step_GBD1.dtype).unsqueeze(1) * step_GBD1)
     drive_GBDN = step_GBD1 * x_GBD1 * k_GB1N
     S_GBDN = drive_GBDN if S_GBDN is None else decay_GBDN * S_GBDN.to(drive_GBDN.dtype) + drive_GBDN
     return (S_GBDN * q_GB1N).sum(-1).unsqueeze(2), S_GBDN

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import CHUNK, boundaries
+from .chunks import CHUNK, chunk_state_count
 
 PROGRAMS = 1024  # of backward, each with the states of a chunk in memory of its own
 FUSE = True  # a product and a sum in one instruction: Triton's default until 3.9, which warns that 3.10 has another
@@ -296,7 +296,7 @@ def forward(
     (G, B, L, D), N = x.shape, k.shape[-1]
     y, before = torch.empty_like(x), None
     span, segments, block_d = _cut(x, 32)
-    states = x.new_empty((G, B, boundaries(L), N, D) if keep else 0, dtype=torch.float32)
+    states = x.new_empty((G, B, chunk_state_count(L), N, D) if keep else 0, dtype=torch.float32)
     with _on(x.device):
         if segments > 1:
             before = _summarize(recurrence, x, logits, k, q, rates_GDN, bias_GD, reverse, gradients=False)

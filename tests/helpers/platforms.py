@@ -33,7 +33,7 @@ def become(platform: str) -> None:
     for library in ("matplotlib.figure", "timm", "torch.utils.data", "numba"):
         importlib.import_module(library)
     if platform == "win32":
-        importlib.import_module("vil.kernels.cuda.cache").os = SimpleNamespace(name="nt")
+        importlib.import_module("vil.kernels.cache").os = SimpleNamespace(name="nt")
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels.backends import DTYPES, STATE_SIZES
 from vil.kernels.scan import naive
-from vil.kernels.scan import operator as gpu
-from vil.kernels.scan.chunks import boundaries
+from vil.kernels.scan.chunks import chunk_state_count
 
 
 def longhorn_inputs(B, L, D, N, dtype=torch.float64, seed=0):
@@ -53,9 +53,9 @@ class StandIn:
         self.kept, self.state_sizes, self.dtypes = [], [], []
 
     def forward(self, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-        assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*gpu.DTYPES, x.dtype}
+        assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*DTYPES, x.dtype}
         assert x.dtype == logits.dtype == k.dtype == q.dtype
-        assert k.shape[-1] in gpu.STATE_SIZES
+        assert k.shape[-1] in STATE_SIZES
         assert all(type(r) is bool for r in reverse)
         assert isinstance(reverse, list | tuple)
         for parameter in (rates, skip, bias):
@@ -65,7 +65,7 @@ class StandIn:
         self.dtypes.append(x.dtype)
         G, B, L, D = x.shape
         y = self.y(recurrence, [t if t is None else t.double() for t in (x, logits, k, q, rates, skip, bias)], reverse)
-        states = x.new_empty((G, B, boundaries(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
+        states = x.new_empty((G, B, chunk_state_count(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
         return y.to(x.dtype), states
 
     def backward(self, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):

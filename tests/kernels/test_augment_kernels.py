@@ -13,10 +13,9 @@ from PIL import Image, ImageFilter
 from scipy import stats
 from test_cuda import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
-from vil.kernels import augment
+from vil.kernels import augment, cuda
 from vil.kernels.augment import CODES, OPERATIONS
 from vil.kernels.cuda import compiler
-from vil.kernels.scan import operator as gpu
 
 from vil.data import batched_transforms
 from vil.data.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
@@ -48,7 +47,7 @@ def kernels(request, monkeypatch):
 
 def emulate(monkeypatch, launch=emulator.launch):
     monkeypatch.setattr(augment, "launch", launch)
-    monkeypatch.setattr(gpu, "runs_cuda", lambda device: True)
+    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
 
 
 @pytest.fixture(autouse=True)

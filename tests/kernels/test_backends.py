@@ -1,27 +1,22 @@
 """What is around the GPU backends, on a CPU: which one runs, what it is handed, and what becomes of its results."""
 
-import importlib
-import re
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from scans import SCANS, StandIn, exact, longhorn_inputs, outputs_and_gradients, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vil.kernels import cuda, longhorn_scan, selective_scan
-from vil.kernels.scan import chunked as reference
-from vil.kernels.scan import cuda_scan as launch
-from vil.kernels.scan import interface as operators
-from vil.kernels.scan import naive
-from vil.kernels.scan import operator as gpu
+from vil.kernels import backends, cuda, longhorn_scan, selective_scan
+from vil.kernels.scan import naive, operator
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # with which Triton takes tensors on a CPU
     module = StandIn()
-    monkeypatch.setattr(gpu, "_module", lambda backend, device: module)
+    monkeypatch.setattr(operator, "_module", lambda backend, device: module)
     return module
 
 
@@ -134,15 +129,14 @@ def inputs_on_a_gpu(dtype=torch.float32, N=16, L=5, D=3, G=1):
 def test_auto_takes_the_gpu_for_what_its_kernels_take_and_else_the_reference(inputs, reason):
     with FakeTensorMode():
         x, _, k, _ = tensors = inputs_on_a_gpu(**inputs)
-        chosen = operators._backend("auto", x, k.shape[-1], len(x))
-        assert chosen is (gpu.AUTO if reason is None else reference)
-        for name, backend in (("cuda", gpu.CUDA), ("triton", gpu.TRITON)):
+        assert backends.choose("auto", x, k.shape[-1], len(x)) == ("auto" if reason is None else "reference")
+        for name in ("cuda", "triton"):
             if reason is None:
-                assert operators._backend(name, x, k.shape[-1], len(x)) is backend
+                assert backends.choose(name, x, k.shape[-1], len(x)) == name
             else:
                 with pytest.raises(ValueError, match=f"the {name} backend {reason}"):
                     longhorn_scan(*tensors, reverse=[False] * len(x), backend=name)
-        assert operators._backend("reference", x, k.shape[-1], len(x)) is reference
+        assert backends.choose("reference", x, k.shape[-1], len(x)) == "reference"
 
 
 def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
@@ -155,71 +149,59 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
                 longhorn_scan(x, x, k, k, backend=name)
             with pytest.raises(ValueError, match=f"the {name} backend needs tensors on a GPU; x is on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
-        assert operators._backend("auto", x, 4, 1) is gpu.CPU
-    assert operators._backend("triton", x, 4, 1) is gpu.TRITON
+        assert backends.choose("auto", x, 4, 1) == "cpu"
+    assert backends.choose("triton", x, 4, 1) == "triton"
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine look as if it had a GPU: of AMD or not, and with or without what its CUDA kernels need."""
-    gpu._module.cache_clear()
+    """Makes this machine look as if it had a GPU: of AMD or not, with or without what CUDA kernels and Triton need."""
 
-    def look(hip=None, missing=None):
-        gpu._module.cache_clear()
+    def look(hip=None, missing=None, triton=True):
+        backends._backend_for.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(cuda, "unavailable", lambda device: missing)
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace() if triton else None)
 
     yield look
-    gpu._module.cache_clear()
+    backends._backend_for.cache_clear()
 
 
 def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
-    triton = pytest.importorskip("triton") and importlib.import_module("vil.kernels.scan.triton_scan")
     device = torch.device("cuda", 0)
     machine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert gpu._module("auto", device) is gpu._module("cuda", device) is launch
-        assert gpu._module("triton", device) is triton
-    assert gpu.runs_cuda(device)
-    assert not gpu.runs_cuda(torch.device("cpu"))
-    machine(hip="6.2")
-    assert gpu._module("auto", device) is gpu._module("triton", device) is triton
-    assert not gpu.runs_cuda(device)
+        assert [backends.resolve(name, device) for name in ("auto", "cuda", "triton")] == ["cuda", "cuda", "triton"]
+        machine(hip="6.2")
+        assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
     machine(missing="no NVRTC here")
     with pytest.warns(UserWarning, match="no NVRTC here. The triton backend takes over"):
-        assert gpu._module("auto", device) is triton
+        assert backends.backend_for(device) == "triton"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it says so once
-        assert gpu._module("auto", device) is triton
-        assert gpu._module("triton", device) is triton
-        assert not gpu.runs_cuda(device)
+        assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
     with pytest.raises(RuntimeError, match="no NVRTC here"):
-        gpu._module("cuda", device)
+        backends.resolve("cuda", device)
 
 
-def test_the_reference_takes_over_on_a_gpu_without_nvrtc_and_triton(machine, monkeypatch):
+def test_the_reference_takes_over_on_a_gpu_without_nvrtc_and_triton(machine):
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "vil.kernels.scan.triton_scan", None)  # as where Triton is not installed
-    gpu._why_nothing_runs.cache_clear()
-    machine(missing="no NVRTC here")
-    on_gpu = torch.empty(1, 1, 3, 4, device="meta")
-    monkeypatch.setattr(gpu, "_unreachable", lambda backend, device: None)
-    with pytest.warns(UserWarning, match="no NVRTC here") as said:
-        found = operators._backend("auto", on_gpu, 4, 1), gpu.runs_cuda(device)
-    assert found == (reference, False)
-    assert re.search("needs Triton, which cannot be imported: .*. The reference takes over", str(said[-1].message))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it says so once
-        assert operators._backend("auto", on_gpu, 4, 1) is reference
-        assert not gpu.runs_cuda(device)
-    with pytest.raises(RuntimeError, match="the triton backend needs Triton"):
-        gpu._module("triton", device)
-    machine()
-    gpu._why_nothing_runs.cache_clear()
-    assert operators._backend("auto", on_gpu, 4, 1) is gpu.AUTO
-    gpu._why_nothing_runs.cache_clear()
+    machine(missing="no NVRTC here", triton=False)
+    reason = "no NVRTC here; the triton backend needs Triton, which cannot be imported: .*. The reference takes over"
+    with FakeTensorMode():
+        x = inputs_on_a_gpu()[0]
+        with pytest.warns(UserWarning, match=reason):
+            assert backends.choose("auto", x, 16, 1) == "reference"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it says so once
+            assert backends.choose("auto", x, 16, 1) == backends.backend_for(device) == "reference"
+        for name in ("auto", "triton"):
+            with pytest.raises(RuntimeError, match="the triton backend needs Triton"):
+                backends.resolve(name, device)
+        machine()
+        assert backends.choose("auto", x, 16, 1) == "auto"
 
 
 def test_cards_older_than_their_kernels_are_refused_by_name(monkeypatch):
@@ -248,7 +230,7 @@ def test_what_compilers_are_told_of_a_scan(device, monkeypatch):
                 assert (gradient.shape, gradient.dtype) == (t.shape, t.dtype)
         stacked = [t.detach()[None] for t in (x, logits, b, c)]
         for keep, shape in ((True, (1, B, 3, N, D)), (False, (0,))):  # after 64, 128 and 192 tokens
-            y, states = gpu.scan("auto", "longhorn", *stacked, None, None, None, [False], keep)
+            y, states = operator.scan("auto", "longhorn", *stacked, None, None, None, [False], keep)
             assert (y.shape, y.dtype, states.shape, states.dtype) == ((1, B, L, D), x.dtype, shape, fp32)
 
 

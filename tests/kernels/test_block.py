@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from test_cuda import NVRTC, assert_no_spills
 from test_models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
 from torch.utils._pytree import tree_leaves
-from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import naive as reference
 from vil.kernels.block import operator as operator
@@ -476,7 +476,7 @@ def test_the_operator_is_not_taken_without_a_gpu():
 @pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward"])
 def test_a_block_runs_fused_only_with_every_part_as_it_was_built(hook, monkeypatch, plain):
     """What users attach or put in the place of a part has to run."""
-    monkeypatch.setattr(operator.scan, "runs_cuda", lambda device: device.type == "cpu")
+    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda" if device.type == "cpu" else "reference")
     x = torch.randn(2, 5, 16)
 
     def runs_fused(change=lambda block: None, x=x, mixer=LonghornMixer):
@@ -861,7 +861,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     dtype, tolerance, mixer, shape, multiprocessors, hopper, middle, monkeypatch, autocast_on_gpus
 ):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
-    monkeypatch.setattr(operator.scan, "runs_cuda", lambda device: True)
+    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     launched = set()
     for module in (kernels, scan):

@@ -18,12 +18,9 @@ from scans import (
     relative_error,
     selective_inputs,
 )
-from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
-from vil.kernels.scan import chunked as reference
-from vil.kernels.scan import interface as operators
-from vil.kernels.scan import naive
-from vil.kernels.scan import operator as gpu
+from vil.kernels.scan import naive, operator
 
 
 def on_cpu(scan):
@@ -205,7 +202,7 @@ def test_compiles_without_graph_breaks_also_by_default(scan, definition, make_in
 
 def test_operator_registrations():
     x, logits, k, q = (t.detach()[None].requires_grad_() for t in longhorn_inputs(2, 70, 5, 4, torch.float32)[:4])
-    torch.library.opcheck(gpu.scan, ("cpu", "longhorn", x, logits, k, q, None, None, None, [True], True))
+    torch.library.opcheck(operator.scan, ("cpu", "longhorn", x, logits, k, q, None, None, None, [True], True))
 
 
 @SCANS
@@ -319,7 +316,7 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
 
 @pytest.fixture
 def without_numba(monkeypatch):
-    caches = compiler.unavailable, gpu._module, gpu._runs_on_cpus
+    caches = compiler.unavailable, operator._module, backends._backend_for
     find = compiler.importlib.util.find_spec
     monkeypatch.setattr(
         compiler.importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a)
@@ -338,7 +335,7 @@ def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
     assert torch.equal(y, longhorn_scan(x, x, k, k, backend="reference"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert operators._backend("auto", x, 4, 1) is reference
+        assert backends.choose("auto", x, 4, 1) == "reference"
     with pytest.raises(RuntimeError, match="the cpu backend cannot run: numba is missing; `pip install numba`"):
         longhorn_scan(x, x, k, k, backend="cpu")
 
@@ -352,8 +349,8 @@ def test_a_library_that_does_not_load_is_no_backend(monkeypatch):
 
 def test_what_the_kernels_do_not_take_is_of_the_reference():
     x, k = torch.zeros(1, 2, 3), torch.zeros(1, 2, 65)
-    assert operators._backend("auto", x, 64, 1) is gpu.CPU
-    assert operators._backend("auto", x, 65, 1) is operators._backend("auto", x.double(), 4, 1) is reference
+    assert backends.choose("auto", x, 64, 1) == "cpu"
+    assert backends.choose("auto", x, 65, 1) == backends.choose("auto", x.double(), 4, 1) == "reference"
     with pytest.raises(ValueError, match="the cpu backend takes up to 64 states and 63 directions, not 65 and 1"):
         longhorn_scan(x, x, k, k, backend="cpu")
     with pytest.raises(ValueError, match=r"the cpu backend takes float16, bfloat16 and float32; x is torch.float64"):

@@ -13,7 +13,7 @@ import emulator
 import pytest
 import torch
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
-from vil.kernels import longhorn_scan, selective_scan
+from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
@@ -732,13 +732,15 @@ def test_float64_goes_to_the_reference_and_is_refused_by_name():
 @pytest.mark.gpu
 def test_without_nvrtc_triton_takes_over_with_one_warning(monkeypatch):
     inputs = [t.detach().cuda() for t in selective_inputs(1, 5, 4, 4, torch.float32)]
-    gpu._module.cache_clear()
+    for function in (backends._backend_for, gpu._module):
+        function.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
         with pytest.warns(UserWarning, match="NVRTC is missing") as warned:
             y, _ = (selective_scan(*inputs) for _ in range(2))
         with pytest.raises(RuntimeError, match="NVRTC is missing"):
             selective_scan(*inputs, backend="cuda")
-    gpu._module.cache_clear()
+    for function in (backends._backend_for, gpu._module):
+        function.cache_clear()
     assert len(warned) == 1
     assert torch.equal(y, selective_scan(*inputs, backend="triton"))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from vil.kernels.scan import chunked as reference
+from vil.kernels.scan import chunked
 
 FP64 = dict(dtype=torch.float64)
 B, L, C, D, N, R, K = 2, 7, 6, 12, 4, 3, 4  # images, tokens, widths, states, rank, taps
@@ -43,7 +43,9 @@ def steps_of_longhorn(x_LD, logits_LD, k_LN):
 
 def test_longhorns_gradients_in_residual_form_are_those_of_the_definition():
     x, logits, k, q, skip, bias = inputs = leaves((L, D), (L, D), (L, N), (L, N), (D,), (D,))
-    y = reference.longhorn_scan(*(t[None, None] for t in (x, logits, k, q)), skip[None], bias[None], [False])[0, 0]
+    y = chunked.scan("longhorn", *(t[None, None] for t in (x, logits, k, q)), None, skip[None], bias[None], [False])[
+        0, 0
+    ]
     dy = randn(L, D)
     expected = torch.autograd.grad(y, inputs, dy)
     with torch.no_grad():
@@ -67,8 +69,8 @@ def test_longhorns_gradients_in_residual_form_are_those_of_the_definition():
 def test_mambas_gradients_from_the_state_before_and_the_decay_are_those_of_the_definition():
     x, logits, b, c = inputs = leaves((L, D), (L, D), (L, N), (L, N))
     A = (-torch.rand(D, N, **FP64)).requires_grad_()
-    y = reference.selective_scan(
-        x[None, None], logits[None, None], A[None], b[None, None], c[None, None], None, None, [0]
+    y = chunked.scan(
+        "selective", x[None, None], logits[None, None], b[None, None], c[None, None], A[None], None, None, [0]
     )
     dy = randn(L, D)
     expected = torch.autograd.grad(y[0, 0], (*inputs, A), dy)
@@ -195,7 +197,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
     v = F.silu(sums)
     step, k, q = torch.einsum("gbld,gpd->gblp", v, Wx).split((R, N, N), -1)
     logits = torch.einsum("gblr,gdr->gbld", step, Ws)
-    y = reference.longhorn_scan(v, logits, k, q, skip, bias, [False, True])
+    y = chunked.scan("longhorn", v, logits, k, q, None, skip, bias, [False, True])
     m = y.mean(0).view(T, D)
     gated = delta * m * F.silu(z)
     x_next = x + gated @ W_out.T
@@ -212,7 +214,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         dgated, sigma = do @ W_out, torch.sigmoid(z)  # (b)
         dy = (delta * dgated * z * sigma / 2).view(B, L, D)
         dz = delta * dgated * m * sigma * (1 + z * (1 - sigma))
-    y = reference.longhorn_scan(*scanned, [False, True])
+    y = chunked.scan("longhorn", *scanned[:4], None, *scanned[4:], [False, True])
     dv, dlogits, dk, dq, dskip, dbias = torch.autograd.grad(y, scanned, torch.stack([dy, dy]))  # (c)
     with torch.no_grad():
         dp = torch.cat([torch.einsum("gbld,gdr->gblr", dlogits, Ws), dk, dq], -1)  # (d)

@@ -13,6 +13,7 @@ import torch
 from scans import StandIn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from vil.kernels import backends
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
 from vil.kernels.cuda import compiler, hardware
@@ -42,10 +43,10 @@ def random_tensors(seed=0):
 
 def scan_call(recurrence, backend, L):
     G, B, D, N, new = 2, 1 if backend == "triton" else 3, 8, 4, random_tensors()
-    named = dict(backend=backend, recurrence=recurrence, x_GBLD=new(G, B, L, D), logits_GBLD=new(G, B, L, D))
+    named = dict(backend=backend, recurrence=recurrence, x_GBLD=new(G, B, L, D), step_logits_GBLD=new(G, B, L, D))
     named |= dict(k_GBLN=new(G, B, L, N), q_GBLN=new(G, B, L, N))
-    named |= dict(rates_GDN=-new(G, D, N).exp() if recurrence == "selective" else None)
-    return named | dict(skip_GD=new(G, D), bias_GD=new(G, D), reverse=[False, True], keep=True)
+    named |= dict(A_GDN=-new(G, D, N).exp() if recurrence == "selective" else None)
+    return named | dict(skip_GD=new(G, D), step_bias_GD=new(G, D), reverse=[False, True], keep=True)
 
 
 def scan_backward_call(recurrence, backend, L):
@@ -248,16 +249,16 @@ OTHERS = [
     ("scan", dict(reverse=[True])),
     ("scan", dict(reverse=[True] * 3)),
     ("scan", dict(reverse=[True] * 66)),
-    ("scan", dict(rates_GDN=lambda rates: torch.zeros(2, 8, 4) if rates is None else None)),
-    *(("scan", {name: None}) for name in ("x_GBLD", "logits_GBLD", "k_GBLN", "q_GBLN")),
+    ("scan", dict(A_GDN=lambda rates: torch.zeros(2, 8, 4) if rates is None else None)),
+    *(("scan", {name: None}) for name in ("x_GBLD", "step_logits_GBLD", "k_GBLN", "q_GBLN")),
     ("scan_backward", dict(backend="reference")),
     ("scan_backward", dict(recurrence="hippo")),
     ("scan_backward", dict(reverse=[True])),
-    ("scan_backward", dict(rates_GDN=lambda rates: torch.zeros(2, 8, 4) if rates is None else None)),
+    ("scan_backward", dict(A_GDN=lambda rates: torch.zeros(2, 8, 4) if rates is None else None)),
     ("scan_backward", dict(states_GBSND=torch.empty(0))),  # of a forward that was not to keep them
     ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 2, 4, 8))),  # of more tokens
     ("scan_backward", dict(states_GBSND=torch.zeros(2, 3, 1, 8, 4))),
-    *(("scan_backward", {name: None}) for name in ("dy_GBLD", "x_GBLD", "logits_GBLD", "k_GBLN", "states_GBSND")),
+    *(("scan_backward", {name: None}) for name in ("dy_GBLD", "x_GBLD", "step_logits_GBLD", "k_GBLN", "states_GBSND")),
     ("reference_scan", dict(recurrence="hippo")),
     ("reference_scan", dict(q_GLBN=None)),
     ("reference_scan", dict(inputs=lambda inputs: [None, *inputs[1:]])),
@@ -416,7 +417,7 @@ def test_a_skip_and_bias_at_an_odd_address_are_read_by_any_variant(kind, on_a_cp
     call = "scan" if kind == "forward" else "scan_backward"
     named = CALLS[call]("longhorn")
     expected = run(call, named)
-    for name in ("skip_GD", "bias_GD"):
+    for name in ("skip_GD", "step_bias_GD"):
         assert_same(run(call, changed(named, (name, None), LAYOUTS["at an odd address"])), expected)
 
 
@@ -429,7 +430,7 @@ OPTIONS = [
     ("scan by Triton", dict()),
     ("scan_backward", dict()),
     ("scan_backward by Triton", dict()),
-    *(("scan", dict(zip(("x_GBLD", "logits_GBLD", "k_GBLN", "q_GBLN"), sizes))) for sizes in (
+    *(("scan", dict(zip(("x_GBLD", "step_logits_GBLD", "k_GBLN", "q_GBLN"), sizes))) for sizes in (
         [torch.zeros(2, 0, 66, n) for n in (8, 8, 4, 4)], [torch.zeros(2, 3, 0, n) for n in (8, 8, 4, 4)],
         [torch.zeros(2, 3, 64, n) for n in (8, 8, 4, 4)], [torch.zeros(2, 3, 65, n) for n in (8, 8, 4, 4)],
     )),
@@ -566,7 +567,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
 
 @pytest.fixture
 def takes_a_cpu_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(gpu, "runs_cuda", lambda device: device.type == "cpu")
+    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda" if device.type == "cpu" else "reference")
 
 
 @pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
@@ -641,7 +642,7 @@ def in_dtype(call, named, dtype):
     """On the GPU, and in this dtype where that is the caller's choice."""
     named = tree_map_only(torch.Tensor, torch.Tensor.cuda, named)
     if call.startswith("scan"):
-        per_token = ("x_GBLD", "logits_GBLD", "k_GBLN", "q_GBLN", "dy_GBLD")
+        per_token = ("x_GBLD", "step_logits_GBLD", "k_GBLN", "q_GBLN", "dy_GBLD")
         return {name: value.to(dtype) if name in per_token else value for name, value in named.items()}
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])

@@ -8,7 +8,8 @@ import stat
 import time
 
 import pytest
-from vil.kernels.cuda import cache, compiler
+from vil.kernels import cache
+from vil.kernels.cuda import compiler
 
 pytest.importorskip("cuda.bindings")
 EVIL = b"what somebody else wants to be run"

@@ -6,8 +6,7 @@ import pytest
 import torch
 from scans import SCANS, SHAPES, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.scan import chunked as reference
-from vil.kernels.scan import naive
+from vil.kernels.scan import chunked, naive
 
 
 @SCANS
@@ -79,7 +78,7 @@ def test_batch_slices_do_not_change_the_result(scan, definition, make_inputs, mo
     inputs = make_inputs(5, 70, 6, 4)
     expected = outputs_and_gradients(scan, inputs)
     for elements in (1, 24 * 2, 24 * 3):  # one, two and three images of five
-        monkeypatch.setattr(reference, "SLICE_ELEMENTS", elements)
+        monkeypatch.setattr(chunked, "SLICE_ELEMENTS", elements)
         for actual, truth in zip(outputs_and_gradients(scan, inputs), expected):
             assert relative_error(actual, truth) < 1e-13
 
@@ -183,7 +182,7 @@ def test_operator_registrations(scan, definition, make_inputs):
         x, dt, b, c = (t.transpose(1, 2) for t in (*inputs[:2], *inputs[3:5]))
         arguments = ("selective", c, [x, dt, b, inputs[2].transpose(-1, -2)], True)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(), arguments)
-    torch.library.opcheck(reference._scan_forward, arguments)
+    torch.library.opcheck(chunked._scan_forward, arguments)
 
 
 @SCANS

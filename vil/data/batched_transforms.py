@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from ..kernels import augment
+from ..kernels import augment, cuda
 from ..kernels.augment import CODES, OPERATIONS
-from ..kernels.scan import operator as gpu
 
 ARGUMENTS = 6  # of an operation: the affine ones need a matrix, the others one number or none
 
@@ -64,7 +63,7 @@ def crop_resize_flip(
         raise ValueError(f"a crop of {height}x{width} pixels at ({top}, {left}) is not inside of an image of {h}x{w}")
     resized = np.full((len(images), 2), size) if resized is None else resized
     offsets = np.zeros((len(images), 2), dtype=np.int64) if offsets is None else offsets
-    if gpu.runs_cuda(device):
+    if cuda.runs_on(device):
         return augment.crop_resize_flip(images, sizes, boxes, flips, size, interpolation, resized, offsets)
     crops_BCHW = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=device)
     for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
@@ -126,7 +125,7 @@ def apply_operations(
     if blurs.any():
         arguments = arguments.copy()
         arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
-    if gpu.runs_cuda(images.device):
+    if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
     place = np.arange(len(images))  # of each image in the batch as it was given; sorting brings an operation's together
     for turn in range(operations.shape[1]):
@@ -291,7 +290,7 @@ def finish(
     Returns:
         (B, 3, H, W) float32.
     """
-    if gpu.runs_cuda(images.device):
+    if cuda.runs_on(images.device):
         return augment.finish(images, mean, std, erasing, keys, mode, mixing, partners)
     device, (height, width) = images.device, images.shape[-2:]
     shift, scale = (torch.tensor([255 * value for value in of], device=device).view(3, 1, 1) for of in (mean, std))
