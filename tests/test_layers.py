@@ -9,8 +9,9 @@ from processes import ROOT
 
 # lowest first; a module may import those of its own room, and of rooms on the lines before
 LAYERS = """
-    vil.kernels.checks vil.kernels.cuda
-    vil.kernels.cpu
+    vil.kernels.checks vil.kernels.cache
+    vil.kernels.cuda vil.kernels.cpu
+    vil.kernels.backends
     vil.kernels.scan vil.kernels.augment
     vil.kernels.block
     vil.kernels
