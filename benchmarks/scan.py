@@ -1,36 +1,34 @@
 """Times the scan, both directions of a block in one call, against the published kernels and this GPU's floors.
 
-    python benchmarks/scan.py                        # every published shape and GPU backend
+    python benchmarks/scan.py --json benchmarks/results/h200_scan.json     # then benchmarks/tables.py
     python benchmarks/scan.py --shapes 4,768,1025 --backends cuda --dtype float16
 
 Forward and backward are captured in a CUDA graph and its replays timed with events; the median is printed in
-microseconds. `forward` is what training runs: it checkpoints states for backward. `backward` ends with the gradients of
+microseconds. `forward` is what training runs: it saves states for backward. `backward` ends with the gradients of
 every input. `times` is what the papers' own kernels took on an H200, two calls, one for each direction, over this.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import subprocess
+import sys
+from pathlib import Path
 
 import torch
 import triton
+from tables import results, write_results
 from vil.kernels.scan import operator
 from vil.kernels.scan.chunks import chunk_state_count
 
 from vil.info import git_commit
 
-# (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward. Longhorn's are of one
-# process with ours at 337b6d5, as CUDA graphs, the gradient of the keys finished but at 128, 384, 197.
+# (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
 PUBLISHED = {
-    "longhorn": {
-        (128, 384, 197): (919, 1687),
-        (128, 768, 197): (1818, 3388),
-        (1, 768, 197): (30.5, 119),
-        (8, 768, 6085): (2706, 7243),
-    },
+    "longhorn": {tuple(scan["shape"]): tuple(scan["published_us"]) for scan in results("h200_published")["scans"]},
     "selective": {
         (128, 384, 197): (772, 2465),
         (128, 768, 197): (1516, 4820),
@@ -51,26 +49,42 @@ def main() -> None:
     parser.add_argument("--backends", nargs="*", default=["cuda", "triton"])
     parser.add_argument("--recurrences", nargs="*", default=["longhorn", "selective"])
     parser.add_argument("--dtype", default="bfloat16")
-    args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
+    parser.add_argument("--json", type=Path, help="write every result to this file, for tables.py")
+    options = parser.parse_args()
 
     bandwidth, clock = copy_bandwidth(), max_clock()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {cuda_core()}")
-    print(f"Python {platform.python_version()}, commit {git_commit()}, {args.dtype}, N = {STATE_SIZE}, both directions")
-    print(f"floors: copy {bandwidth / 1e12:.2f} TB/s as measured here, fp32 issue at the maximal {clock / 1e9:.2f} GHz")
-    print()
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {cuda_core()}"
+    print(f"{device}\nPython {platform.python_version()}, commit {git_commit()}, {options.dtype}, N = {STATE_SIZE}")
+    print(
+        f"floors: copy {bandwidth / 1e12:.2f} TB/s as measured here, fp32 issue at the maximal {clock / 1e9:.2f} GHz\n"
+    )
     columns = [f"{name}, us | times | of fp32 floor | of byte floor" for name in ("forward", "backward")]
     print(f"| recurrence | B, D, L | backend | {' | '.join(columns)} |\n|{' --- |' * 11}")
-    for recurrence in args.recurrences:
-        for shape in args.shapes or PUBLISHED[recurrence]:
-            for backend in args.backends:
-                times = time_backend(backend, recurrence, *shape, dtype)
-                cells = [recurrence, ", ".join(map(str, shape)), backend]
-                published = PUBLISHED[recurrence].get(shape, (None, None))
-                for us, theirs, floor in zip(times, published, floors(recurrence, *shape, dtype, bandwidth, clock)):
-                    cells += [f"{us:.1f}", f"{theirs / us:.1f}" if theirs else "-"]
-                    cells += [f"{least / us:.2f}" for least in floor]
-                print(f"| {' | '.join(cells)} |", flush=True)
+    rows = []
+    for recurrence in options.recurrences:
+        for shape, backend in itertools.product(options.shapes or PUBLISHED[recurrence], options.backends):
+            rows.append(measure(recurrence, shape, backend, getattr(torch, options.dtype), bandwidth, clock))
+            print(line(rows[-1]), flush=True)
+    if options.json:
+        write_results(options.json, rows, device=device, commit=git_commit(), command=" ".join(sys.argv))
+
+
+def measure(recurrence, shape, backend, dtype, bandwidth: float, clock: float) -> dict:
+    times = time_backend(backend, recurrence, *shape, dtype)
+    issue, moved = zip(*floors(recurrence, *shape, dtype, bandwidth, clock))
+    found = dict(recurrence=recurrence, shape=list(shape), backend=backend)
+    found |= {f"{name}_us": round(us, 1) for name, us in zip(("forward", "backward"), times)}
+    found["of_fp32_floor"] = [round(least / us, 2) for least, us in zip(issue, times)]
+    return found | {"of_byte_floor": [round(least / us, 2) for least, us in zip(moved, times)]}
+
+
+def line(row: dict) -> str:
+    cells = [row["recurrence"], ", ".join(map(str, row["shape"])), row["backend"]]
+    published = PUBLISHED[row["recurrence"]].get(tuple(row["shape"]), (None, None))
+    for i, us in enumerate((row["forward_us"], row["backward_us"])):
+        times = f"{published[i] / us:.1f}" if published[i] else "-"
+        cells += [f"{us:.1f}", times, f"{row['of_fp32_floor'][i]:.2f}", f"{row['of_byte_floor'][i]:.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def time_backend(backend: str, recurrence: str, B: int, D: int, L: int, dtype: torch.dtype) -> tuple[float, float]:

@@ -17,11 +17,17 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models
+from vil.files import write_atomically
 from vil.published import published
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/benchmarks.md")
 FAMILIES = {"ViL": "vil_{}", "ViM": "vim_{}", "DeiT": "deit_{}_patch16_224"}
+PROFILED = {
+    ("vil_small", "train", 224, 128), ("deit_small_patch16_224", "train", 224, 128), ("vil_tiny", "train", 224, 128),
+    ("vil_small", "infer", 224, 256), ("vil_small", "infer", 224, 1), ("vil_small", "infer", 1248, 8),
+    ("deit_small_patch16_224", "infer", 1248, 8), ("vil_small", "train", 1248, 4),
+}  # fmt: skip
 WEIGHTS = {"vil_tiny": "[from generated images](weights/README.md)"}
 PAPERS = {
     "vil": "[Liu et al.](https://arxiv.org/abs/2407.14207)",
@@ -31,6 +37,18 @@ PAPERS = {
 
 def results(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def write_results(path: Path, rows: list[dict], **head: object) -> None:
+    """A file of results with a line for each row, to be read and compared by people."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    fields = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, f'{{\n{fields} "rows": [\n{lines}\n ]\n}}\n')
+
+
+def measured_models() -> list[dict]:
+    return results("h200_models")["rows"] + results("h200_base")["rows"]
 
 
 def number(value: float | None) -> str:
@@ -85,7 +103,7 @@ def models_beside() -> str:
 
 def models() -> str:
     rows: dict[str, list[str]] = {}
-    for row in results("h200_models")["rows"]:
+    for row in measured_models():
         size = row["model"].split("_")[1]
         cells = rows.setdefault(f"{size}: {described(row)}", [])
         cells += [number(row[mode]["images_per_second"]) for mode in ("eager", "graph")]
@@ -95,7 +113,7 @@ def models() -> str:
 
 
 def kernels() -> str:
-    rows = [row for row in results("h200_models")["rows"] if "kernel_ms" in row]
+    rows = [row for row in measured_models() if (row["model"], row["task"], row["img_size"], row["batch"]) in PROFILED]
     groups = list(dict.fromkeys(group for row in rows for group in row["kernel_ms"]))
     cells = [
         [f"{row['model']}: {described(row)}"]
@@ -122,7 +140,7 @@ def speed() -> str:
 def sizes() -> str:
     """The models of the package. GFLOPs stand in docs/architecture.md, which benchmarks/flops.py prints."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    measured = {r["model"]: r for r in results("h200_models")["rows"] if (r["task"], r["img_size"]) == ("train", 224)}
+    measured = {r["model"]: r for r in measured_models() if (r["task"], r["img_size"]) == ("train", 224)}
     rows = []
     for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base"):
         with torch.device("meta"):

@@ -24,15 +24,3 @@ import throughput
 )
 def test_a_kernel_counts_in_one_group(kernel, group):
     assert throughput.group_of(kernel) == group
-
-
-def test_a_goal_needs_the_speed_and_the_memory_in_the_same_mode():
-    case = throughput.CASES[0]
-
-    def verdict(*speed_and_memory):
-        results = [throughput.Result("vil_small", case, "eager", *pair) for pair in speed_and_memory]
-        return throughput.row(results).split("|")[-3].strip()
-
-    assert verdict((3500, 4.5)) == "3400 / 4.84: yes"
-    assert verdict((3300, 4.5)) == "3400 / 4.84: NO"
-    assert verdict((3500, 4.9), (3300, 4.5)) == "3400 / 4.84: NO"
