@@ -55,6 +55,7 @@ from vil.kernels import longhorn_scan, selective_scan
 
 from research.causal_conv import silu_of_causal_conv
 from vil.block import LonghornDirection, MambaDirection
+from vil.evaluation.comparison import markdown_table
 from vil.files import write_atomically
 from vil.info import git_commit
 from vil.training.gradients import FlatGradients
@@ -247,7 +248,7 @@ class Run:
     """One training run: its settings, which are its key, and what came out after each epoch.
 
     `accuracy` is that of all queries of the test sequences, in percent; `loss` the mean of the training steps and
-    `gradient_norm` the largest of them before clipping, None where it was not finite.
+    `gradient_norm` the largest of theirs, None where it was not finite.
     """
 
     mixer: str
@@ -262,10 +263,7 @@ class Run:
     test_examples: int
     weight_decay: float
     stop_at: float
-    warmup: float = 0.0
-    clip: float | None = None
     precision: str = "bf16"
-    vocabulary: int = VOCABULARY
     parameters: int = 0
     accuracy: list[float] = field(default_factory=list)
     loss: list[float | None] = field(default_factory=list)
@@ -292,19 +290,16 @@ class Run:
         return self.train_examples * self.epochs * self.length * self.width
 
     def __str__(self) -> str:
-        changed = "".join(f", {name} {getattr(self, name)}" for name in ("warmup", "clip") if getattr(self, name))
-        return f"{self.mixer}, T {self.length}, width {self.width}, lr {self.lr:g}, seed {self.seed}{changed}"
+        return f"{self.mixer}, T {self.length}, width {self.width}, lr {self.lr:g}, seed {self.seed}"
 
 
 SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("parameters")]
 
 
 @functools.cache
-def shared_examples(
-    count: int, length: int, pairs: int, seed: int, device: torch.device, vocabulary: int
-) -> tuple[Tensor, Tensor]:
+def shared_examples(count: int, length: int, pairs: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """What `recall_examples` returns, made once for all runs of a process."""
-    examples = recall_examples(count, length, pairs, seed, device, vocabulary)
+    examples = recall_examples(count, length, pairs, seed, device)
     if device.type == "cuda":
         torch.cuda.synchronize()  # all streams read them
     return examples
@@ -313,7 +308,7 @@ def shared_examples(
 def examples_of(run: Run, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
     """What the run trains on, and what it is tested on."""
     counts = (run.train_examples, DATA_SEED), (run.test_examples, DATA_SEED + 1)
-    return tuple(shared_examples(count, run.length, run.pairs, seed, device, run.vocabulary) for count, seed in counts)
+    return tuple(shared_examples(count, run.length, run.pairs, seed, device) for count, seed in counts)
 
 
 class Training:
@@ -328,7 +323,7 @@ class Training:
             self.generator = torch.Generator(device)
             torch.cuda.default_generators[device.index].graphsafe_set_state(self.generator)
         torch.manual_seed(run.seed)
-        self.model = RecallModel(run.mixer, run.width, run.length, run.vocabulary).to(device)
+        self.model = RecallModel(run.mixer, run.width, run.length).to(device)
         run.parameters = sum(p.numel() for p in self.model.parameters())
         self.loss_of, zero = RecallModel.loss, functools.partial(torch.zeros, (), device=device)
         if device.type == "cuda":
@@ -356,8 +351,6 @@ class Training:
         self.gradients.zero()
         self.gradients.add(loss)
         norm = self.gradients.norm()
-        if self.run.clip is not None:
-            self.gradients.flat.mul_((self.run.clip / norm).clamp(max=1))
         self.optimizer.step()
         self.total_loss.add_(loss.detach())
         self.largest_norm.copy_(torch.maximum(self.largest_norm, norm))
@@ -381,16 +374,13 @@ class Training:
         return step
 
     def begin_epoch(self, epoch: int) -> None:
-        self.rate.fill_(self.epoch_rate(epoch))
+        self.rate.fill_(self.run.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.run.epochs)))
         for sums in (self.first, self.total_loss, self.largest_norm):
             sums.zero_()
 
     def begin_turn(self, step: int) -> None:
         """Dropout from here on follows from the run and the step, whatever others have drawn in their turns."""
         self.generator.manual_seed(1_000_003 * self.run.seed + step)
-
-    def epoch_rate(self, epoch: int) -> float:
-        return self.run.lr * 0.5 * (1 + math.cos(math.pi * epoch / self.run.epochs))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
@@ -452,11 +442,6 @@ def train(
         for i in range(steps):
             if i % STEPS_A_TURN == 0:
                 training.begin_turn(epoch * steps + i)
-            done = (epoch * steps + i + 1) / steps
-            if done <= run.warmup:
-                training.rate.fill_(training.epoch_rate(epoch) * done / run.warmup)
-            elif done - 1 / steps < run.warmup:
-                training.rate.fill_(training.epoch_rate(epoch))
             training.step()
             if (i + 1) % STEPS_A_TURN == 0:
                 before, turn = turn, queued(device)
@@ -586,30 +571,6 @@ def write(runs: list[Run], path: Path) -> None:
     write_atomically(path, json.dumps({"runs": [asdict(run) for run in runs]}, allow_nan=False) + "\n")
 
 
-def best(runs: list[dict]) -> dict[tuple[int, str, int], dict]:
-    """Of the runs of a width, mixer and length, the one that ended with the highest accuracy."""
-    kept: dict[tuple[int, str, int], dict] = {}
-    for run in sorted(runs, key=lambda run: run["accuracy"][-1]):
-        kept[run["width"], run["mixer"], run["length"]] = run
-    return kept
-
-
-def markdown(runs: list[dict]) -> str:
-    """Test accuracy by length, a row for each width and mixer, and the learning rate that gave it."""
-    kept = best(runs)
-    lengths = sorted({length for *_, length in kept})
-    pairs = {run["length"]: run["pairs"] for run in runs}
-    head = ["width", "mixer", "parameters", *(f"T {length}, {pairs[length]} pairs" for length in lengths)]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
-    for width, mixer in sorted({key[:2] for key in kept}, key=lambda key: (key[0], list(MIXERS).index(key[1]))):
-        row = [kept.get((width, mixer, length)) for length in lengths]
-        cells = [f"{run['accuracy'][-1]:.1f} ({run['lr']:g})" if run else "-" for run in row]
-        counts = [run["parameters"] for run in row if run]
-        parameters = " to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)}))
-        lines.append("| " + " | ".join([str(width), mixer, parameters, *cells]) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def experiments(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs that differ in the mixer, the learning rate and the seed alone, by what sets them apart from the others."""
     free = ("mixer", "lr", "seed")
@@ -631,7 +592,7 @@ def shares(runs: list[Run]) -> str:
 
     head = ["mixer", "learning rate", "runs", "median %", "best %", f"above {LEARNED:g}% (95% interval of the share)",
             "finite", "epochs"]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    table = [head]
     for mixer in MIXERS:
         of_mixer = [run for run in runs if run.mixer == mixer]
         rates = sorted({run.lr for run in of_mixer})
@@ -643,8 +604,8 @@ def shares(runs: list[Run]) -> str:
             cells = [mixer, "all" if rate is None else f"{rate:g}", str(n), f"{statistics.median(ends):.1f}",
                      f"{max(ends):.1f}", f"{learned(some)} ({100 * low:.0f} to {100 * high:.0f}%)",
                      str(sum(run.finite for run in some)), " to ".join(map(str, epochs))]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            table.append(cells)
+    return markdown_table(table)
 
 
 def verdict(runs: list[Run]) -> str:
@@ -710,8 +671,6 @@ def main() -> None:
     parser.add_argument("--train-examples", type=int, default=100_000)
     parser.add_argument("--test-examples", type=int, default=3_000)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--warmup", type=float, default=0.0, metavar="EPOCHS", help="linear, by steps")
-    parser.add_argument("--clip", type=float, metavar="NORM", help="largest norm of the gradient")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of products and activations")
     parser.add_argument("--stop-at", type=float, default=99.0, help="accuracy in percent above which a run ends")
     parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
@@ -747,19 +706,8 @@ def main() -> None:
 
 def run_all(options: argparse.Namespace, finished: list[Run]) -> None:
     """Runs what the options ask for and `finished` lacks, and adds it there."""
-    shared = {
-        name: getattr(options, name)
-        for name in (
-            "epochs",
-            "train_examples",
-            "test_examples",
-            "weight_decay",
-            "warmup",
-            "clip",
-            "precision",
-            "stop_at",
-        )
-    }
+    names = ("epochs", "train_examples", "test_examples", "weight_decay", "stop_at", "precision")
+    shared = {name: getattr(options, name) for name in names}
     runs = [
         Run(mixer, length, width, lr, seed, options.pairs or PAIRS[length], options.batch or BATCH[length], **shared)
         for mixer in options.mixers for length in options.lengths for width in options.widths

@@ -6,7 +6,7 @@
 
 Every run is `train_imagenet.py` with the same config, budget and recipe; what counts is the accuracy after the last
 epoch. A seed decides the initial weights, the order of the images and how they are augmented. The models are compared
-by the paired t-test over the seeds.
+by the paired t-test over the seeds, and by Welch's, as seeds pair little: models of one seed share the order of images.
 
 With `--folder` the runs are kept there: called again, it goes on where it was stopped (by `--minutes`, Ctrl-C, SIGTERM
 or a lost machine), with what is missing of each run and with the runs that are missing. `--test-split` has the last
@@ -38,7 +38,7 @@ from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import mean, median, stdev
+from statistics import median
 from tarfile import TarInfo
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,10 +46,10 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from scipy.stats import ttest_rel
 from timm.data import resolve_data_config
 
 import vil  # noqa: F401  registers the models
+from research.compare import listed, paired, spread, welch
 from vil.config import ConfigError, load_config
 from vil.data.loaders import evaluation_loader
 from vil.data.splits import open_split
@@ -73,25 +73,28 @@ CURVES = (
 EVALUATED_AT_ONCE = 250
 
 
-def main() -> None:
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The study's options, and those that it hands to train_imagenet.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
-    parser.add_argument("--data-dir", help="of the images (default: the config's), wherever they are now")
-    parser.add_argument("--models", nargs="+", default=MODELS, help="the first is compared with the others")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs at a time, each with GPUs of its own where there are as many"
-    )
-    parser.add_argument("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
-    parser.add_argument("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
-    parser.add_argument("--earlier", type=Path, help="--out of a call before, whose runs are added and not done again")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
-    parser.add_argument("--test-split", help="judges all runs on this split of the data")
-    parser.add_argument("--out", type=Path, help="JSON of all runs; the predictions go beside it")
-    parser.add_argument("--plot", type=Path, help="PNG of the accuracy by epoch and by a model's time of training")
-    options, training_options = parser.parse_known_args()
-    deadline = Deadline(options.minutes)
+    add = parser.add_argument
+    add("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
+    add("--data-dir", help="of the images (default: the config's), wherever they are now")
+    add("--models", nargs="+", default=MODELS, help="the first is compared with the others")
+    add("--seeds", type=int, default=5, help="how many, from 0")
+    add("--jobs", type=int, default=1, help="runs at a time, each with GPUs of its own where there are as many")
+    add("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
+    add("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
+    add("--earlier", type=Path, help="--out of a call before, whose runs are added and not done again")
+    add("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
+    add("--test-split", help="judges all runs on this split of the data")
+    add("--out", type=Path, help="JSON of all runs; the predictions go beside it")
+    add("--plot", type=Path, help="PNG of the accuracy by epoch and by a model's time of training")
+    return parser.parse_known_args()
 
+
+def main() -> None:
+    options, training_options = parse_arguments()
+    deadline = Deadline(options.minutes)
     words = [*training_options, *(["--data-dir", options.data_dir] if options.data_dir else [])]
     train_set, val_set, test_set = open_splits(options.config, words, options.test_split)
     recipe = dict(
@@ -115,8 +118,17 @@ def main() -> None:
             parts.append(judge(folder, new, test_set))
     models = [*dict.fromkeys(run["model"] for run in [*runs, *new])]
     runs = sorted([*runs, *new], key=lambda run: (models.index(run["model"]), run["seed"]))
-    if options.test_split and runs:
-        predictions = joined(parts, [name_of(*job_of(run)) for run in runs])
+    publish(runs, parts, options, study)
+    if missing := [name_of(*job) for job in jobs if job not in map(job_of, runs)]:
+        how = "the same command goes on" if options.folder else "without --folder nothing of them is kept"
+        print(f"not done yet: {', '.join(missing)}; {how}", file=sys.stderr)
+        sys.exit(PREEMPTED)
+
+
+def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.Namespace, study: dict) -> None:
+    """Prints the tables, and writes the files that the options name; `parts` are predictions of all runs."""
+    predictions = joined(parts, [name_of(*job_of(run)) for run in runs]) if options.test_split and runs else None
+    if predictions:
         for run, right in zip(runs, predictions.right_NM.T):
             run["top1"] = 100 * float(right.mean())
     machine = dict(
@@ -124,19 +136,15 @@ def main() -> None:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, processes=options.processes,
         jobs=options.jobs,
     )  # fmt: skip
-    print(machine | dict(options=training_options), "\n\n" + report(runs))
-    if options.test_split and runs:
+    print(machine | dict(options=study["options"]), "\n\n" + report(runs))
+    if predictions:
         print(compare_images(runs, predictions))
     if options.out and runs:
         write_atomically(options.out, json.dumps(machine | study | dict(runs=runs), indent=1) + "\n")
-        if options.test_split:
+        if predictions:
             predictions.write(predictions_of(options.out))
     if options.plot and runs:
         write_atomically(options.plot, plot(runs))
-    if missing := [name_of(*job) for job in jobs if job not in map(job_of, runs)]:
-        how = "the same command goes on" if options.folder else "without --folder nothing of them is kept"
-        print(f"not done yet: {', '.join(missing)}; {how}", file=sys.stderr)
-        sys.exit(PREEMPTED)
 
 
 class Deadline:
@@ -422,39 +430,24 @@ def epoch_seconds(runs: list[dict[str, Any]]) -> float:
     return median(run["epoch_seconds"] for run in runs)
 
 
+def top1_by_seed(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """The top-1 of every model and seed, models in their order."""
+    models = dict.fromkeys(run["model"] for run in runs)
+    return {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
+
+
 def report(runs: list[dict[str, Any]]) -> str:
-    """Markdown: mean and deviation of every model over the seeds, and its paired difference to the first model."""
-    models = list(dict.fromkeys(run["model"] for run in runs))
-    top1 = {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
-    head = [
-        "model",
-        "parameters",
-        "top-1 %, mean ± deviation",
-        "seeds",
-        "s an epoch",
-        f"{models[0]} less this (95% interval)" if models else "",
-    ]
-    table = [head]
+    """Markdown: every model's mean and deviation over the seeds, and the first model's mean less that of each other."""
+    top1 = top1_by_seed(runs)
+    first = next(iter(top1), "")
+    less = f"{first} less this (95% interval), paired by seed"
+    table = [["model", "parameters", "top-1 %, mean ± deviation", "seeds", "s an epoch", less, "unpaired (Welch)"]]
     for model, by_seed in top1.items():
         own = [run for run in runs if run["model"] == model]
-        values, difference = list(by_seed.values()), ""
-        shared = sorted(by_seed.keys() & top1[models[0]].keys())
-        if model != models[0] and len(shared) > 1:
-            first, second = ([top1[name][seed] for seed in shared] for name in (models[0], model))
-            test = ttest_rel(first, second)
-            low, high = test.confidence_interval()
-            difference = f"{mean(first) - mean(second):+.2f} ({low:+.2f} to {high:+.2f}), p = {test.pvalue:.3g}"
-        deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-        listed = " ".join(f"{value:.2f}" for value in values)
-        row = [
-            model,
-            f"{own[0]['parameters']:,}",
-            f"{mean(values):.2f}{deviation}",
-            listed,
-            f"{epoch_seconds(own):.2f}",
-            difference,
-        ]
-        table.append(row)
+        found = [test(top1[first], by_seed) if model != first else None for test in (paired, welch)]
+        row = [model, f"{own[0]['parameters']:,}", spread(by_seed.values()), listed(by_seed.values())]
+        differences = [f"{gap}, p = {gap.p_value:.2g}" if gap else "" for gap in found]
+        table.append([*row, f"{epoch_seconds(own):.2f}", *differences])
     return markdown_table(table)
 
 

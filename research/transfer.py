@@ -5,7 +5,8 @@
 A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
 one budget and recipe (research/configs/transfer.yaml): they differ in the start alone. What counts is the top-1 of the
 weights' average after the last epoch. Beside that a logistic regression reads frozen features, the pooled class token:
-of the weights, of random ones, and, in place of features, the 64 pixels.
+of the weights, of random ones, and, in place of features, the 64 pixels; a support vector machine with an RBF kernel
+reads the pixels as well.
 
 A seed draws the training images, and decides the initial weights and the order and augmentation of the images. The 450
 images that are reported on are always the same. Nothing is chosen on them: the learning rate, and the penalty of the
@@ -36,20 +37,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import yaml
-from scipy.stats import ttest_rel
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVC
 from timm.data import create_transform, resolve_data_config
 
+from research.compare import holm, listed, paired, spread
 from research.seeds import ROOT, processor
 from vil.config import Config, load_config
 from vil.data.digits import picture, split_digits, write_digits
@@ -67,11 +69,11 @@ from train_imagenet import DivergenceError, Trainer
 
 SCRATCH, FINE_TUNED = "from scratch", "fine-tuned"
 PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS = "linear, features", "linear, features of random weights", "linear, pixels"
+KERNEL_MACHINE = "RBF kernel, pixels"
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
-PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the logistic regression: the larger, the weaker the penalty
-SETTINGS = {
-    SCRATCH: RATES, FINE_TUNED: RATES, PROBE: PENALTIES, PROBE_OF_RANDOM: PENALTIES, PROBE_OF_PIXELS: PENALTIES,
-}  # fmt: skip
+PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)  # C of the classifiers: the larger, the weaker the penalty
+SETTINGS = dict.fromkeys((SCRATCH, FINE_TUNED), RATES)
+SETTINGS |= dict.fromkeys((PROBE, PROBE_OF_RANDOM, PROBE_OF_PIXELS, KERNEL_MACHINE), PENALTIES)
 COMPARED = ((FINE_TUNED, SCRATCH), (PROBE, PROBE_OF_RANDOM), (PROBE, PROBE_OF_PIXELS))
 CHOICE_SEEDS = (100, 101)  # on which settings are chosen, and nothing is reported
 EPOCH = 800  # training files: copies of the few images
@@ -157,7 +159,7 @@ def main() -> None:
     )  # fmt: skip
     results = Results(options.out, about, machine)
     with TemporaryDirectory(dir=fast_folder(options.jobs)) as folder, processes(options.jobs) as pool:
-        probe = functools.partial(linear_probe, Features(config, str(options.weights), device))
+        probe = functools.partial(classify, Features(config, str(options.weights), device))
         training = functools.partial(train, words, str(options.weights.resolve()), folder)
         for seeds, rehearse in ((CHOICE_SEEDS, True), (range(options.seeds), False)):
             runs = [
@@ -178,7 +180,7 @@ def main() -> None:
                 if run not in trained:
                     results.add(run, probe(run))
             results.write()
-    print(f"{results.seconds:.0f} s\n\n{report(results.rows)}")
+    print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
 
 
 def fast_folder(jobs: int) -> str | None:
@@ -250,7 +252,7 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
 
 
 class Features:
-    """What a linear model reads of all digits: (1797, C) for each way of `linear_probe`.
+    """What a classifier reads of all digits: (1797, C) for each way of `classify`.
 
     Args:
         config: The options of the runs, for the model and what is done to an image before it.
@@ -263,7 +265,7 @@ class Features:
         self.digits, self.known = load_digits(), {}
 
     def __call__(self, way: str, seed: int) -> np.ndarray:
-        if way == PROBE_OF_PIXELS:
+        if way in (PROBE_OF_PIXELS, KERNEL_MACHINE):
             return self.digits.data
         key = (way, seed if way == PROBE_OF_RANDOM else None)
         if key not in self.known:
@@ -292,13 +294,16 @@ class Features:
         return iter(self.prepared.split(AT_ONCE))
 
 
-def linear_probe(features: Features, run: Run) -> dict[str, Any]:
-    """The top-1 of a logistic regression on features of the run's training images."""
+def classify(features: Features, run: Run) -> dict[str, Any]:
+    """The top-1 of a logistic regression, or a support vector machine, on features of the run's training images."""
     found, classes = features(run.way, run.seed), features.digits.target
     train_N, validation_N = split_digits(classes, run.per_class, run.seed, run.rehearse)
-    regression = make_pipeline(StandardScaler(), LogisticRegression(C=run.setting, max_iter=5000))
-    regression.fit(found[train_N], classes[train_N])
-    return dict(top1=100 * float(regression.score(found[validation_N], classes[validation_N])))
+    if run.way == KERNEL_MACHINE:
+        classifier = SVC(C=run.setting)
+    else:
+        classifier = make_pipeline(StandardScaler(), LogisticRegression(C=run.setting, max_iter=5000))
+    classifier.fit(found[train_N], classes[train_N])
+    return dict(top1=100 * float(classifier.score(found[validation_N], classes[validation_N])))
 
 
 def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
@@ -325,50 +330,25 @@ def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, fl
     return found
 
 
-class Difference(NamedTuple):
-    """Of two ways, over the seeds."""
-
-    mean: float
-    low: float  # of the 95% interval
-    high: float
-    p_value: float
-
-
-def difference(first: dict[int, float], second: dict[int, float]) -> Difference:
-    """The first less the second by the paired t-test over the seeds that both have."""
-    seeds = sorted(first.keys() & second.keys())
-    test = ttest_rel([first[seed] for seed in seeds], [second[seed] for seed in seeds])
-    gap = mean(first[seed] - second[seed] for seed in seeds)
-    return Difference(gap, *map(float, test.confidence_interval()), float(test.pvalue))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979)."""
-    order = np.argsort(p_values)
-    factors = len(p_values) - np.arange(len(p_values))
-    corrected = np.empty(len(p_values))
-    corrected[order] = np.minimum(1, np.maximum.accumulate(np.asarray(p_values)[order] * factors))
-    return corrected.tolist()
-
-
-def report(rows: list[dict[str, Any]]) -> str:
-    """Markdown: mean and deviation of every way over the `complete` seeds, and the differences of those compared."""
-    top1 = complete(rows)
+def ways_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: mean and deviation of every way over the `complete` seeds."""
     table = [["images a class", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
-    for per_class, ways in top1.items():
+    for per_class, ways in complete(rows).items():
         for way, own in ways.items():
-            values = list(own.values())
-            deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-            listed = " ".join(f"{value:.2f}" for value in values)
             setting = f"{chosen(rows, way, per_class):g}"
-            table.append([str(per_class), way, setting, f"{mean(values):.2f}{deviation}", listed])
-    pairs = [(per_class, *pair) for per_class in top1 for pair in COMPARED]
-    found = [difference(top1[n][first], top1[n][second]) for n, first, second in pairs]
-    compared = [["images a class", "first", "less", "points (95% interval)", "p", "p, corrected by Holm"]]
-    for (n, first, second), gap, corrected in zip(pairs, found, holm([gap.p_value for gap in found])):
-        points = f"{gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})"
-        compared.append([str(n), first, second, points, f"{gap.p_value:.2g}", f"{corrected:.2g}"])
-    return markdown_table(table) + "\n" + markdown_table(compared)
+            table.append([str(per_class), way, setting, spread(own.values()), listed(own.values())])
+    return markdown_table(table)
+
+
+def differences_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the differences of the ways that are compared, over the `complete` seeds."""
+    pairs = [(n, ways, *pair) for n, ways in complete(rows).items() for pair in COMPARED]
+    found = [(n, first, second, paired(ways[first], ways[second])) for n, ways, first, second in pairs]
+    found = [row for row in found if row[-1]]
+    table = [["images a class", "first", "less", "points (95% interval)", "p", "p, corrected by Holm"]]
+    for (n, first, second, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):
+        table.append([str(n), first, second, str(gap), f"{gap.p_value:.2g}", f"{corrected:.2g}"])
+    return markdown_table(table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""Comparisons over seeds: differences of means with their intervals and tests, and how tables say them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import ttest_ind, ttest_rel
+
+BySeed = Mapping[int, float]
+
+
+class Difference(NamedTuple):
+    """A first mean less a second one."""
+
+    mean: float
+    low: float  # of the 95% interval
+    high: float
+    p_value: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
+
+
+def paired(first: BySeed, second: BySeed) -> Difference | None:
+    """By the paired t-test over the seeds that both have; None where these are less than two."""
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        return None
+    firsts, seconds = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+    test = ttest_rel(firsts, seconds)
+    return Difference(mean(firsts) - mean(seconds), *map(float, test.confidence_interval()), float(test.pvalue))
+
+
+def welch(first: BySeed, second: BySeed) -> Difference | None:
+    """By Welch's test, for which seeds pair nothing; None where one of both has less than two."""
+    firsts, seconds = list(first.values()), list(second.values())
+    if min(len(firsts), len(seconds)) < 2:
+        return None
+    test = ttest_ind(firsts, seconds, equal_var=False)
+    return Difference(mean(firsts) - mean(seconds), *map(float, test.confidence_interval()), float(test.pvalue))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm, 1979)."""
+    order = np.argsort(p_values)
+    factors = len(p_values) - np.arange(len(p_values))
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.minimum(1, np.maximum.accumulate(np.asarray(p_values)[order] * factors))
+    return corrected.tolist()
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Mean ± deviation, or the only value."""
+    values = list(values)
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def listed(values: Iterable[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)

@@ -1,0 +1,123 @@
+"""The tables of measured numbers in the pages of this folder and on the card of the weights, made from raw files.
+
+    python -m research.tables
+
+Writes each table between the lines `<!-- table: NAME -->` and `<!-- end -->` of research/*.md and weights/README.md,
+from research/results. A test compares the pages that are committed with what this program writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from research import seeds, transfer
+from research.compare import holm, paired, spread, welch
+from research.recall import MIXERS
+from vil.evaluation.comparison import markdown_table
+from vil.files import write_atomically
+
+RESULTS = seeds.ROOT / "research" / "results"
+TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# the studies that compare ViL with ViM, by what they are called and the page that is about them
+STUDIES = {
+    "rehearsal2": "[easier fractals](rehearsal.md#easier-images)",
+    "rehearsal": "[fractals](rehearsal.md)",
+    "cifar10": "[CIFAR-10](small_images.md#cifar-10)",
+    "digits": "[digits](small_images.md#digits)",
+    "digits_few": "[20 digits of each class](small_images.md#few-digits)",
+}
+
+
+def runs_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+
+
+def comparisons() -> str:
+    """ViL less ViM in every study, by both tests, with p-values corrected for the number of studies."""
+    vil, vim, deit = seeds.MODELS
+    found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
+    by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]
+    corrected = [holm([gap.p_value for gap in gaps]) for gaps in by_test]
+    table = [
+        ["images", "seeds", "ViL %", "ViM %", "ViL less ViM (95% interval), paired by seed", "p", "by Holm"]
+        + ["unpaired (Welch)", "p", "by Holm", "DeiT % (seeds)"]
+    ]
+    for name, *tests in zip(found, *by_test, *corrected):
+        first, second, third = (found[name].get(model, {}) for model in (vil, vim, deit))
+        row = [STUDIES[name], str(len(first)), spread(first.values()), spread(second.values())]
+        for gap, p_value in zip(tests[:2], tests[2:]):
+            row += [str(gap), f"{gap.p_value:.2g}", f"{p_value:.2g}"]
+        table.append([*row, f"{spread(third.values())} ({len(third)})" if third else ""])
+    return markdown_table(table)
+
+
+def recall() -> str:
+    """Accuracy by length, a row for each width and mixer: the highest of all learning rates, which is in brackets."""
+    runs, kept = runs_of("mqar"), {}
+    for run in sorted(runs, key=lambda run: run["accuracy"][-1]):
+        kept[run["width"], run["mixer"], run["length"]] = run
+    pairs = {run["length"]: run["pairs"] for run in runs}
+    table = [["width", "mixer", "parameters", *(f"T {length}, {n} pairs" for length, n in sorted(pairs.items()))]]
+    for width, mixer in sorted({key[:2] for key in kept}, key=lambda key: (key[0], list(MIXERS).index(key[1]))):
+        row = [kept.get((width, mixer, length)) for length in sorted(pairs)]
+        counts = [run["parameters"] for run in row if run]
+        cells = [f"{run['accuracy'][-1]:.1f} ({run['lr']:g})" if run else "-" for run in row]
+        table.append([str(width), mixer, " to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})), *cells])
+    return markdown_table(table)
+
+
+def image_by_image(name: str) -> str:
+    return seeds.compare_images(runs_of(name), seeds.Judged.read(RESULTS / f"{name}.csv.gz"))
+
+
+def weights() -> str:
+    """What the weights are worth, by pixels a side and images a class: mean ± deviation of every way."""
+    table = [["pixels", "images a class", "draws", *transfer.SETTINGS, f"{transfer.FINE_TUNED} less from scratch"]]
+    for size, name in ((224, "transfer"), (112, "transfer_112")):
+        for per_class, ways in transfer.complete(runs_of(name)).items():
+            gap = paired(ways[transfer.FINE_TUNED], ways[transfer.SCRATCH])
+            cells = [spread(own.values(), digits=1) for own in ways.values()]
+            difference = f"{gap.mean:+.1f} ({gap.low:+.1f} to {gap.high:+.1f}), p = {gap.p_value:.2g}"
+            table.append([str(size), str(per_class), str(len(ways[transfer.SCRATCH])), *cells, difference])
+    return markdown_table(table)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "comparisons": comparisons,
+    "recall": recall,
+    "weights": weights,
+    "transfer": lambda: transfer.ways_table(runs_of("transfer")),
+    "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
+    **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
+    **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},
+}
+
+
+def pages() -> list[Path]:
+    return [*sorted((seeds.ROOT / "research").glob("*.md")), seeds.ROOT / "weights" / "README.md"]
+
+
+def filled(text: str) -> str:
+    """The page with its tables as the raw files have them.
+
+    Raises:
+        KeyError: It asks for a table that there is none of.
+    """
+    return TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main() -> None:
+    for page in pages():
+        before = page.read_text()
+        if (after := filled(before)) != before:
+            write_atomically(page, after)
+            print(f"{page.relative_to(seeds.ROOT)} changed")
+
+
+if __name__ == "__main__":
+    main()

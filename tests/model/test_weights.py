@@ -1,0 +1,188 @@
+"""Files of weights to hand on: what is packed, what they say of themselves, and the ones that are shipped."""
+
+import hashlib
+import json
+import re
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import timm
+import torch
+from processes import SMALL
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.data import resolve_model_data_config
+
+import vil
+from vil import checkpoint, export
+from vil.config import Config, ConfigError
+from vil.export import ExportError, export_model
+from vil.factory import create_model
+
+KWARGS = SMALL["model_kwargs"]
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory):
+    """Writes a best.pt of a run, and returns it with what it holds."""
+
+    def write(better="state_dict_ema", **options):
+        torch.manual_seed(0)
+        config = Config(model="vil_tiny", model_kwargs=KWARGS, crop_pct=0.7, interpolation="bilinear", **options)
+        size = {"img_size": config.img_size} if config.img_size else {}
+        model, average = (timm.create_model("vil_tiny", num_classes=7, **size, **KWARGS) for _ in range(2))
+        state = dict(config=asdict(config) | {"num_classes": 7}, history=[], progress={}, scheduler={}, optimizer={})
+        state |= dict(state_dict=model.state_dict(), state_dict_ema=average.state_dict(), best=better)
+        path = tmp_path_factory.mktemp("run") / "best.pt"
+        checkpoint.save_checkpoint(state, path)
+        return path, state
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def packed(best, tmp_path_factory):
+    """The file of weights of a run on images of 32 pixels, by the command, and the weights that it was made of."""
+    path, state = best(img_size=32)
+    file = tmp_path_factory.mktemp("weights") / "small.safetensors"
+    words = ["vil.export", "--checkpoint", str(path), "--out", str(file), "--metadata", "commit=0012", "data=a=b, c"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        export.main()
+    return file, state["state_dict_ema"]
+
+
+def test_the_file_has_the_average_rounded_to_halves_and_says_what_it_is(packed):
+    file, weights = packed
+    found = load_file(file)
+    assert found.keys() == weights.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.float16
+        np.testing.assert_array_equal(tensor.numpy(), weights[name].numpy().astype(np.float16))
+    with safe_open(file, "pt") as opened:
+        said = opened.metadata()
+    assert (said["model"], said["num_classes"], said["input_size"]) == ("vil_tiny", "7", "[3, 32, 32]")
+    assert (said["crop_pct"], said["interpolation"], said["mean"]) == ("0.7", "bilinear", "[0.485, 0.456, 0.406]")
+    assert (said["commit"], said["data"]) == ("0012", "a=b, c")
+
+
+def test_the_model_is_packed_where_it_is_better_than_its_average(best, tmp_path):
+    path, state = best("state_dict", img_size=(16))
+    export_model(vil.from_checkpoint(path), tmp_path / "weights.safetensors")
+    found = load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(found[name], tensor.half()) for name, tensor in state["state_dict"].items())
+
+
+def test_a_model_is_loaded_from_the_file_alone(packed):
+    file, weights = packed
+    model = vil.from_checkpoint(file)
+    assert not model.training
+    assert all(torch.equal(tensor, weights[name].half().float()) for name, tensor in model.state_dict().items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    config = resolve_model_data_config(model)
+    assert config["input_size"] == (3, 32, 32)
+    assert (config["crop_pct"], config["interpolation"]) == (0.7, "bilinear")
+
+
+def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, caplog):
+    file, weights = packed
+    overlay = dict(pretrained_cfg_overlay=dict(file=str(file), num_classes=7))
+    models = [
+        timm.create_model("vil_tiny", pretrained=True, num_classes=10, img_size=32, **overlay, **KWARGS),
+        create_model("vil_tiny", str(file), num_classes=10, img_size=32, **KWARGS),
+    ]
+    for model in models:
+        own = model.state_dict()
+        assert own["head.weight"].shape == (10, 32)
+        assert all(torch.equal(own[n], weights[n].half().float()) for n in own if not n.startswith("head."))
+    assert f"{len(weights) - 2} of {len(weights)} tensors as they are; new: head.weight, head.bias" in caplog.text
+
+
+def test_the_weights_that_are_shipped_are_those_of_their_card(request):
+    folder = request.config.rootpath / "weights"
+    cells = r"`(\S+)` \| `(\w+)`, (\d+) pixels, ([\d,]+) classes \| ([\d,]+) \| ([\d.]+) MB \| `(\w+)`"
+    (row,) = re.findall(cells, (folder / "README.md").read_text())
+    name, model, size, classes, parameters, megabytes, digest = row
+    data = (folder / name).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == digest
+    assert f"{len(data) / 1e6:.1f}" == megabytes
+    loaded = vil.from_checkpoint(folder / name)
+    assert f"{sum(p.numel() for p in loaded.parameters()):,}" == parameters
+    assert (f"{loaded.num_classes:,}", loaded.pretrained_cfg["input_size"][1:]) == (classes, (int(size), int(size)))
+    overlay = dict(file=str(folder / name))
+    started = timm.create_model(model, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=10)
+    for key, tensor in loaded.state_dict().items():
+        assert tensor.isfinite().all()
+        assert key.startswith("head.") or torch.equal(tensor, started.state_dict()[key])
+
+
+def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
+    path, _ = best(img_size=16)
+    wide = vil.from_checkpoint(path, img_size=(16, 24))
+    export_model(wide, tmp_path / "wide.safetensors")
+    again = vil.from_checkpoint(tmp_path / "wide.safetensors")
+    assert resolve_model_data_config(again)["input_size"] == (3, 16, 24)
+    images = torch.randn(2, 3, 16, 24)
+    with torch.inference_mode():
+        torch.testing.assert_close(again(images), wide(images), rtol=0, atol=1e-2)
+    export_model(vil.from_checkpoint(path), tmp_path / "square.safetensors")
+    larger = vil.from_checkpoint(tmp_path / "square.safetensors", img_size=40)
+    assert larger.pos_embed.shape == (1, 26, 32)
+    assert larger.pos_embed.dtype == torch.float32
+
+
+def test_any_model_of_timm_is_packed(tmp_path):
+    torch.manual_seed(0)
+    torch.save(timm.create_model("resnet10t", num_classes=5).state_dict(), tmp_path / "resnet.pth")
+    model = vil.from_checkpoint(tmp_path / "resnet.pth", "resnet10t", num_classes=5)
+    report = export_model(model, tmp_path / "resnet.safetensors")
+    assert report.same_top1 == report.images == 4
+    assert 0 < report.difference < 1e-2
+    again = vil.from_checkpoint(tmp_path / "resnet.safetensors").state_dict()
+    assert again["bn1.num_batches_tracked"].dtype == torch.int64
+    assert all(
+        torch.equal(again[n], t if n.endswith("tracked") else t.half().float()) for n, t in model.state_dict().items()
+    )
+
+
+def test_weights_that_halves_cannot_hold_are_named_and_nothing_is_written(best, tmp_path):
+    model = vil.from_checkpoint(best(img_size=16)[0])
+    with torch.no_grad():
+        model.norm.weight[3] = 65_600
+    with pytest.raises(ExportError, match="half precision cannot hold norm.weight: values must be below 65504"):
+        export_model(model, tmp_path / "weights.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (json.dumps({"model": "hf-hub:someone/model"}), "is of a model 'hf-hub:someone/model', which is none of"),
+        (json.dumps({"model": "vil_tiny", "model_kwargs": {"url": "x"}}), "has an argument 'url' of its model"),
+        (json.dumps({"model": "vil_tiny", "img_size": 10**9}), "has img_size 1000000000, and may have at most"),
+        ("[1, 2]", "holds list in place of options"),
+        ("{" * 10**5, "holds str in place of options"),
+        ("[" * 10**5, "holds str in place of options"),
+    ],
+)  # fmt: skip
+def test_what_a_file_of_weights_may_decide_is_what_a_checkpoint_may(tmp_path, config, message):
+    path = tmp_path / "given.safetensors"
+    save_file({"a": torch.ones(1)}, path, {"producer": "vision-longhorn", "config": config})
+    with pytest.raises(ConfigError, match=message) as refused:
+        vil.from_checkpoint(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_metadata_of_others_decide_nothing(tmp_path):
+    path = tmp_path / "others.safetensors"
+    save_file({"a": torch.ones(1)}, path, {"format": "pt", "config": json.dumps({"model": "vil_tiny"})})
+    assert checkpoint.saved_config(path) == {}
+
+
+def test_a_word_of_metadata_without_text_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vil.export", "--out", "x.safetensors", "--metadata", "commit"])
+    with pytest.raises(SystemExit):
+        export.main()
+    assert "'commit' is not of the form KEY=TEXT" in capsys.readouterr().err
