@@ -52,39 +52,42 @@ class StandIn:
     def __init__(self):
         self.kept, self.state_sizes, self.dtypes = [], [], []
 
-    def forward(self, recurrence, x, logits, k, q, rates, skip, bias, reverse, keep):
-        assert {x.dtype, logits.dtype, k.dtype, q.dtype} < {*DTYPES, x.dtype}
-        assert x.dtype == logits.dtype == k.dtype == q.dtype
+    def forward(self, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep):
+        assert x.dtype == step_logits.dtype == k.dtype == q.dtype
+        assert x.dtype in DTYPES
         assert k.shape[-1] in STATE_SIZES
         assert all(type(r) is bool for r in reverse)
         assert isinstance(reverse, list | tuple)
-        for parameter in (rates, skip, bias):
+        for parameter in (A, skip, step_bias):
             assert parameter is None or (parameter.dtype == torch.float32 and parameter.is_contiguous())
         self.kept.append(keep)
         self.state_sizes.append(k.shape[-1])
         self.dtypes.append(x.dtype)
         G, B, L, D = x.shape
-        y = self.y(recurrence, [t if t is None else t.double() for t in (x, logits, k, q, rates, skip, bias)], reverse)
+        inputs = [t if t is None else t.double() for t in (x, step_logits, k, q, A, skip, step_bias)]
+        y = self.y(recurrence, *inputs, reverse)
         states = x.new_empty((G, B, chunk_state_count(L), k.shape[-1], D) if keep else 0, dtype=torch.float32)
         return y.to(x.dtype), states
 
-    def backward(self, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse):
-        named = dict(x=x, logits=logits, k=k, q=q, rates=rates, skip=skip, bias=bias)
-        leaves = {name: t.detach().double().requires_grad_() for name, t in named.items() if t is not None}
+    def backward(self, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
+        leaves = [t if t is None else t.detach().double() for t in (x, step_logits, k, q, A, skip, step_bias)]
+        given = [t.requires_grad_() for t in leaves if t is not None]
         with torch.enable_grad():
-            y = self.y(recurrence, [leaves.get(name) for name in named], reverse)
-        found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy.double())))
+            y = self.y(recurrence, *leaves, reverse)
+        found = iter(torch.autograd.grad(y, given, dy.double()))
+        *per_token, dA, dskip, dbias = (t if t is None else next(found) for t in leaves)
         none = x.new_full((len(x), x.shape[-1]), float("nan"))  # which nobody may read
-        channels = torch.stack([found.get("skip", none), found.get("bias", none)], dim=1).float()
-        drates = x.new_empty(0, dtype=torch.float32) if rates is None else found["rates"].float()
-        return *(found[name].to(x.dtype) for name in ("x", "logits", "k", "q")), drates, channels
+        dchannels = torch.stack([none if t is None else t for t in (dskip, dbias)], dim=1).float()
+        dA = x.new_empty(0, dtype=torch.float32) if dA is None else dA.float()
+        return *(t.to(x.dtype) for t in per_token), dA, dchannels
 
     @staticmethod
-    def y(recurrence, tensors, reverse):
-        definitions = {
-            "longhorn": lambda x, logits, k, q, _, *rest: naive.longhorn(x, logits, k, q, *rest),
-            "selective": lambda x, logits, k, q, rates, *rest: naive.selective(x, logits, rates, k, q, *rest),
-        }
-        one = definitions[recurrence]
-        each = [[t if t is None else t[g] for t in tensors] for g in range(len(reverse))]
+    def y(recurrence, x, step_logits, k, q, A, skip, step_bias, reverse):
+        def one(x, step_logits, k, q, A, skip, step_bias, reverse):
+            if recurrence == "longhorn":
+                return naive.longhorn(x, step_logits, k, q, skip, step_bias, reverse=reverse)
+            return naive.selective(x, step_logits, A, k, q, skip, step_bias, reverse=reverse)
+
+        tensors = x, step_logits, k, q, A, skip, step_bias
+        each = ([t if t is None else t[g] for t in tensors] for g in range(len(reverse)))
         return torch.stack([one(*parts, r) for parts, r in zip(each, reverse)])

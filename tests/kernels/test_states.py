@@ -26,7 +26,7 @@ def test_outputs_states_and_gradients_equal_the_definition(scan, definition, mak
     inputs = [*make_inputs(*shape), random(B, D, N).requires_grad_()]
     *tensors, initial = inputs
     y, final = scan(*tensors, reverse=reverse, initial_state=initial, return_final_state=True)
-    truth = definition(*tensors, reverse=reverse, S=initial, states=True)
+    truth = definition(*tensors, reverse=reverse, initial_state=initial, return_final_state=True)
     dy, dS = random(*y.shape, seed=1), random(B, D, N, seed=2)
     found, expected = (torch.autograd.grad(results, inputs, (dy, dS)) for results in ((y, final), truth))
     for a, b in zip((y, final, *found), (*truth, *expected), strict=True):
@@ -59,7 +59,7 @@ def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
     both, final = scan(*inputs, reverse=reverse, backend=backend, initial_state=initial, return_final_state=True)
     for g, backwards in enumerate(reverse):
         tensors = exact(t[g].cpu() for t in inputs)
-        y, S = definition(*tensors, reverse=backwards, S=initial[g].cpu().double(), states=True)
+        y, S = definition(*tensors, reverse=backwards, initial_state=initial[g].cpu().double(), return_final_state=True)
         for found in (ys[g], both[g]):
             assert relative_error(found.cpu(), y) < tolerance
         for found in (ends[g], final[g]):
@@ -69,10 +69,10 @@ def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
 @SCANS
 def test_only_in_and_only_out(scan, definition, make_inputs):
     inputs, initial = make_inputs(1, 9, 3, 4), random(1, 3, 4)
-    assert relative_error(scan(*inputs, initial_state=initial), definition(*inputs, S=initial)) < 1e-12
+    assert relative_error(scan(*inputs, initial_state=initial), definition(*inputs, initial_state=initial)) < 1e-12
     whole, final = scan(*inputs, return_final_state=True)
     assert torch.equal(whole, scan(*inputs)) or relative_error(whole, definition(*inputs)) < 1e-12
-    assert relative_error(final, definition(*inputs, states=True)[1]) < 1e-12
+    assert relative_error(final, definition(*inputs, return_final_state=True)[1]) < 1e-12
     empty = [t[:, :0] if t.dim() == 3 else t for t in inputs]
     y, same = scan(*empty, initial_state=initial, return_final_state=True)
     assert y.shape == (1, 0, 3)

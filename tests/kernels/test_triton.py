@@ -103,15 +103,12 @@ def test_skip_and_bias_are_optional(scan, definition, make_inputs):
     for given in ({}, {"skip_D": skip}, {("beta" if scan is longhorn_scan else "dt") + "_bias_D": bias}):
         wanted = [*inputs, *given.values()]
 
-        def run(*tensors, given=given):
-            return scan(*tensors[: len(inputs)], **dict(zip(given, tensors[len(inputs) :])), backend="triton").cpu()
+        def run(f, *tensors, given=given, **kwargs):
+            return f(*tensors[: len(inputs)], **dict(zip(given, tensors[len(inputs) :])), **kwargs).cpu()
 
-        def truth(*tensors, given=given):
-            names = {"skip_D": "skip", "beta_bias_D": "beta_bias", "dt_bias_D": "dt_bias"}
-            return definition(*tensors[: len(inputs)], **dict(zip(map(names.get, given), tensors[len(inputs) :])))
-
-        expected = outputs_and_gradients(truth, exact(wanted), torch.float32)
-        for a, e in zip(outputs_and_gradients(run, on_device(wanted), torch.float32), expected):
+        expected = outputs_and_gradients(lambda *t: run(definition, *t), exact(wanted), torch.float32)
+        actual = outputs_and_gradients(lambda *t: run(scan, *t, backend="triton"), on_device(wanted), torch.float32)
+        for a, e in zip(actual, expected):
             assert relative_error(a.cpu(), e) < 1e-5
 
 
