@@ -352,7 +352,8 @@ TABLE = {
         ("Hopper: tensors of more than 2^31 elements: other tokens",
          "*y_0 = y + (i64(first) * D + channel)", "*y_0 = y + (first * D + channel)"),
         ("Hopper: norms of tokens that belong to another group",
-         "int first = token - my.row, end = min(first + most, of.all);", "int first = token - my.row, end = of.all;"),
+         "store_norm(sums, xhat, norms, eps, token, end, lane);",
+         "store_norm(sums, xhat, norms, eps, token, of.all, lane);"),
     ],
     "block/gate_outproj_bwd_sm90.cu": [
         ("Hopper: the gradient of out_proj counts dropped images",
