@@ -29,8 +29,8 @@
 //
 // Shared memory. Rows of y_0, y_1 and z in a slot are 128 bytes, SLOT_CHANNELS channels, with their 16-byte pieces at
 // piece ^ row % 8, so that ldmatrix, which reads a piece of 8 rows, meets no bank twice. Rows of x have PART columns,
-// pieces at piece ^ row % 2 * 4: lanes read four neighbouring pieces of each row. The mean takes the place of y_0 in the slot,
-// from where it goes to memory in whole lines. Weights: `tiled` in gate.cuh.
+// pieces at piece ^ row % 2 * 4: lanes read four neighbouring pieces of each row. The mean takes the place of y_0 in
+// the slot, from where it goes to memory in whole lines. Weights: `tiled` in gate.cuh.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"

@@ -276,7 +276,7 @@ TABLE = {
         ("stretches behind the last image count",
          "int length = copied < items ? L : 0, read = copied < items ? H : 0", "int length = L, read = H"),
         ("the next stretches overwrite what slower warps still read",
-         "        __syncthreads();\n        fetch(tiles[0], ROWS / 2);", "        fetch(tiles[0], ROWS / 2);"),
+         "        __syncthreads();  // nobody reads the last group's tiles any more\n", ""),
         ("weights' gradients lack every other two stretches",
          "distance < STRETCHES; distance *= 2", "distance < STRETCHES / 2; distance *= 2"),
         ("tensors of more than 2^31 elements: the second direction's outputs get lost",
