@@ -48,67 +48,60 @@ NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 9000, 60000, 2**24
 
 def corpus(formats: str = "") -> dict[str, bytes]:
     """Whole files by format and variant, those whose name has `formats` in it."""
+    files = {}
+    for name, (image, kind, options) in variants().items():
+        if formats in name:
+            if options.get("save_all"):  # anew each time: Pillow leaves the settings of one format in an image
+                options["append_images"] = [image.convert("RGB").rotate(90), image.convert("RGB").rotate(180)]
+            image.copy().save(file := io.BytesIO(), kind, **options)
+            files[name] = file.getvalue()
+    if formats in "ppm plain":
+        pixels = np.asarray(variants()["ppm"][0]).ravel()
+        files["ppm plain"] = f"P3 64 48 255\n{' '.join(map(str, pixels))}\n".encode()
+    return files
+
+
+def variants() -> dict[str, tuple[Image.Image, str, dict]]:
+    """The pictures of the corpus, their format, and the options that they are saved with."""
     y, x = np.mgrid[:48, :64]
     noise = np.random.default_rng(0).integers(0, 40, (48, 64))
     rgb = Image.fromarray(np.stack([4 * x, 5 * y, 2 * x + 2 * y], axis=-1).astype(np.uint8))
     grey = Image.fromarray((3 * x + noise).astype(np.uint8))
     grey16 = Image.fromarray(((3 * x + noise) * 257).astype(np.uint16))
     floats = Image.fromarray((x / 64).astype(np.float32))
-    alpha = Image.merge("RGBA", (*rgb.split(), grey))
+    alpha, black = Image.merge("RGBA", (*rgb.split(), grey)), grey.convert("1")
+    profile, exif, text = metadata()
+    frames, palette, told = dict(save_all=True), rgb.convert("P"), dict(comment=b"no comment")
+    found = {
+        "jpeg": (rgb, {}), "jpeg grey": (grey, {}), "jpeg progressive": (rgb, dict(progressive=True)),
+        "jpeg cmyk": (rgb.convert("CMYK"), {}), "jpeg 4:4:4": (rgb, dict(subsampling=0, restart_marker_rows=1)),
+        "jpeg profile": (rgb, told | dict(icc_profile=profile, exif=exif)), "mpo": (rgb, {**frames}),
+        "png": (rgb, {}), "png 1": (black, {}), "png grey": (grey, dict(transparency=100)), "png 16": (grey16, {}),
+        "png palette": (palette, dict(transparency=bytes(range(256)))), "png alpha": (alpha, {}),
+        "png text": (rgb, dict(pnginfo=text, icc_profile=profile, exif=exif, dpi=(72, 72))),
+        "png animated": (rgb, {**frames}), "webp": (rgb, {}), "webp lossless": (alpha, dict(lossless=True, exif=exif)),
+        "webp animated": (rgb, {**frames}), "bmp": (rgb, {}), "bmp palette": (palette, {}), "gif": (palette, told),
+        "gif animated": (palette, frames | dict(transparency=3)), "tiff": (rgb, dict(exif=exif)),
+        "tiff 16": (grey16, {}), "tiff float": (floats, {}), "tiff pages": (rgb, {**frames}),
+        "tiff fax": (black, dict(compression="group4")),
+        "ppm": (rgb, {}), "ppm pgm 16": (grey16, {}), "ppm pbm": (black, {}), "ppm pfm": (floats, {}),
+    }  # fmt: skip
+    for compression in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits", "zstd", "lzma"):
+        found[f"tiff {compression}"] = rgb, dict(compression=compression)
+    if features.check("avif"):
+        found |= {"avif": (rgb, {}), "avif alpha": (alpha, dict(exif=exif, icc_profile=profile))}
+    return {name: (image, name.split()[0].upper(), options) for name, (image, options) in found.items()}
+
+
+def metadata() -> tuple[bytes, Image.Exif, PngImagePlugin.PngInfo]:
+    """A colour profile, a camera's notes and a PNG's text, the same each time."""
     text = PngImagePlugin.PngInfo()
     text.add_text("Comment", "one " * 50, zip=True)
     text.add_itxt("Title", "two " * 20, zip=True)
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    profile = profile[:24] + bytes(12) + profile[36:]  # without the time at which it was made
     exif = Image.Exif()
     exif[274], exif[305] = 6, "software"
-
-    def frames():  # anew each time: Pillow leaves the settings of one format in an image, where another trips over them
-        return dict(save_all=True, append_images=[rgb.rotate(90), rgb.rotate(180)])
-
-    variants = {
-        "jpeg": (rgb, "JPEG", {}),
-        "jpeg grey": (grey, "JPEG", {}),
-        "jpeg progressive": (rgb, "JPEG", dict(progressive=True)),
-        "jpeg cmyk": (rgb.convert("CMYK"), "JPEG", {}),
-        "jpeg 4:4:4": (rgb, "JPEG", dict(subsampling=0, restart_marker_rows=1)),
-        "jpeg profile": (rgb, "JPEG", dict(icc_profile=profile, exif=exif, comment=b"no comment")),
-        "mpo": (rgb, "MPO", frames()),
-        "png": (rgb, "PNG", {}),
-        "png 1": (grey.convert("1"), "PNG", {}),
-        "png grey": (grey, "PNG", dict(transparency=100)),
-        "png 16": (grey16, "PNG", {}),
-        "png palette": (rgb.convert("P"), "PNG", dict(transparency=bytes(range(256)))),
-        "png alpha": (alpha, "PNG", {}),
-        "png text": (rgb, "PNG", dict(pnginfo=text, icc_profile=profile, exif=exif, dpi=(72, 72))),
-        "png animated": (rgb, "PNG", frames()),
-        "webp": (rgb, "WEBP", {}),
-        "webp lossless": (alpha, "WEBP", dict(lossless=True, exif=exif)),
-        "webp animated": (rgb, "WEBP", frames()),
-        "bmp": (rgb, "BMP", {}),
-        "bmp palette": (rgb.convert("P"), "BMP", {}),
-        "gif": (rgb.convert("P"), "GIF", dict(comment=b"no comment")),
-        "gif animated": (rgb.convert("P"), "GIF", frames() | dict(transparency=3)),
-        "tiff": (rgb, "TIFF", dict(exif=exif)),
-        "tiff 16": (grey16, "TIFF", {}),
-        "tiff float": (floats, "TIFF", {}),
-        "tiff pages": (rgb, "TIFF", frames()),
-        "tiff fax": (grey.convert("1"), "TIFF", dict(compression="group4")),
-        "ppm": (rgb, "PPM", {}),
-        "pgm 16": (grey16, "PPM", {}),
-        "pbm": (grey.convert("1"), "PPM", {}),
-        "pfm": (floats, "PPM", {}),
-    }
-    for compression in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits", "zstd", "lzma"):
-        variants[f"tiff {compression}"] = rgb, "TIFF", dict(compression=compression)
-    if features.check("avif"):
-        variants |= {"avif": (rgb, "AVIF", {}), "avif alpha": (alpha, "AVIF", dict(exif=exif, icc_profile=profile))}
-    files = {"ppm plain": f"P3 64 48 255\n{' '.join(map(str, np.asarray(rgb).ravel()))}\n".encode()}
-    for name, (image, kind, options) in variants.items():
-        file = io.BytesIO()
-        image.copy().save(file, kind, **options)
-        files[name] = file.getvalue()
-    return {name: content for name, content in files.items() if formats in name}
+    return profile[:24] + bytes(12) + profile[36:], exif, text  # without the time at which the profile was made
 
 
 def flip_bits(content: bytearray, chance: random.Random) -> bytearray:

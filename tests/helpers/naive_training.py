@@ -60,6 +60,20 @@ def mixed(images, targets, classes, place, o):
     return tuple(torch.cat(part) for part in zip(*parts))
 
 
+@torch.no_grad()
+def adamw(model, gradients, moments, rate, t, o):
+    """The step numbered t, from 1, with decoupled weight decay."""
+    beta1, beta2 = o.opt_betas
+    for name, p in model.named_parameters():
+        lr = rate * (o.layer_decay or 1) ** (3 - layer_of(name))
+        m, v, g = *moments[name], gradients[name]
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g * g)
+        if is_decayed(name, p):
+            p.mul_(1 - lr * o.weight_decay)
+        p.sub_(lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + o.opt_eps))
+
+
 def evaluated(model, images, targets):
     """Mean cross-entropy, top-1 and top-5 in percent."""
     with torch.no_grad():
@@ -91,11 +105,8 @@ def train(folder, options, micro_batch=None, changes=(0, {})):
     )
     average = copy.deepcopy(model)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
-    batch, micro_batch, steps = (
-        o.global_batch_size,
-        micro_batch or o.global_batch_size,
-        len(images) // o.global_batch_size,
-    )
+    batch = o.global_batch_size
+    micro_batch, steps = micro_batch or batch, len(images) // batch
     unique = math.ceil(batch / max(1, o.aug_repeats))  # images of a batch, each of which is in it so many times
     found = SimpleNamespace(rows=[], losses=[], norms=[], weights=[], averages=[])
     for epoch in range(o.epochs):
@@ -114,16 +125,8 @@ def train(folder, options, micro_batch=None, changes=(0, {})):
             gradients = dict(zip(moments, torch.autograd.grad(loss, list(model.parameters()))))
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
             scale = min(1, o.clip_grad / norm) if o.clip_grad else 1
-            rate, (beta1, beta2) = rate_of(epoch, o), o.opt_betas
+            adamw(model, {name: g * scale for name, g in gradients.items()}, moments, rate_of(epoch, o), t + 1, o)
             with torch.no_grad():
-                for name, p in model.named_parameters():
-                    lr = rate * (o.layer_decay or 1) ** (3 - layer_of(name))
-                    m, v, g = *moments[name], gradients[name] * scale
-                    m.copy_(beta1 * m + (1 - beta1) * g)
-                    v.copy_(beta2 * v + (1 - beta2) * g * g)
-                    if is_decayed(name, p):
-                        p.mul_(1 - lr * o.weight_decay)
-                    p.sub_(lr * (m / (1 - beta1 ** (t + 1))) / ((v / (1 - beta2 ** (t + 1))).sqrt() + o.opt_eps))
                 for p, a in zip(model.parameters(), average.parameters()):
                     a.copy_(o.model_ema_decay * a + (1 - o.model_ema_decay) * p)
             found.losses.append(loss.item())

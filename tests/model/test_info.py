@@ -42,8 +42,9 @@ def test_what_is_not_there_is_said_to_be_missing(monkeypatch):
 
 def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
     script = tmp_path / "nvidia-smi"
-    script.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && [ "$2" = --format=csv,noheader ] && ')
-    script.write_text(script.read_text() + "printf '580.1\\n580.1\\n'\n")
+    script.write_text(
+        '#!/bin/sh\n[ "$*" = "--query-gpu=driver_version --format=csv,noheader" ] && yes 580.1 | head -2\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     gpus = [SimpleNamespace(name="H200", major=9, minor=0, total_memory=139.8 * 2**30) for _ in range(2)]
