@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from research import seeds, transfer
@@ -38,21 +39,35 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 
 def comparisons() -> str:
-    """ViL less ViM in every study, by both tests, with p-values corrected for the number of studies."""
+    """ViL less ViM in every study, by both tests; beside each p-value the one corrected for the number of studies."""
     vil, vim, deit = seeds.MODELS
     found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
     by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]
     corrected = [holm([gap.p_value for gap in gaps]) for gaps in by_test]
-    table = [
-        ["images", "seeds", "ViL %", "ViM %", "ViL less ViM (95% interval), paired by seed", "p", "by Holm"]
-        + ["unpaired (Welch)", "p", "by Holm", "DeiT % (seeds)"]
-    ]
-    for name, *tests in zip(found, *by_test, *corrected):
+    tests = "ViL less ViM (95% interval), paired by seed", "p (Holm)", "unpaired (Welch)", "p (Holm)"
+    table = [["images", "seeds", "ViL %", "ViM %", "DeiT % (seeds)", *tests]]
+    for name, *gaps in zip(found, *by_test, *corrected):
         first, second, third = (found[name].get(model, {}) for model in (vil, vim, deit))
         row = [STUDIES[name], str(len(first)), spread(first.values()), spread(second.values())]
-        for gap, p_value in zip(tests[:2], tests[2:]):
-            row += [str(gap), f"{gap.p_value:.2g}", f"{p_value:.2g}"]
-        table.append([*row, f"{spread(third.values())} ({len(third)})" if third else ""])
+        row.append(f"{spread(third.values())} ({len(third)})" if third else "")
+        for gap, p_value in zip(gaps[:2], gaps[2:]):
+            row += [str(gap), f"{gap.p_value:.2g} ({p_value:.2g})"]
+        table.append(row)
+    return markdown_table(table)
+
+
+def equal_time() -> str:
+    """Accuracy on the validation split when ViL has ended, and how far ViM was by then."""
+    head = ["images", "seconds of training", "epochs of ViM by then", "ViL %", "ViM % then", "ViM % at its end"]
+    table = [head]
+    for name in ("rehearsal", "rehearsal2"):
+        runs = runs_of(name)
+        vil, vim = ([run for run in runs if run["model"] == model] for model in seeds.MODELS[:2])
+        end = vil[0]["epochs"] * seeds.epoch_seconds(vil)
+        epochs = int(end / seeds.epoch_seconds(vim))
+        curves = ((vil, -1), (vim, epochs - 1), (vim, -1))
+        means = [mean(run["curves"]["eval_top1"][i] for run in own) for own, i in curves]
+        table.append([STUDIES[name], f"{end:.0f}", str(epochs), *(f"{value:.1f}" for value in means)])
     return markdown_table(table)
 
 
@@ -89,6 +104,7 @@ def weights() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "comparisons": comparisons,
+    "equal-time": equal_time,
     "recall": recall,
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
