@@ -1,9 +1,11 @@
-"""The two recurrences in plain PyTorch: the definition that every other backend must reproduce.
+"""The plain PyTorch backend of both scans, public name "reference": any device, float64 too, by chunks of tokens.
 
 Both are diagonal linear recurrences over tokens, S_t = decay_t * S_{t-1} + drive_t and y_t = q_t . S_t, and differ only
 in their coefficients. A recurrence is a class with those coefficients and their gradients; one scan serves both.
+Products over a chunk of tokens are single calls of PyTorch; one loop over the tokens is left, for the states.
+`naive` is the definition, which this has to reproduce like every backend.
 
-    L tokens    T tokens of a segment    G directions    B batch    D channels    N states of a channel
+    L tokens    T tokens of a chunk    S chunks    G directions    B batch    D channels    N states of a channel
 
 Inside this file tensors are `_GLB*`: `x_GLBD[:, t]` is what each direction reads at its own step t, so a single pass
 over the tokens runs all directions, the reversed one starting from the last token of the image.
@@ -20,9 +22,9 @@ from torch import Tensor
 
 from ..checks import check, check_choice, check_given, once_a_kind
 
-# Tokens that are worked on at once, and between the states that forward keeps; backward recomputes the others.
-SEGMENT_TOKENS = 16
-# The batch is worked on in slices of so many state elements: a segment's buffers stay in cache, and PyTorch does a
+# Tokens that are worked on at once. Forward saves the state ahead of each chunk; backward computes the others again.
+CHUNK = 16
+# The batch is worked on in slices of so many state elements: a chunk's buffers stay in cache, and PyTorch does a
 # token of one on the calling thread. For so little work that beats two threads, by far if the cores are busy.
 SLICE_ELEMENTS = 2**15
 
@@ -46,33 +48,33 @@ class Longhorn:
 
         S_t[n, d] = (1 - eps[d] k[n]^2) S_{t-1}[n, d] + eps[d] k[n] x[d]
 
-    The step size eps = beta / (1 + beta k.k) with beta = sigmoid(beta_logits) equals 1 / (1 + exp(-beta_logits) + k.k).
+    The step size eps = beta / (1 + beta k.k) with beta = sigmoid(step_logits) equals 1 / (1 + exp(-step_logits) + k.k).
     """
 
     @staticmethod
-    def step_size(beta_logits_GTBD: Tensor, k_GTBN: Tensor) -> Tensor:
+    def step_size(step_logits_GTBD: Tensor, k_GTBN: Tensor) -> Tensor:
         # where exp overflows to infinity the step size is 0, which is its limit
-        return (1 + torch.exp(-beta_logits_GTBD) + k_GTBN.square().sum(-1, keepdim=True)).reciprocal()
+        return (1 + torch.exp(-step_logits_GTBD) + k_GTBN.square().sum(-1, keepdim=True)).reciprocal()
 
     @staticmethod
-    def coefficients(decay_GTBND, drive_GTBND, x_GTBD, beta_logits_GTBD, k_GTBN) -> None:
-        eps_GTBD = Longhorn.step_size(beta_logits_GTBD, k_GTBN)
+    def coefficients(decay_GTBND, drive_GTBND, x_GTBD, step_logits_GTBD, k_GTBN) -> None:
+        eps_GTBD = Longhorn.step_size(step_logits_GTBD, k_GTBN)
         _outer(-k_GTBN.square(), eps_GTBD, out=decay_GTBND).add_(1)
         _outer(k_GTBN, eps_GTBD * x_GTBD, out=drive_GTBND)
 
     @staticmethod
-    def gradients(ddecay_GTBND, ddrive_GTBND, decay_GTBND, x_GTBD, beta_logits_GTBD, k_GTBN) -> tuple[Tensor, ...]:
-        eps_GTBD = Longhorn.step_size(beta_logits_GTBD, k_GTBN)
+    def gradients(ddecay_GTBND, ddrive_GTBND, decay_GTBND, x_GTBD, step_logits_GTBD, k_GTBN) -> tuple[Tensor, ...]:
+        eps_GTBD = Longhorn.step_size(step_logits_GTBD, k_GTBN)
         dinput_GTBD = _sum_states(k_GTBN, ddrive_GTBND)  # dL/d(eps x)
         deps_GTBD = x_GTBD * dinput_GTBD - _sum_states(k_GTBN.square(), ddecay_GTBND)
         dx_GTBD = eps_GTBD * dinput_GTBD
         # the clamp keeps eps * exp at its limit 1, not 0 * infinity, where exp overflows
-        exp_GTBD = torch.exp(-beta_logits_GTBD).clamp(max=torch.finfo(x_GTBD.dtype).max)
-        dlogits_GTBD = deps_GTBD * eps_GTBD * (eps_GTBD * exp_GTBD)
+        exp_GTBD = torch.exp(-step_logits_GTBD).clamp(max=torch.finfo(x_GTBD.dtype).max)
+        dstep_logits_GTBD = deps_GTBD * eps_GTBD * (eps_GTBD * exp_GTBD)
         dnorm_GTB1 = -(eps_GTBD.square() * deps_GTBD).sum(-1, keepdim=True)  # dL/d(k.k)
         dk_GTBN = _sum_channels(ddrive_GTBND, eps_GTBD * x_GTBD)
         dk_GTBN += 2 * k_GTBN * (dnorm_GTB1 - _sum_channels(ddecay_GTBND, eps_GTBD))
-        return dx_GTBD, dlogits_GTBD, dk_GTBN
+        return dx_GTBD, dstep_logits_GTBD, dk_GTBN
 
 
 class SelectiveStateSpace:
@@ -113,7 +115,8 @@ def scan(
     step = step_logits if A is None else F.softplus(step_logits)
     A_GND = [] if A is None else [A.transpose(-1, -2).contiguous()]
     y_GLBD = _scan(recurrence, *(_as_read(t, reverse) for t in (q, x, step, k)), *A_GND)
-    return _finish(y_GLBD, x, skip, reverse).to(x_GBLD.dtype)
+    y = _in_image_order(y_GLBD, reverse)
+    return (y if skip is None else y + skip[:, None, None] * x).to(x_GBLD.dtype)
 
 
 def _in_state_dtype(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -126,17 +129,16 @@ def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
     return torch.stack([(t.flip(1) if r else t).transpose(0, 1) for t, r in zip(t_GBLX.unbind(0), reverse)])
 
 
-def _finish(y_GLBD: Tensor, x_GBLD: Tensor, skip_GD: Tensor | None, reverse: list[bool]) -> Tensor:
-    """Back in the order of the image, plus the skip connection."""
-    y_GBLD = torch.stack([(y.flip(0) if r else y).transpose(0, 1) for y, r in zip(y_GLBD.unbind(0), reverse)])
-    return y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x_GBLD
+def _in_image_order(t_GLBX: Tensor, reverse: list[bool]) -> Tensor:
+    """The batch first again, and tokens in the order of the image."""
+    return torch.stack([(t.flip(0) if r else t).transpose(0, 1) for t, r in zip(t_GLBX.unbind(0), reverse)])
 
 
 RECURRENCES: dict[str, type[Recurrence]] = {"longhorn": Longhorn, "selective": SelectiveStateSpace}
 
 
 _INPUTS = {
-    "longhorn": [("inputs[0] (x)", "GLBD"), ("inputs[1] (beta_logits)", "GLBD"), ("inputs[2] (k)", "GLBN")],
+    "longhorn": [("inputs[0] (x)", "GLBD"), ("inputs[1] (step_logits)", "GLBD"), ("inputs[2] (k)", "GLBN")],
     "selective": [
         ("inputs[0] (x)", "GLBD"), ("inputs[1] (dt)", "GLBD"), ("inputs[2] (b)", "GLBN"), ("inputs[3] (A)", "GND"),
     ],
@@ -144,19 +146,19 @@ _INPUTS = {
 
 
 @once_a_kind
-def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, kept_GSBND=None) -> None:
+def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_states_GSBND=None) -> None:
     """Raises a ValueError that names what the operators cannot scan."""
     check_choice("recurrence", recurrence, RECURRENCES)
     check_given(q_GLBN=q_GLBN)
     if backward:
-        check_given(dy_GLBD=dy_GLBD, kept_GSBND=kept_GSBND)
+        check_given(dy_GLBD=dy_GLBD, chunk_states_GSBND=chunk_states_GSBND)
     rows = _INPUTS[recurrence]
     if len(inputs) != len(rows):
         raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, not {len(inputs)}")
     of_q, dtype, sizes = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype, {}
     check(sizes, of_q, *((name, t, layout, dtype) for (name, layout), t in zip(rows, inputs)))
-    sizes["S"] = -(-sizes["L"] // SEGMENT_TOKENS)
-    check(sizes, of_q, ("dy_GLBD", dy_GLBD, "GLBD", dtype), ("kept_GSBND", kept_GSBND, "GSBND", dtype))
+    sizes["S"] = -(-sizes["L"] // CHUNK)
+    check(sizes, of_q, ("dy_GLBD", dy_GLBD, "GLBD", dtype), ("chunk_states_GSBND", chunk_states_GSBND, "GSBND", dtype))
 
 
 def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
@@ -168,43 +170,43 @@ def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
 # one node in place of its loop over the tokens.
 @torch.library.custom_op("vil::reference_scan", mutates_args=())
 def _scan_forward(recurrence: str, q_GLBN: Tensor, inputs: list[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
-    """Returns y_GLBD and, if `keep`, the state before every `SEGMENT_TOKENS` tokens for backward (else none)."""
+    """Returns y_GLBD and, if `keep`, the state before every `CHUNK` tokens for backward (else none)."""
     _check(recurrence, q_GLBN, inputs)
     G, L, B, N = q_GLBN.shape
     D = inputs[0].shape[-1]
     y_GLBD = q_GLBN.new_empty(G, L, B, D)
-    kept_GSBND = q_GLBN.new_empty(G, len(_segments(L)) if keep else 0, B, N, D)
-    buffers = _segment_buffers(2, q_GLBN, D)
+    chunk_states_GSBND = q_GLBN.new_empty(G, len(_chunks(L)) if keep else 0, B, N, D)
+    buffers = _chunk_buffers(2, q_GLBN, D)
     for batch in _batch_slices(G, B, N, D):
         S_GBND = q_GLBN.new_zeros(G, batch.stop - batch.start, N, D)
-        for i, segment in enumerate(_segments(L)):
+        for i, chunk in enumerate(_chunks(L)):
             if keep:
-                kept_GSBND[:, i, batch] = S_GBND
-            decay_GTBND, states_GTBND = _fit(buffers, segment, batch)
-            _run(recurrence, S_GBND, decay_GTBND, states_GTBND, _slice(inputs, segment, batch))
-            y_GLBD[:, segment, batch] = _sum_states(q_GLBN[:, segment, batch], states_GTBND)
+                chunk_states_GSBND[:, i, batch] = S_GBND
+            decay_GTBND, states_GTBND = _views_of(buffers, chunk, batch)
+            _run_chunk(recurrence, S_GBND, decay_GTBND, states_GTBND, _slice(inputs, chunk, batch))
+            y_GLBD[:, chunk, batch] = _sum_states(q_GLBN[:, chunk, batch], states_GTBND)
             S_GBND.copy_(states_GTBND[:, -1])
-    return y_GLBD, kept_GSBND
+    return y_GLBD, chunk_states_GSBND
 
 
 @torch.library.custom_op("vil::reference_scan_backward", mutates_args=())
 def _scan_backward(
-    recurrence: str, dy_GLBD: Tensor, kept_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
+    recurrence: str, dy_GLBD: Tensor, chunk_states_GSBND: Tensor, q_GLBN: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns dq_GLBN and the gradient of each input."""
-    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, chunk_states_GSBND)
     G, L, B, N = q_GLBN.shape
     dq_GLBN = torch.empty_like(q_GLBN)
     dinputs = [torch.empty_like(t) if _is_per_token(t) else torch.zeros_like(t) for t in inputs]
-    buffers = _segment_buffers(4, q_GLBN, dy_GLBD.shape[-1])
+    buffers = _chunk_buffers(4, q_GLBN, dy_GLBD.shape[-1])
     for batch in _batch_slices(G, B, N, dy_GLBD.shape[-1]):
         # dL/dS_t through the tokens after t
-        from_later_GBND = torch.zeros_like(kept_GSBND[:, :1, batch]).squeeze(1)
-        for i, segment in reversed(list(enumerate(_segments(L)))):
-            index, S_GBND = (slice(None), segment, batch), kept_GSBND[:, i, batch]
-            sliced = _slice(inputs, segment, batch)
-            decay_GTBND, states_GTBND, dS_GTBND, ddecay_GTBND = _fit(buffers, segment, batch)
-            _run(recurrence, S_GBND, decay_GTBND, states_GTBND, sliced)
+        from_later_GBND = torch.zeros_like(chunk_states_GSBND[:, :1, batch]).squeeze(1)
+        for i, chunk in reversed(list(enumerate(_chunks(L)))):
+            index, S_GBND = (slice(None), chunk, batch), chunk_states_GSBND[:, i, batch]
+            sliced = _slice(inputs, chunk, batch)
+            decay_GTBND, states_GTBND, dS_GTBND, ddecay_GTBND = _views_of(buffers, chunk, batch)
+            _run_chunk(recurrence, S_GBND, decay_GTBND, states_GTBND, sliced)
             dq_GLBN[index] = _sum_channels(states_GTBND, dy_GLBD[index])
 
             _outer(q_GLBN[index], dy_GLBD[index], out=dS_GTBND)
@@ -223,8 +225,10 @@ def _scan_backward(
     return dq_GLBN, dinputs
 
 
-def _run(recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Tensor, inputs: list[Tensor]) -> None:
-    """Writes the decay and the states of a segment of tokens, given the state before it."""
+def _run_chunk(
+    recurrence: str, S_GBND: Tensor, decay_GTBND: Tensor, states_GTBND: Tensor, inputs: list[Tensor]
+) -> None:
+    """Writes the decay and the states of a chunk of tokens, given the state before it."""
     RECURRENCES[recurrence].coefficients(decay_GTBND, states_GTBND, *inputs)
     for decay_GBND, drive_GBND in zip(decay_GTBND.unbind(1), states_GTBND.unbind(1), strict=True):
         S_GBND = drive_GBND.addcmul_(decay_GBND, S_GBND)
@@ -235,12 +239,12 @@ def _(recurrence, q_GLBN, inputs, keep):
     _check(recurrence, q_GLBN, inputs)
     G, L, B, N = q_GLBN.shape
     D = inputs[0].shape[-1]
-    return q_GLBN.new_empty(G, L, B, D), q_GLBN.new_empty(G, -(-L // SEGMENT_TOKENS) if keep else 0, B, N, D)
+    return q_GLBN.new_empty(G, L, B, D), q_GLBN.new_empty(G, -(-L // CHUNK) if keep else 0, B, N, D)
 
 
 @_scan_backward.register_fake
-def _(recurrence, dy_GLBD, kept_GSBND, q_GLBN, inputs):
-    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, kept_GSBND)
+def _(recurrence, dy_GLBD, chunk_states_GSBND, q_GLBN, inputs):
+    _check(recurrence, q_GLBN, inputs, True, dy_GLBD, chunk_states_GSBND)
     return torch.empty_like(q_GLBN), [torch.empty_like(t) for t in inputs]
 
 
@@ -250,8 +254,8 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dy_GLBD, _):
-    kept_GSBND, q_GLBN, *inputs = ctx.saved_tensors
-    dq_GLBN, dinputs = _scan_backward(ctx.recurrence, dy_GLBD.contiguous(), kept_GSBND, q_GLBN, inputs)
+    chunk_states_GSBND, q_GLBN, *inputs = ctx.saved_tensors
+    dq_GLBN, dinputs = _scan_backward(ctx.recurrence, dy_GLBD.contiguous(), chunk_states_GSBND, q_GLBN, inputs)
     return None, dq_GLBN, dinputs, None
 
 
@@ -266,12 +270,12 @@ def _is_per_token(t: Tensor) -> bool:
     return t.dim() == 4  # _GLB*; a per-channel parameter is _GND
 
 
-def _slice(inputs: list[Tensor], segment: slice, batch: slice) -> list[Tensor]:
-    return [t[:, segment, batch] if _is_per_token(t) else t for t in inputs]
+def _slice(inputs: list[Tensor], chunk: slice, batch: slice) -> list[Tensor]:
+    return [t[:, chunk, batch] if _is_per_token(t) else t for t in inputs]
 
 
-def _segments(L: int) -> list[slice]:
-    return [slice(start, min(start + SEGMENT_TOKENS, L)) for start in range(0, L, SEGMENT_TOKENS)]
+def _chunks(L: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK, L)) for start in range(0, L, CHUNK)]
 
 
 def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
@@ -279,15 +283,15 @@ def _batch_slices(G: int, B: int, N: int, D: int) -> list[slice]:
     return [slice(start, min(start + images, B)) for start in range(0, B, images)]
 
 
-def _segment_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
-    """Memory for `count` tensors GTBND of a segment and a slice, allocated once: its pages cost more than the sums."""
+def _chunk_buffers(count: int, q_GLBN: Tensor, D: int) -> Tensor:
+    """Memory for `count` tensors GTBND of a chunk and a slice, allocated once: its pages cost more than the sums."""
     G, L, B, N = q_GLBN.shape
     images = max((batch.stop - batch.start for batch in _batch_slices(G, B, N, D)), default=0)
-    return q_GLBN.new_empty(count, G, min(SEGMENT_TOKENS, L), images, N, D)
+    return q_GLBN.new_empty(count, G, min(CHUNK, L), images, N, D)
 
 
-def _fit(buffers: Tensor, segment: slice, batch: slice) -> tuple[Tensor, ...]:
-    return buffers[:, :, : segment.stop - segment.start, : batch.stop - batch.start].unbind(0)
+def _views_of(buffers: Tensor, chunk: slice, batch: slice) -> tuple[Tensor, ...]:
+    return buffers[:, :, : chunk.stop - chunk.start, : batch.stop - batch.start].unbind(0)
 
 
 def _outer(n_GTBN: Tensor, d_GTBD: Tensor, out: Tensor) -> Tensor:

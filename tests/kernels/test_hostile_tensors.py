@@ -69,7 +69,7 @@ def reference_backward_call(recurrence):
     named = reference_call(recurrence)
     G, L, B, D = named["inputs"][0].shape
     states = torch.randn(G, 3, B, named["q_GLBN"].shape[-1], D)
-    return dict(recurrence=recurrence, dy_GLBD=torch.randn(G, L, B, D), kept_GSBND=states) | {
+    return dict(recurrence=recurrence, dy_GLBD=torch.randn(G, L, B, D), chunk_states_GSBND=states) | {
         name: named[name] for name in ("q_GLBN", "inputs")
     }
 
@@ -266,8 +266,8 @@ OTHERS = [
     ("reference_scan", dict(inputs=[])),
     ("reference_scan", dict(inputs=lambda inputs: [*inputs, inputs[-1]])),
     ("reference_scan_backward", dict(inputs=without_last)),
-    *(("reference_scan_backward", {name: None}) for name in ("dy_GLBD", "kept_GSBND", "q_GLBN")),
-    ("reference_scan_backward", dict(kept_GSBND=torch.zeros(2, 2, 3, 4, 6))),
+    *(("reference_scan_backward", {name: None}) for name in ("dy_GLBD", "chunk_states_GSBND", "q_GLBN")),
+    ("reference_scan_backward", dict(chunk_states_GSBND=torch.zeros(2, 2, 3, 4, 6))),
     ("block", dict(recurrence="hippo")),
     *(("block", {name: None}) for name in ("x_BLC", "norm_C", "in_proj", "out_proj")),
     ("block", dict(normed=[None, None])),
