@@ -11,18 +11,18 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vil.kernels.scan import triton_scan as kernels
+from vil.kernels.scan import triton_scan
 
-POINTERS = {"x", "logits", "k", "q", "dy", "values", "y", "dx", "dlogits"}  # bf16; all others fp32
-CONSTANTS = dict(N=16, BLOCK_D=32, H=4, CHUNK=64, KEEP=True, SKIP=True, BIAS=True, CUT=True, GRADIENTS=True, BLOCK=128)
-NUMBERS = {"B", "L", "D", "G", "span", "segments", "states"}
+POINTERS = {"x", "step_logits", "k", "q", "dy", "values", "y", "dx", "dstep_logits"}  # bf16; all others fp32
+CONSTANTS = dict(N=16, BLOCK_D=32, H=4, CHUNK=64, KEEP=True, SKIP=True, STEP_BIAS=True, SEGMENTED=True, GRADIENTS=True)
+CONSTANTS |= dict(BLOCK=128)
+NUMBERS = {"B", "L", "D", "G", "segment_chunks", "segments", "states"}
 
 
 def source(kernel, longhorn: bool) -> ASTSource:
     constants = {name: value for name, value in CONSTANTS.items() if name in kernel.arg_names}
     if "LONGHORN" in kernel.arg_names:
         constants["LONGHORN"] = longhorn
-    numbers = NUMBERS - ({"states"} if kernel is not kernels._combine_kernel else set())
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -30,9 +30,9 @@ def source(kernel, longhorn: bool) -> ASTSource:
         elif name == "reverse":
             signature[name] = "i64"
         else:
-            signature[name] = "i32" if name in numbers else "*bf16" if name in POINTERS else "*fp32"
-    if longhorn and "rates" in signature:  # which it has none of
-        signature["rates"], constants["rates"] = "constexpr", None
+            signature[name] = "i32" if name in NUMBERS else "*bf16" if name in POINTERS else "*fp32"
+    if longhorn and "A" in signature:  # which it has none of
+        signature["A"], constants["A"] = "constexpr", None
     return ASTSource(kernel, signature, constexprs=constants)
 
 
@@ -43,10 +43,11 @@ def main() -> None:
         target = GPUTarget(backend, int(arch) if backend == "cuda" else arch, warp)
         sizes = []
         for kernel in (
-            kernels._forward_kernel, kernels._backward_kernel, kernels._summary_kernel, kernels._combine_kernel
+            triton_scan._forward_kernel, triton_scan._backward_kernel, triton_scan._segment_states_kernel,
+            triton_scan._pass_states_kernel,
         ):  # fmt: skip
             for longhorn in (True, False):
-                options = dict(num_warps=4 if kernel is kernels._combine_kernel else 1)
+                options = dict(num_warps=4 if kernel is triton_scan._pass_states_kernel else 1)
                 compiled = triton.compile(source(kernel, longhorn), target=target, options=options)
                 sizes.append(len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]))
         print(f"{word}: {len(sizes)} kernels, {min(sizes)} to {max(sizes)} bytes; torch {torch.__version__}")

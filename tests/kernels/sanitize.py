@@ -62,7 +62,7 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
     operator = {"longhorn": longhorn_scan, "selective": selective_scan}[recurrence]
     for segment_chunks, segments in ((2, 1), (1, 2)):
         for channels in (16, 64):  # of a block
-            with mock.patch.object(triton_scan, "_cut", return_value=(segment_chunks, segments, channels)):
+            with mock.patch.object(triton_scan, "_schedule", return_value=(segment_chunks, segments, channels)):
                 tensors = [t.requires_grad_() for t in inputs(recurrence, dtype)]
                 operator(*tensors, reverse=REVERSE, backend="triton").sum().backward()
 

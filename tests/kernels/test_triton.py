@@ -56,15 +56,15 @@ def test_low_precision_inputs_lose_only_their_own_rounding(
 # of three chunks and a part of one: each for itself, two and two, all in one that takes no state over
 @SCANS
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("large", "span"), [(2**16, None), (2**16, 2), (16, None)])
+@pytest.mark.parametrize(("large", "segment_chunks"), [(2**16, None), (2**16, 2), (16, None)])
 def test_segments_equal_the_definition(
-    scan, definition, make_inputs, large, span, reverse, short_chunks, monkeypatch
+    scan, definition, make_inputs, large, segment_chunks, reverse, short_chunks, monkeypatch
 ):  # fmt: skip
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
-    cut = triton_scan._cut(torch.empty(1, 1, 14, 5), 16)
-    assert cut == ((4, 1, 16) if large == 16 else (1, 4, 16))
-    if span:
-        monkeypatch.setattr(triton_scan, "_cut", lambda *_: (span, 2, 16))
+    schedule = triton_scan._schedule(torch.empty(1, 1, 14, 5), 16)
+    assert schedule == ((4, 1, 16) if large == 16 else (1, 4, 16))
+    if segment_chunks:
+        monkeypatch.setattr(triton_scan, "_schedule", lambda *_: (segment_chunks, 2, 16))
     assert max(errors(scan, definition, make_inputs(1, 14, 5, 4, torch.float32), reverse=reverse)) < 1e-5
 
 
@@ -74,11 +74,11 @@ def test_a_sequence_of_two_chunks_as_long_as_on_a_gpu():
 
 @pytest.mark.parametrize("L", [1, 64, 65, 1000, 6085])
 @pytest.mark.parametrize("channels", [(1, 1, 5), (2, 1, 384), (2, 8, 768), (2, 64, 384), (2, 128, 768)])
-def test_sequences_are_cut_only_where_channels_do_not_fill_a_large_gpu(channels, L):
+def test_sequences_are_schedule_only_where_channels_do_not_fill_a_large_gpu(channels, L):
     G, B, D = channels
-    span, segments, block = triton_scan._cut(torch.empty(G, B, L, D, device="meta"), 32)
+    segment_chunks, segments, block = triton_scan._schedule(torch.empty(G, B, L, D, device="meta"), 32)
     chunks, sequences = -(-L // 64), G * B * D
-    assert (segments - 1) * span < chunks <= segments * span
+    assert (segments - 1) * segment_chunks < chunks <= segments * segment_chunks
     assert (segments > 1) == (sequences < 2**14 and chunks > 1)
     assert segments * sequences <= 4 * 2**16 or segments == 1
     assert block == (64 if segments * sequences >= 2**16 else 32)
