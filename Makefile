@@ -2,7 +2,7 @@
 # make test    sets everything up and runs the tests of the package, in random order and on all cores
 # make research-tests    the same of the studies in research/
 # make lint    checks style and types
-# make mutants [PATHS="vil/data/loaders.py kernels"] [TESTS=tests/data/test_data.py] [SAMPLE=200] [JOBS=2]
+# make mutants [PATHS="vil/data kernels"] [TESTS=tests/data] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
 # make cuda-mutants [WORDS="forward_mma Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
 # make timm-tests    runs timm's own tests of its models on ours

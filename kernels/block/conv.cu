@@ -121,9 +121,8 @@ DEVICE float scaled_slope(float y) {
 //   tokens      t, t + 1   the same  the same  the same  t + 2, t + 3  ..   t + 6, t + 7
 //   of stretch  0          1         2         3         0             ..   3
 //
-// One __syncthreads a tile, behind wait_for_copies: this tile has arrived, and nobody reads the other one, into which
-// the next copies go. One more before a group of stretches, whose first copies go where the last group's tile was read.
-// The filters' gradients are summed over p by shuffles, in fixed order, and written for each part of the stretches,
+// Two stages and one __syncthreads a tile (cuda/pipeline.cuh), and one before a group of stretches, whose first copies
+// go where the last group's tile was read. docs/kernels/block.md draws a CTA. The filters' gradients are summed over p by shuffles, in fixed order, and written for each part of the stretches,
 // (parts, 2, TAPS + 1, D) with the biases last; `unpack_gradients` adds the parts.
 constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
 constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // tokens of a stretch
@@ -186,6 +185,107 @@ DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int
     }
 }
 
+// What a thread copies of a group of stretches: of one of them, every fourth token from t on in direction 0, from t_1 on
+// in direction 1
+struct Copies {
+    const Element *u, *dv_0, *dv_1, *projected_0, *projected_1;
+    i64 u_stride, D;
+    int columns, length, read, t_0, t_1;  // columns from the CTA's first on; tokens of u, of dv
+    INLINE void start(Tile &tile, int first_row) {
+        copy_rows<VECTOR, SPAN>(tile.u, u, u_stride, columns, t_0, length, first_row);
+        copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
+        copy_rows<VECTOR, SPAN>(tile.dv[1], dv_1, D, columns, t_1, read, first_row);
+        constexpr int P = PROJECTIONS;
+        copy_rows<8, PRODUCTS * 16>(tile.dprojected[0], projected_0, P, P, t_0, read, first_row);
+        copy_rows<8, PRODUCTS * 16>(tile.dprojected[1], projected_1, P, P, t_1, read, first_row);
+        commit_copies();
+        u += TILE * u_stride, dv_0 += TILE * D, dv_1 += TILE * D, t_0 += TILE, t_1 += TILE;
+        projected_0 += TILE * PROJECTIONS, projected_1 += TILE * PROJECTIONS;
+    }
+};
+
+// The filters of the lane's channels and, over all its tokens, their gradients, the biases' last
+struct Filters {
+    Filter<LANE> forward, backward;
+    Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
+    INLINE Filters(const float *weights, const float *biases, i64 d, i64 D)
+        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d) {
+        forward.scale(-LOG2E), backward.scale(-LOG2E);
+    }
+    // summed over the stretches of the lanes that share the channels, without the filters' factor
+    INLINE void store_gradients(float *to, i64 D, bool writes) {
+        UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
+            UNROLLED for (int c = 0; c < LANE; c++) {
+                dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
+                UNROLLED for (int distance = 1; distance < STRETCHES; distance *= 2) {
+                    dforward[tap].at[c] += __shfl_xor_sync(WARP, dforward[tap].at[c], distance);
+                    dbackward[tap].at[c] += __shfl_xor_sync(WARP, dbackward[tap].at[c], distance);
+                }
+            }
+            if (writes) {
+                store(to + tap * D, dforward[tap]);
+                store(to + (TAPS + 1 + tap) * D, dbackward[tap]);
+            }
+        }
+    }
+};
+
+// The lane's stretch: of the tokens behind, u, and what s_0 and s_1 were
+struct Stretch {
+    Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
+    int quad, channel;
+    // s is dv + dprojected x_proj of the next STEP tokens
+    INLINE void read(const Tile &tile, int first_row, const Product<Element, PRODUCTS> &product) {
+        UNROLLED for (int pair = 0; pair < STEP / 2; pair++) {
+            int row = first_row + pair * 8;
+            Floats<2> sums[2][2] = {};
+            UNROLLED for (int i = 0; i < 2; i++) {
+                int at = row + quad * 2 + i;
+                Floats<LANE> dv_0 = to_floats(load<LANE>(&tile.dv[0][at][channel]));
+                Floats<LANE> dv_1 = to_floats(load<LANE>(&tile.dv[1][at][channel]));
+                window[BACK + pair * 2 + i] = to_floats(load<LANE>(&tile.u[at][channel]));
+                UNROLLED for (int c = 0; c < LANE; c++) sums[0][c].at[i] = dv_0.at[c], sums[1][c].at[i] = dv_1.at[c];
+            }
+            product.add_to(sums, tile, row);
+            UNROLLED for (int i = 0; i < 2; i++)
+                UNROLLED for (int c = 0; c < LANE; c++) {
+                    s_0[BACK + pair * 2 + i].at[c] = sums[0][c].at[i];
+                    s_1[BACK + pair * 2 + i].at[c] = sums[1][c].at[i];
+                }
+        }
+    }
+    // s times silu', and what it adds to du of STEP tokens and to the filters' gradients, if they are its `own`
+    INLINE void work(Pack<Element, LANE> (&du)[STEP], Filters &filters, bool own) {
+        UNROLLED for (int i = 0; i < STEP; i++) {
+            Floats<LANE> sum = {};
+            UNROLLED for (int c = 0; c < LANE; c++) {
+                float sum_0 = filters.forward.bias.at[c], sum_1 = filters.backward.bias.at[c];
+                UNROLLED for (int tap = 0; tap < TAPS; tap++) {
+                    sum_0 = fmaf(filters.forward.weight[tap][c], window[i + tap].at[c], sum_0);
+                    sum_1 = fmaf(filters.backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
+                }
+                s_0[BACK + i].at[c] *= scaled_slope(sum_0);
+                s_1[BACK + i].at[c] *= scaled_slope(sum_1);
+                if (!own) continue;
+                UNROLLED for (int tap = 0; tap < TAPS; tap++) {
+                    float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
+                    filters.dforward[tap].at[c] = fmaf(window[i].at[c], after, filters.dforward[tap].at[c]);
+                    filters.dbackward[tap].at[c] = fmaf(window[i].at[c], before, filters.dbackward[tap].at[c]);
+                    sum.at[c] = fmaf(filters.forward.weight[tap][c], after, sum.at[c]);
+                    sum.at[c] = fmaf(filters.backward.weight[tap][c], before, sum.at[c]);
+                }
+                filters.dforward[TAPS].at[c] += s_0[i].at[c];
+                filters.dbackward[TAPS].at[c] += s_1[BACK + i].at[c];
+            }
+            du[i] = from_floats<Element>(sum);
+        }
+    }
+    INLINE void move_on() {
+        UNROLLED for (int i = 0; i < BACK; i++)
+            window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 5 ? 3 : 2)
 conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__restrict__ dv,
               const Element *__restrict__ dprojected, const Element *__restrict__ x_proj,
@@ -197,10 +297,8 @@ conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__rest
     int blocks = (D + SPAN - 1) / SPAN, first_d = blockIdx.x % blocks * SPAN, part = blockIdx.x / blocks;
     int d = first_d + channel, loaded_d = min(d, int(D) - LANE);
     Product<Element, PRODUCTS> product(x_proj, d, D);
-    Filter<LANE> forward(weights, biases, loaded_d), backward(weights + D * TAPS, biases + D, loaded_d);
-    forward.scale(-LOG2E), backward.scale(-LOG2E);
-    Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
-    int stretches = (L + stretch - 1) / stretch, items = B * stretches, columns = D - first_d;
+    Filters filters(weights, biases, loaded_d, D);
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches;
 #pragma unroll 1
     for (int first = part * STRETCHES; first < items; first += int(parts) * STRETCHES) {
         int row = threadIdx.x / 8, copied = first + row % 8 / 2;  // stretch that the thread copies
@@ -208,115 +306,52 @@ conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__rest
         int t = copied % stretches * int(stretch) - TILE + row / 8 * 2 + row % 2;
         int length = copied < items ? L : 0, read = copied < items ? H : 0, t_0 = t + BACK, t_1 = t - int(L - H);
         int c = first_d + threadIdx.x % 8 * VECTOR, p = threadIdx.x % 8 * 8;
-        const Element *us = u + (copied_b * L + t_0) * u_stride + c;
+        const Element *of_dv = dv + c, *of_projected = dprojected + p;
         i64 row_0 = copied_b * H + t_0, row_1 = (B + copied_b) * H + t_1;
-        const Element *dv_0 = dv + row_0 * D + c, *dv_1 = dv + row_1 * D + c;
-        const Element *projected_0 = dprojected + row_0 * PROJECTIONS + p;
-        const Element *projected_1 = dprojected + row_1 * PROJECTIONS + p;
-        auto fetch = [&](Tile &tile, int first_row) {
-            copy_rows<VECTOR, SPAN>(tile.u, us, u_stride, columns, t_0, length, first_row);
-            copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
-            copy_rows<VECTOR, SPAN>(tile.dv[1], dv_1, D, columns, t_1, read, first_row);
-            constexpr int P = PROJECTIONS;
-            copy_rows<8, PRODUCTS * 16>(tile.dprojected[0], projected_0, P, P, t_0, read, first_row);
-            copy_rows<8, PRODUCTS * 16>(tile.dprojected[1], projected_1, P, P, t_1, read, first_row);
-            commit_copies();
-            us += TILE * u_stride, dv_0 += TILE * D, dv_1 += TILE * D, t_0 += TILE, t_1 += TILE;
-            projected_0 += TILE * PROJECTIONS, projected_1 += TILE * PROJECTIONS;
+        Copies copies = {
+            u + (copied_b * L + t_0) * u_stride + c, of_dv + row_0 * D, of_dv + row_1 * D,
+            of_projected + row_0 * PROJECTIONS, of_projected + row_1 * PROJECTIONS,
+            u_stride, D, int(D) - first_d, length, read, t_0, t_1,
         };
-        __syncthreads();
-        fetch(tiles[0], ROWS / 2);
-        // what the lane works on
-        int item = first + quad, begin = item % stretches * int(stretch);
+        __syncthreads();  // nobody reads the last group's tiles any more
+        copies.start(tiles[0], ROWS / 2);
+        int item = first + quad, begin = item % stretches * int(stretch);  // what the lane works on
         int left = d < D && item < items ? min(int(stretch), int(L) - begin) : 0;  // tokens to store
         i64 b = item / stretches;
         Element *dus = du + (b * L + begin) * du_stride + d;
         InFlight<LANE, BACK> behind;
         behind.fetch(u + (b * L + begin - STEP) * u_stride + loaded_d, u_stride, begin - STEP, item < items ? L : 0);
-        // of the tokens behind: u; what s_0 and s_1 were
-        Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
-        UNROLLED for (int i = 0; i < BACK; i++) window[i] = to_floats(behind.token[i]);
-        auto step = [&](const Tile &tile, int first_row, bool own) {
-            UNROLLED for (int pair = 0; pair < STEP / 2; pair++) {
-                int row = first_row + pair * 8;
-                Floats<2> sums[2][2] = {};
-                UNROLLED for (int i = 0; i < 2; i++) {
-                    int at = row + quad * 2 + i;
-                    Floats<LANE> dv_0 = to_floats(load<LANE>(&tile.dv[0][at][channel]));
-                    Floats<LANE> dv_1 = to_floats(load<LANE>(&tile.dv[1][at][channel]));
-                    window[BACK + pair * 2 + i] = to_floats(load<LANE>(&tile.u[at][channel]));
-                    UNROLLED for (int c = 0; c < LANE; c++)
-                        sums[0][c].at[i] = dv_0.at[c], sums[1][c].at[i] = dv_1.at[c];
-                }
-                product.add_to(sums, tile, row);
-                UNROLLED for (int i = 0; i < 2; i++)
-                    UNROLLED for (int c = 0; c < LANE; c++) {
-                        s_0[BACK + pair * 2 + i].at[c] = sums[0][c].at[i];
-                        s_1[BACK + pair * 2 + i].at[c] = sums[1][c].at[i];
-                    }
-            }
+        Stretch own;
+        own.quad = quad, own.channel = channel;
+        UNROLLED for (int i = 0; i < BACK; i++) own.window[i] = to_floats(behind.token[i]);
+        int present = 1;
+        auto advance = [&]() {  // the next tile has come, and the one behind it goes where the last one was
+            wait_for_copies<0>();
+            __syncthreads();
+            copies.start(tiles[present], 0);
+            present ^= 1;
+        };
+        auto step = [&](int first_row, bool stores) {
             Pack<Element, LANE> found[STEP];
-            UNROLLED for (int i = 0; i < STEP; i++) {
-                Floats<LANE> sum = {};
-                UNROLLED for (int c = 0; c < LANE; c++) {
-                    float sum_0 = forward.bias.at[c], sum_1 = backward.bias.at[c];
-                    UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                        sum_0 = fmaf(forward.weight[tap][c], window[i + tap].at[c], sum_0);
-                        sum_1 = fmaf(backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
-                    }
-                    s_0[BACK + i].at[c] *= scaled_slope(sum_0);
-                    s_1[BACK + i].at[c] *= scaled_slope(sum_1);
-                    if (!own) continue;
-                    UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                        float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
-                        dforward[tap].at[c] = fmaf(window[i].at[c], after, dforward[tap].at[c]);
-                        dbackward[tap].at[c] = fmaf(window[i].at[c], before, dbackward[tap].at[c]);
-                        sum.at[c] = fmaf(forward.weight[tap][c], after, sum.at[c]);
-                        sum.at[c] = fmaf(backward.weight[tap][c], before, sum.at[c]);
-                    }
-                    dforward[TAPS].at[c] += s_0[i].at[c];
-                    dbackward[TAPS].at[c] += s_1[BACK + i].at[c];
-                }
-                found[i] = from_floats<Element>(sum);
-            }
-            if (own) {
+            own.read(tiles[present], first_row, product);
+            own.work(found, filters, stores);
+            if (stores) {
                 UNROLLED for (int i = 0; i < STEP; i++, dus += du_stride)
                     if (i < left) store(dus, found[i]);
                 left -= STEP;
             }
-            UNROLLED for (int i = 0; i < BACK; i++)
-                window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
-        };
-        int present = 1;
-        auto advance = [&]() {
-            wait_for_copies<0>();
-            __syncthreads();
-            fetch(tiles[present], 0);
-            present ^= 1;
+            own.move_on();
         };
         advance();
-        step(tiles[present], ROWS / 2, false);
+        step(ROWS / 2, false);
 #pragma unroll 1
         for (int k = 0; k < int(stretch); k += TILE) {
             advance();
-            step(tiles[present], 0, true);
+            step(0, true);
             if (k + STEP >= int(stretch)) break;
-            step(tiles[present], ROWS / 2, true);
+            step(ROWS / 2, true);
         }
         wait_for_copies<0>();  // of a tile that nobody needs
     }
-    float *to = dfilters + part * 2 * (TAPS + 1) * D + d;
-    UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
-        UNROLLED for (int c = 0; c < LANE; c++) {
-            dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
-            UNROLLED for (int distance = 1; distance < STRETCHES; distance *= 2) {
-                dforward[tap].at[c] += __shfl_xor_sync(WARP, dforward[tap].at[c], distance);
-                dbackward[tap].at[c] += __shfl_xor_sync(WARP, dbackward[tap].at[c], distance);
-            }
-        }
-        if (quad == 0 && d < D) {
-            store(to + tap * D, dforward[tap]);
-            store(to + (TAPS + 1 + tap) * D, dbackward[tap]);
-        }
-    }
+    filters.store_gradients(dfilters + part * 2 * (TAPS + 1) * D + d, D, quad == 0 && d < D);
 }

@@ -15,7 +15,8 @@
 // L tokens of a sequence    C columns of dout    D channels
 //
 // One CTA a multiprocessor, of 12 warps. It keeps the weights of SLICE channels in shared memory for good. Neighbouring
-// CTAs have the other channels of the same tokens, whose dout the L2 keeps for them.
+// CTAs have the other channels of the same tokens, whose dout the L2 keeps for them. docs/kernels/block.md draws it and
+// has the table of its buffers; cuda/pipeline.cuh the rules of their barriers.
 //
 //   warps 0 - 3, 4 - 7    consumers of group 0, of group 1: up to 64 tokens each at a time, dgated in registers,
 //                         SLICE / 2 floats a lane. They write the weights to shared memory first.
@@ -23,23 +24,9 @@
 //                         z and mean, a slot each. They go on with the next tokens while results are written.
 //   warps 10, 11          none
 //
-//   mbarrier        arrivals a phase                                             means
-//   slot full       32, each lane of the producer when its own copies have come  the slot may be read
-//   slot empty      4, a lane of each consumer warp                              the slot may be overwritten
-//   weights_there   256, each consumer thread behind its stores, once            products may read the weights
-//
-// (cuda/pipeline.cuh says how these are waited for.) show_to_products stands between what threads or their copies have
-// written to shared memory and the products that read it. A slot of dout is given back one step late, when
-// wait_for_products<1> says that the products before the newest have ended; z and mean when they are in registers.
-//
 // Shared memory. Rows of 128 bytes in the order of wgmma, 16-byte pieces at piece ^ row % 8: of dout a token, of the
 // weights a column of dout with 64 channels, those of the second 64 behind all of the first. z and mean: pieces at
 // piece ^ row % 2 * 4, as lanes read four neighbouring pieces of each row.
-//
-// Registers (cuda/types.cuh; lane l, r = l / 4, p = l % 4). Of each 8 columns of a product a lane has 2p, 2p + 1 of
-// rows r and r + 8. So that its four products w = 0 .. 3 of 32 channels, h of the two halves of 64, are 8 neighbours 8p
-// .. 8p + 7, as it reads z and writes dy, column 8 (4h + w) + 2p + e of the weights is channel 32h + 8p + 2w + e: where
-// 16 bytes of weights, channels 32h + 8p .., are stored, word w goes to piece 4h + w, word p.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
@@ -54,6 +41,109 @@ constexpr int OF_SLOTS = C * SLICE * 2, OF_BARRIERS = OF_SLOTS + GROUPS * SLOTS 
 constexpr int OF_WEIGHTS_THERE = OF_BARRIERS + GROUPS * 2 * SLOTS * 8;
 static_assert(OF_WEIGHTS_THERE + 8 == BLOCK_BYTES && BLOCK_BYTES <= 227 * 1024);
 static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // which products want
+
+// Warps 8 and 9: slots of 64 columns of what a group's tokens have. A lane has 16 bytes of every fourth token.
+struct Producer {
+    Pipeline<SLOTS> inputs;
+    unsigned slots;
+    int row, piece;
+    // `flip`: what four rows further on changes of a piece's place
+    INLINE void fill(const Element *from, i64 stride, int piece_at, int flip, int first, int end) {
+        wait_for(inputs.empty(), inputs.phase() ^ 1);
+        unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
+        from += first * stride + piece * 8;
+#pragma unroll 4
+        for (int token = first; token < end; token += 4, from += 4 * stride)
+            copy_16_async(to, from), to = to + 4 * 128 ^ flip;
+        arrive_when_copied(inputs.full());
+        inputs.next();
+    }
+    INLINE void produce(const Element *dout, const Element *z, const Element *means, int first, int end) {
+        first += row;
+#pragma unroll 1
+        for (int c = 0; c < C; c += 64) fill(dout + c, C, piece ^ row, 4 * 16, first, end);
+#pragma unroll 1
+        for (int d = 0; d < SLICE; d += 64) {
+            fill(z + d, 2 * D, piece ^ row % 2 * 4, 0, first, end);
+            fill(means + d, D, piece ^ row % 2 * 4, 0, first, end);
+        }
+    }
+};
+
+// The consumers' SLICE channels of all weights, in rows of 64. A lane's four products w = 0 .. 3 of 32 channels, half h
+// of 64, are to be 8 neighbours 8p .. 8p + 7, as it reads z and writes dy: so column 8 (4h + w) + 2p + e is channel
+// 32h + 8p + 2w + e, and word w of each 16 bytes goes to piece 4h + w, word p.
+DEVICE void store_weights(unsigned weights, const Element *out_proj, int slice) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < C * SLICE / 8; i += GROUPS * 128) {
+        int piece = i % 8, c = i / 8 % C, half = i / 8 / C;
+        Pack<Element, 8> v = load<8>(out_proj + (i64(c) * D + slice + half * 64 + piece * 8));
+        UNROLLED for (int w = 0; w < 4; w++)
+            store_shared(weights + (half * C + c) * 128 + (piece / 4 * 4 + w ^ c % 8) * 16 + piece % 4 * 4, v.word[w]);
+    }
+}
+
+// sums = dout out_proj. A slot is given back one step late, when wait_for_products<1> says that the products before the
+// newest have ended.
+DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, unsigned weights, int lane) {
+#pragma unroll 1
+    for (int c = 0; c < C; c += 64, inputs.next()) {
+        wait_for(inputs.full(), inputs.phase());
+        show_to_products();
+        hold(sums);
+        begin_products();
+        UNROLLED for (int k = 0; k < 64; k += 16)
+            multiply_shared(Element{}, sums, slots + inputs.stage() * SLOT + k * 2, weights + (c + k) * 128, C * 128,
+                            c + k > 0);
+        commit_products();
+        wait_for_products<1>();  // those before
+        if (c > 0 && lane == 0) arrive(inputs.empty_before());
+    }
+    wait_for_products<0>();
+    hold(sums);
+    if (lane == 0) arrive(inputs.empty_before());
+}
+
+// Epilogue: dy, dz and gated of the lane's channels of tokens `token` and `token` + 8, from dgated / scale = sums
+DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, Element *dy,
+                            Element *dz, Element *gated, int token, int end, const float (&scale)[2], int lane,
+                            unsigned of_piece) {
+    UNROLLED for (int d = 0; d < SLICE; d += 64, inputs.next()) {
+        wait_for(inputs.full(), inputs.phase());
+        unsigned z_at = slots + inputs.stage() * SLOT + of_piece;
+        inputs.next();
+        wait_for(inputs.full(), inputs.phase());
+        unsigned mean_at = slots + inputs.stage() * SLOT + of_piece;
+        UNROLLED for (int i = 0; i < 2; i++)
+            UNROLLED for (int half = 0; half < 2; half++) {
+                unsigned zs[4], ms[4], dys[4], dzs[4], gateds[4];
+                load_shared(zs, (z_at ^ half * 64) + i * 8 * 128);
+                load_shared(ms, (mean_at ^ half * 64) + i * 8 * 128);
+                if (i == 1 && half == 1) {  // all that the lane needs of both slots is in registers
+                    __syncwarp();
+                    if (lane == 0) arrive(inputs.empty_before()), arrive(inputs.empty());
+                }
+                UNROLLED for (int w = 0; w < 4; w++) {
+                    Floats<2> x = unpack(Element{}, zs[w]), m = unpack(Element{}, ms[w]), of_y, of_z, of_gated;
+                    UNROLLED for (int j = 0; j < 2; j++) {
+                        float dgated = scale[i] * sums[(d / 8 + half * 4 + w) * 4 + i * 2 + j];
+                        float s = sigmoid(x.at[j]), silu = x.at[j] * s;
+                        of_y.at[j] = 0.5f * dgated * silu;
+                        of_z.at[j] = dgated * m.at[j] * silu_slope(x.at[j], s);
+                        of_gated.at[j] = scale[i] * m.at[j] * silu;
+                    }
+                    dys[w] = pack(Element{}, of_y.at[0], of_y.at[1]);
+                    dzs[w] = pack(Element{}, of_z.at[0], of_z.at[1]);
+                    gateds[w] = pack(Element{}, of_gated.at[0], of_gated.at[1]);
+                }
+                auto write = [&](Element *to, i64 stride, const unsigned (&v)[4]) {
+                    to += (token + i * 8) * stride + d + half * 32 + lane % 4 * 8;
+                    if (token + i * 8 < end) store(to, Pack<Element, 8>{v[0], v[1], v[2], v[3]});
+                };
+                write(dy, 2 * D, dys), write(dz, 2 * D, dzs), write(gated, D, gateds);
+            }
+    }
+}
 
 // A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. z, dy and dz are halves
 // of rows of 2 D.
@@ -82,99 +172,24 @@ gate_outproj_backward(const Element *__restrict__ dout, const Element *__restric
     z += slice, means += slice, dy += slice, dz += slice, gated += slice;
     if (produces) {
         if (g >= GROUPS) return;
-        int row = lane / 8, piece = lane % 8;  // a thread has 16 bytes of every fourth row
-        for (int of_group = start; of_group < limit; of_group += at_once) {
-            int first = of_group + row, end = min(of_group + most, all);
-            auto copy = [&](const Element *from, i64 stride, int piece_at, int flip) {
-                wait_for(inputs.empty(), inputs.phase() ^ 1);
-                unsigned to = slots + inputs.stage() * SLOT + row * 128 + piece_at * 16;
-                from += first * stride + piece * 8;
-#pragma unroll 4
-                for (int token = first; token < end; token += 4, from += 4 * stride)
-                    copy_16_async(to, from), to = to + 4 * 128 ^ flip;
-                arrive_when_copied(inputs.full());
-                inputs.next();
-            };
-#pragma unroll 1
-            for (int c = 0; c < C; c += 64) copy(dout + c, C, piece ^ row, 4 * 16);
-#pragma unroll 1
-            for (int d = 0; d < SLICE; d += 64) {
-                copy(z + d, 2 * D, piece ^ row % 2 * 4, 0);
-                copy(means + d, D, piece ^ row % 2 * 4, 0);
-            }
-        }
+        Producer producer = {inputs, slots, lane / 8, lane % 8};
+        for (int of_group = start; of_group < limit; of_group += at_once)
+            producer.produce(dout, z, means, of_group, min(of_group + most, all));
         wait_for_all_copies();
         return;
     }
 
-#pragma unroll 8
-    for (int i = threadIdx.x; i < C * SLICE / 8; i += GROUPS * 128) {
-        int piece = i % 8, c = i / 8 % C, half = i / 8 / C;
-        Pack<Element, 8> v = load<8>(out_proj + (i64(c) * D + slice + half * 64 + piece * 8));
-        UNROLLED for (int w = 0; w < 4; w++)
-            store_shared(weights + (half * C + c) * 128 + (piece / 4 * 4 + w ^ c % 8) * 16 + piece % 4 * 4, v.word[w]);
-    }
+    store_weights(weights, out_proj, slice);
     show_to_products();
     arrive(weights_there);
     wait_for(weights_there, 0);
-
     int row = warp % 4 * 16 + lane / 4, L = length;
     unsigned of_piece = row * 128 + (lane % 4 ^ row % 2 * 4) * 16;
     for (int of_group = start; of_group < limit; of_group += at_once) {
         int token = of_group + row, end = min(of_group + most, all);
         float scale[2], sums[SLICE / 2];
         UNROLLED for (int i = 0; i < 2; i++) scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;
-#pragma unroll 1
-        for (int c = 0; c < C; c += 64, inputs.next()) {
-            wait_for(inputs.full(), inputs.phase());
-            show_to_products();
-            hold(sums);
-            begin_products();
-            UNROLLED for (int k = 0; k < 64; k += 16)
-                multiply_shared(Element{}, sums, slots + inputs.stage() * SLOT + k * 2, weights + (c + k) * 128,
-                                C * 128, c + k > 0);
-            commit_products();
-            wait_for_products<1>();  // those before
-            if (c > 0 && lane == 0) arrive(inputs.empty_before());
-        }
-        wait_for_products<0>();
-        hold(sums);
-        if (lane == 0) arrive(inputs.empty_before());
-
-        UNROLLED for (int d = 0; d < SLICE; d += 64, inputs.next()) {
-            wait_for(inputs.full(), inputs.phase());
-            unsigned z_at = slots + inputs.stage() * SLOT + of_piece;
-            inputs.next();
-            wait_for(inputs.full(), inputs.phase());
-            unsigned mean_at = slots + inputs.stage() * SLOT + of_piece;
-            UNROLLED for (int i = 0; i < 2; i++)
-                UNROLLED for (int half = 0; half < 2; half++) {
-                    unsigned zs[4], ms[4], dys[4], dzs[4], gateds[4];
-                    load_shared(zs, (z_at ^ half * 64) + i * 8 * 128);
-                    load_shared(ms, (mean_at ^ half * 64) + i * 8 * 128);
-                    if (i == 1 && half == 1) {
-                        __syncwarp();
-                        if (lane == 0) arrive(inputs.empty_before()), arrive(inputs.empty());
-                    }
-                    UNROLLED for (int w = 0; w < 4; w++) {
-                        Floats<2> x = unpack(Element{}, zs[w]), m = unpack(Element{}, ms[w]), of_y, of_z, of_gated;
-                        UNROLLED for (int j = 0; j < 2; j++) {
-                            float dgated = scale[i] * sums[(d / 8 + half * 4 + w) * 4 + i * 2 + j];
-                            float s = sigmoid(x.at[j]), silu = x.at[j] * s;
-                            of_y.at[j] = 0.5f * dgated * silu;
-                            of_z.at[j] = dgated * m.at[j] * silu_slope(x.at[j], s);
-                            of_gated.at[j] = scale[i] * m.at[j] * silu;
-                        }
-                        dys[w] = pack(Element{}, of_y.at[0], of_y.at[1]);
-                        dzs[w] = pack(Element{}, of_z.at[0], of_z.at[1]);
-                        gateds[w] = pack(Element{}, of_gated.at[0], of_gated.at[1]);
-                    }
-                    auto write = [&](Element *to, i64 stride, const unsigned (&v)[4]) {
-                        to += (token + i * 8) * stride + d + half * 32 + lane % 4 * 8;
-                        if (token + i * 8 < end) store(to, Pack<Element, 8>{v[0], v[1], v[2], v[3]});
-                    };
-                    write(dy, 2 * D, dys), write(dz, 2 * D, dzs), write(gated, D, gateds);
-                }
-        }
+        multiply(sums, inputs, slots, weights, lane);
+        store_gradients(sums, inputs, slots, dy, dz, gated, token, end, scale, lane, of_piece);
     }
 }

@@ -1,10 +1,12 @@
-"""Draws of few digits to learn from: of every seed its own, none of an image that is held out."""
+"""scikit-learn's digits as folders of images: what is held out, and draws of few to learn from."""
 
+import math
 import runpy
 import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.datasets import load_digits
 
 from vil.data.digits import split_digits, write_digits
@@ -58,3 +60,33 @@ def test_more_images_than_there_are_are_refused(tmp_path, monkeypatch, capsys):
         runpy.run_module("vil.data.digits", run_name="__main__")
     assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def written(root):
+    """{split: {number of the image: digit}} of a folder of digits."""
+    return {
+        split: {int(path.stem): int(path.parent.name) for path in root.glob(f"{split}/*/*.png")}
+        for split in ("train", "validation")
+    }
+
+
+def test_digits_are_held_out_alike_however_many_are_trained_on(tmp_path, monkeypatch):
+    digits = load_digits()
+    write_digits(tmp_path / "new" / "all")
+    write_digits(tmp_path / "few", 5)
+    monkeypatch.setattr("sys.argv", ["digits", str(tmp_path / "command"), "--train-per-class", "5"])
+    monkeypatch.delitem(sys.modules, "vil.data.digits")
+    runpy.run_module("vil.data.digits", run_name="__main__")
+    everything, few = written(tmp_path / "new" / "all"), written(tmp_path / "few")
+    assert written(tmp_path / "command") == few
+    assert everything["train"].keys().isdisjoint(everything["validation"])
+    assert {**everything["train"], **everything["validation"]} == dict(enumerate(digits.target.tolist()))
+    assert few["validation"] == everything["validation"]
+    assert len(few["validation"]) == math.ceil(1797 / 4) == 450
+    held_out = list(everything["validation"].values())
+    assert all(abs(held_out.count(digit) - (digits.target == digit).sum() / 4) < 1 for digit in range(10))
+    assert sorted(few["train"].values()) == [digit for digit in range(10) for _ in range(5)]
+    assert few["train"].items() <= everything["train"].items()
+    number, digit = next(iter(few["train"].items()))
+    pixels = np.asarray(Image.open(tmp_path / "few" / "train" / str(digit) / f"{number:04d}.png"))
+    assert np.abs(pixels / 255 - digits.images[number] / 16).max() <= 0.5 / 255 + 1e-9

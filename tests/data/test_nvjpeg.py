@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from pictures import encode, tensor
 from PIL import Image
 
 from vil.data import nvjpeg
@@ -14,9 +15,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def gpu(test):
-    for mark in GPU:
-        test = mark(test)
-    return test
+    return GPU[0](GPU[1](test))
 
 
 def picture(seed, mode, size):
@@ -24,19 +23,12 @@ def picture(seed, mode, size):
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).convert(mode)
 
 
-def encoded(image, **options):
-    file = io.BytesIO()
-    image.save(file, format="JPEG", quality=90, **options)
-    return file.getvalue()
-
-
-def tensor(content):
+def bytes_of(content):
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def by_pillow(content):
-    pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
-    return torch.from_numpy(pixels).permute(2, 0, 1).int()
+    return tensor(Image.open(io.BytesIO(content)).convert("RGB")).int()
 
 
 @gpu
@@ -45,10 +37,10 @@ def by_pillow(content):
 def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
     options = {"subsampling": subsampling} if mode == "RGB" else {}
     sizes = [(500, 375), (17, 33), (8, 8), (301, 299)]
-    files = [encoded(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
+    files = [encode(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
     decode = Decoder(torch.device("cuda", 0))
     for some in (files, files[:2], files):  # another number of files each time
-        images = decode([tensor(file) for file in some])
+        images = decode([bytes_of(file) for file in some])
         torch.cuda.synchronize()
         for image, file in zip(images, some, strict=True):
             difference = (image.cpu().int() - by_pillow(file)).abs()
@@ -58,14 +50,14 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
 
 @gpu
 def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
-    decode, whole = Decoder(torch.device("cuda", 0)), encoded(picture(0, "RGB", (64, 48)))
+    decode, whole = Decoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
     with pytest.raises(DecodingError, match="nvJPEG: "):
-        decode([tensor(whole), tensor(b"no picture at all" * 20)])
+        decode([bytes_of(whole), bytes_of(b"no picture at all" * 20)])
     monkeypatch.setattr(nvjpeg, "MOST_PIXELS", 64 * 48 - 1)
     with pytest.raises(DecodingError, match="a file has more than 3071 pixels or none"):
-        decode([tensor(whole)])
+        decode([bytes_of(whole)])
     monkeypatch.undo()
-    (image,) = decode([tensor(whole)])
+    (image,) = decode([bytes_of(whole)])
     assert image.shape == (3, 48, 64)
 
 

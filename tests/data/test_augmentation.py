@@ -1,0 +1,101 @@
+"""Random erasing, mixup and cutmix on batches against timm's on one group of images after the other."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pictures import DATA_CONFIG, random_images, seed_all, small_config
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+
+from vil.config import Config
+from vil.data.augmentation import BatchAugmentation
+
+RECIPE = dict(mixup=0.8, cutmix=1.0, mixup_prob=1.0, mixup_switch_prob=0.5, smoothing=0.1, reprob=0.25, remode="const")
+
+
+def normalised(images):
+    """What a model takes of images of 0..255."""
+    mean, std = (torch.tensor(DATA_CONFIG[name]).view(3, 1, 1) for name in ("mean", "std"))
+    return (images / 255 - mean) / std
+
+
+def augmented_by_timm(images, targets, config, num_classes, epoch, position):
+    """Groups of eight images, each with a seed of its own: timm's random erasing, to grey, then timm's mixup."""
+    parts = []
+    for start in range(0, len(images), 8):
+        group, labels = normalised(images[start : start + 8]), targets[start : start + 8]
+        seed_all(int(np.random.SeedSequence((config["seed"], epoch, position + start, 1)).generate_state(1)[0]))
+        if config["reprob"]:
+            group = RandomErasing(config["reprob"], mode="const", device="cpu")(group)
+        if config["mixup_prob"] and (config["mixup"] or config["cutmix"]):
+            mixup = Mixup(
+                config["mixup"],
+                config["cutmix"],
+                prob=config["mixup_prob"],
+                switch_prob=config["mixup_switch_prob"],
+                label_smoothing=config["smoothing"],
+                num_classes=num_classes,
+            )
+            group, labels = mixup(group, labels)
+        parts.append((group, labels))
+    return [torch.cat(tensors) for tensors in zip(*parts)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(mixup=0.2, cutmix=0.0, reprob=0.0), dict(cutmix=0.4, mixup=0.0, smoothing=0.3),
+        dict(mixup_prob=0.5, seed=5, reprob=0.9), dict(mixup_switch_prob=0.9, smoothing=0.0),
+        dict(mixup_switch_prob=0.1, reprob=1.0), dict(mixup_prob=0.0, reprob=1.0), dict(mixup=0.0, cutmix=0.0),
+        dict(mixup_prob=0.0, reprob=0.0),
+    ],
+    ids=lambda options: " ".join(options) or "recipe",
+)  # fmt: skip
+def test_a_batch_is_erased_and_mixed_as_by_timm(options):
+    """All of a batch's groups at once against timm's on one after the other; the last group is of four images."""
+    config = dict(RECIPE, seed=0) | options
+    images, targets = random_images(68, 3, 12, 20), torch.arange(68) % 10
+    given = images.clone()
+    expected = augmented_by_timm(images, targets, config, 10, epoch=3, position=40)
+    augment = BatchAugmentation(Config(**config), 10, DATA_CONFIG)
+    for ours, theirs in zip(augment(images, targets, epoch=3, position=40), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(images, given)  # noise that stands for images is given again and again
+    if config["reprob"] or config["mixup_prob"]:
+        for other in (dict(epoch=2, position=40), dict(epoch=3, position=48)):
+            assert not torch.allclose(augment(images, targets, **other)[0], expected[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["pixel", "rand"])
+def test_what_is_erased_becomes_noise_of_the_images_own(mode):
+    config, images, targets = dict(RECIPE, reprob=0.7, mixup_prob=0.0), random_images(96, 3, 40, 48), torch.arange(96)
+    (grey, _), (noisy, _), (again, _), (part, _) = (
+        BatchAugmentation(Config(**config | dict(remode=kind)), 100, DATA_CONFIG)(images[first:], targets, 1, first)
+        for kind, first in (("const", 0), (mode, 0), (mode, 0), (mode, 32))
+    )
+    erased = (grey == 0).all(dim=1)
+    assert 0.5 < erased.any(dim=(1, 2)).float().mean() < 0.9
+    assert torch.equal(noisy.movedim(1, -1)[~erased], grey.movedim(1, -1)[~erased])
+    assert torch.equal(noisy, again)
+    assert torch.equal(noisy[32:], part)
+    values = [noisy[i][:, erased[i]] for i in range(96) if erased[i].any()]
+    if mode == "rand":  # a colour for each image
+        assert all((v == v[:, :1]).all() for v in values)
+        values = [v[:, :1] for v in values]
+    starts = torch.stack([v[:, 0] for v in values])
+    assert len(starts.flatten().unique()) == starts.numel()
+    noise = torch.cat([v.flatten() for v in values])
+    assert noise.mean().abs() < 4 / math.sqrt(len(noise))
+    assert (noise.std() - 1).abs() < 4 / math.sqrt(2 * len(noise))
+
+
+def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_folder):
+    augment = BatchAugmentation(small_config(image_folder), 4, DATA_CONFIG)
+    images, targets = random_images(32, 3, 16, 16), torch.arange(32) % 4
+    whole = augment(images, targets, epoch=1, position=64)
+    parts = [augment(images[i : i + 8], targets[i : i + 8], epoch=1, position=64 + i) for i in range(0, 32, 8)]
+    assert not torch.allclose(whole[0], normalised(images), atol=1e-3)
+    for tensor, pieces in zip(whole, zip(*parts)):
+        assert torch.equal(tensor, torch.cat(pieces))

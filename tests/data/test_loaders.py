@@ -1,0 +1,215 @@
+"""Loaders of training and evaluation against timm's transforms, and which way images go: by workers or by a device."""
+
+import tarfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from pictures import CPU, CUDA, DATA_CONFIG, PHOTO, by_timm, encode, joined, small_config, training_set
+from PIL import Image, ImageOps
+from timm.data import create_transform
+from timm.data.dataset import IterableImageDataset
+
+from vil.config import Config, ConfigError
+from vil.data import device_loader
+from vil.data.device_loader import DeviceLoader
+from vil.data.host_loader import HostLoader
+from vil.data.loaders import _say_once, describe, evaluation_loader, micro_batches, training_loader, unreadable_images
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import open_split, open_splits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(workers=2), dict(aug_repeats=3, batch_size=4), dict(rank=1, world_size=2), dict(scale=(0.5, 0.6)),
+        dict(ratio=(2.0, 2.5)), dict(hflip=1.0), dict(aa=None), dict(aa=None, color_jitter=0.9),
+        dict(aa=None, color_jitter=None), dict(aa="rand-m5-n3-p0.8-tweights"), dict(train_interpolation="bilinear"),
+        dict(train_interpolation="random"),
+    ],
+    ids=lambda options: " ".join(options) or "defaults",
+)  # fmt: skip
+def test_an_image_is_augmented_as_by_timms_transform_of_its_options_from_its_seed(pictures, options):
+    loader, keys = training_set(pictures, epoch=2, **options)
+    images, targets = joined(loader)
+    dataset = loader.dataset.dataset
+    others = ["workers", "aug_repeats", "batch_size", "rank", "world_size"]
+    of_transform = {name: value for name, value in options.items() if name not in others}
+    expected, expected_targets, _ = by_timm(dataset, keys, **of_transform)
+    assert torch.equal(images, expected)
+    assert targets == expected_targets
+    assert torch.equal(expected, by_timm(dataset, keys)[0]) == (not of_transform)  # the option counts
+
+
+def test_without_anything_random_an_image_is_resized_and_mirrored(pictures):
+    loader, keys = training_set(pictures, scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=1.0, aa=None, color_jitter=None)
+    names = [loader.dataset.dataset.filename(index) for index, _ in keys]
+    image = Image.open(pictures / "train" / "x" / "6.png")
+    assert image.size == (36, 36)
+    expected = np.asarray(ImageOps.mirror(image.resize((16, 12), Image.Resampling.BICUBIC)))
+    assert np.array_equal(joined(loader)[0][names.index("x/6.png")].permute(1, 2, 0), expected)
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+def test_evaluation_prepares_images_as_timm_does_one_by_one(pictures, crop_mode):
+    dataset = open_split(str(pictures), "", "validation")
+    config = DATA_CONFIG | dict(crop_mode=crop_mode, input_size=(3, 16, 16))
+    images, targets = joined(evaluation_loader(dataset, config, CPU, workers=0, batch_size=3, rank=1, world_size=2))
+    paths = sorted((pictures / "val").glob("*/*"))[1::2]
+    transform = create_transform(use_prefetcher=True, **config)
+    expected = [torch.as_tensor(transform(Image.open(path).convert("RGB"))) for path in paths]
+    assert torch.equal(images, torch.stack(expected))
+    assert targets == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_noise_stands_for_images(image_folder):
+    config = Config(synthetic=60, global_batch_size=8, num_classes=3)
+    train, val, num_classes = open_splits(config)
+    assert (len(train), len(val), num_classes) == (60, 3, 3)
+    assert len(open_splits(Config(synthetic=101))[1]) == 5  # one for 25, as in ImageNet
+    assert open_splits(Config(synthetic=1_281_167))[2] == 1000
+    batches = TrainingBatches(60, config, 4, 0, 1)
+    loader, other = (training_loader(train, config, DATA_CONFIG, CPU, batches) for _ in range(2))
+    images, targets = joined(loader)
+    assert (images.shape, targets) == ((56, 3, 12, 16), [0, 1, 0, 1] * 14)
+    assert torch.equal(images, next(iter(other))[0].repeat(14, 1, 1, 1))
+    assert 120 < images.float().mean() < 135
+    assert (images.min() < 10) & (images.max() > 245)
+    assert describe(loader) == "noise, made on the device"
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 2, 0, 1)
+    assert [len(images) for images, _ in loader] == [2, 1]
+    assert unreadable_images(loader) == 0
+
+
+def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
+    class Stream(list):
+        dataset = SimpleNamespace(set_epoch=lambda epoch: epochs.append(epoch))
+
+    epochs, batches = [], TrainingBatches(70, small_config(image_folder, batch_size=8), 8, 0, 1)
+    left = micro_batches(Stream("abcdefghi"), batches, epoch=3, first_step=2)
+    assert list(left) == [("e", 32), ("f", 40), ("g", 48), ("h", 56)]
+    assert epochs == [3]
+
+
+def test_a_loader_may_have_no_batch(image_folder):
+    """Of an epoch that was left behind its last step; and of a split with fewer images than there are processes."""
+    loader, _ = training_set(image_folder)
+    assert list(micro_batches(loader, loader.batches, 0, loader.batches.steps)) == []
+    images = open_split(str(image_folder), "", "val")
+    for rank, count in ((27, 1), (28, 0)):
+        loader = evaluation_loader(images, DATA_CONFIG, CPU, 0, 4, rank, world_size=29)
+        assert sum(len(batch) for batch, _ in loader) == count
+
+
+# which way images go
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """What is logged where a GPU is there that decodes, by whoever looks for one."""
+    _say_once.cache_clear()
+    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+
+    def lines():
+        return [record.getMessage() for record in caplog.records if record.name == "vil.data.loaders"]
+
+    return lines
+
+
+def loader_for_training(folder, device, dataset=None, **options):
+    config = Config(data_dir=str(folder), global_batch_size=4, workers=0, aug_repeats=0, **options)
+    if dataset is None:
+        dataset = open_split(config.data_dir, "", "train", is_training=True)
+    return training_loader(dataset, config, DATA_CONFIG, device, TrainingBatches(8, config, 4, 0, 1))
+
+
+def loader_for_evaluation(folder, device, **options):
+    return evaluation_loader(open_split(str(folder), "", "val"), DATA_CONFIG, device, 0, 4, 0, 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "kind"),
+    [
+        (CUDA, None, DeviceLoader), (CUDA, False, HostLoader),
+        (CPU, None, HostLoader), (CPU, False, HostLoader), (CPU, True, DeviceLoader),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(photo_folder, said, device, wanted, kind):
+    for make in (loader_for_training, loader_for_evaluation):
+        loader = make(photo_folder, device, augment_on_device=wanted)
+        assert type(loader) is kind
+        place = "on the device" if kind is DeviceLoader else "in the training process"
+        assert describe(loader) == f"no workers, decoding and augmenting {place}"
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"aa": "augmix-m5"}, "the transform 'AugMixAugment' is unknown there"),
+        ({"train_interpolation": "lanczos"}, "the interpolation 'lanczos' is unknown there"),
+    ],
+)
+def test_a_transform_that_the_gpu_does_not_know_is_the_workers_and_a_line_says_so(photo_folder, said, options, reason):
+    assert type(loader_for_training(photo_folder, CUDA, **options)) is HostLoader
+    (line,) = said()
+    assert line.startswith(f"the workers decode and augment images, not the GPU: {reason}")
+    with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
+        loader_for_training(photo_folder, CUDA, augment_on_device=True, **options)
+
+
+def test_a_gpu_that_decodes_nothing_is_one_line(photo_folder, said, monkeypatch):
+    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: "cuda decodes no JPEG: no nvJPEG")
+    for make in (loader_for_training, loader_for_evaluation):
+        assert type(make(photo_folder, CUDA)) is HostLoader
+    (line,) = said()
+    assert line.endswith("not the GPU: cuda decodes no JPEG: no nvJPEG")
+    with pytest.raises(ConfigError, match="augment_on_device: cuda decodes no JPEG: no nvJPEG"):
+        loader_for_evaluation(photo_folder, CUDA, augment_on_device=True)
+
+
+def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(tmp_path, said):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for i in range(8):  # by its name alone each is a JPEG
+            (tmp_path / split / "a" / f"{i}.jpg").write_bytes(encode(PHOTO, format="JPEG" if i < 4 else "PNG"))
+    assert type(loader_for_training(tmp_path, CUDA)) is HostLoader
+    assert type(loader_for_evaluation(tmp_path, CUDA)) is HostLoader
+    assert said() == ["the workers decode and augment images, not the GPU: most files are no JPEGs"]
+    assert type(loader_for_training(tmp_path, CPU, augment_on_device=True)) is DeviceLoader
+
+
+def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        tar.add(photo_folder / "train", ".")
+    loader = loader_for_training(tmp_path, CUDA)
+    assert type(loader) is DeviceLoader
+    assert loader.dataset.dataset.reader.tar_state.tf is None  # each worker opens its own
+
+
+def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
+    streaming = IterableImageDataset("", reader=[])
+    reason = "a dataset that streams has no images by index"
+    with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
+        loader_for_training(photo_folder, CUDA, streaming, augment_on_device=True)
+    streaming.set_loader_cfg = lambda num_workers: None
+    assert type(loader_for_training(photo_folder, CUDA, streaming)) is HostLoader
+    assert said() == [f"the workers decode and augment images, not the GPU: {reason}"]
+
+
+@pytest.mark.parametrize("error", [ImportError("no decode_jpeg"), AttributeError("gone"), RuntimeError("a\nb")])
+def test_whether_a_device_decodes_is_found_by_trying(monkeypatch, error, device):
+    device_loader.decoder_is_missing.cache_clear()
+    assert device_loader.decoder_is_missing(device) is None
+    device_loader.decoder_is_missing.cache_clear()
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(device_loader, "_decode_all", fail)
+    reason = device_loader.decoder_is_missing(device)
+    assert reason.startswith(f"{device} decodes no JPEG: {' '.join(str(error).split())}")
+    device_loader.decoder_is_missing.cache_clear()

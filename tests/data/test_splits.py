@@ -1,0 +1,165 @@
+"""The splits of a dataset: where they are, which classes they have, and what is said where they do not fit."""
+
+import io
+import json
+import os
+import shutil
+import tarfile
+
+import pytest
+import torch
+from fixtures import CLASSES, TRAIN_IMAGES, VAL_IMAGES
+from pictures import CPU, DATA_CONFIG, joined, small_config
+from PIL import Image
+from timm.data import create_transform
+
+from vil.config import ConfigError
+from vil.data.loaders import evaluation_loader, micro_batches, training_loader
+from vil.data.samplers import TrainingBatches
+from vil.data.splits import class_names, open_split, open_splits
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "found"),
+    [
+        ("train", "training train", "train"), ("train", "training val", "training"), ("training", "train", "train"),
+        ("validation", "test val train", "val"), ("validation", "eval test", "eval"), ("test", "val test", "test"),
+        ("validation", "test valid", "valid"), ("val", "validation", "validation"), ("holdout", "holdout", "holdout"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tar", [False, True])
+def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, tar, caplog):
+    for name in there.split():
+        (tmp_path / name / "a").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / name / "a" / f"{name}.png")
+        if tar:
+            with tarfile.open(tmp_path / f"{name}.tar", "w") as file:
+                file.add(tmp_path / name, ".")
+            shutil.rmtree(tmp_path / name)
+    images = open_split(str(tmp_path), "", wanted)
+    assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
+    lines = [record.getMessage() for record in caplog.records]
+    if wanted in (found, "train", "validation"):
+        assert lines == []
+    else:  # who asks for a folder by its name hears of another one
+        assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
+
+
+def test_a_class_may_be_called_as_a_split_is(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "val" / name / "image.png")
+    assert class_names(open_split(str(tmp_path), "", "validation")) == {"train": 0, "validation": 1}
+
+
+def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path):
+    with pytest.raises(ConfigError, match="data_dir is not given"):
+        open_splits(small_config(image_folder, data_dir=None))
+    with pytest.raises(ConfigError, match="data_dir .*nowhere is not a folder"):
+        open_splits(small_config(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
+        open_split(str(tmp_path), "", "holdout")
+    shutil.copytree(image_folder / "train", tmp_path / "train")
+    with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*validation or val or .*eval\); it has train"):
+        open_splits(small_config(tmp_path))
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    with pytest.raises(ConfigError, match="has no split 'test' .*called test.; it has train, val"):
+        open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
+    (tmp_path / "val").rename(tmp_path / "test")
+    with pytest.raises(ConfigError, match="has no split 'validation' .*it has test, train"):
+        open_splits(small_config(tmp_path))
+
+
+def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
+    shutil.copytree(image_folder, tmp_path / "images")
+    config = small_config(tmp_path / "images")
+    (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
+    with pytest.raises(ConfigError, match=r"'validation' has classes that training has not: \['wasp'\]"):
+        open_splits(config)
+    with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
+        open_splits(small_config(image_folder, num_classes=1000))
+    shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
+    train, val, num_classes = open_splits(config)
+    assert (len(train), num_classes) == (4 * TRAIN_IMAGES, 4)
+    assert {os.path.dirname(val.filename(i)): val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
+
+
+def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(image_folder / split / "ant", tmp_path / split)
+    with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
+        open_splits(small_config(tmp_path))
+
+
+def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):
+    """timm would leave it out, and number the classes behind it otherwise."""
+    shutil.copytree(image_folder, tmp_path / "images")
+    config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
+    for name in (".cache", "bird/egg"):
+        (train / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no images: bird. Copy"):
+        open_splits(config)
+    for name in "fghij":
+        (train / name).mkdir()
+    (train / "bird" / "notes.txt").write_text("none yet")
+    with pytest.raises(ConfigError, match="no images: bird, f, g, h, i, .... Copy"):
+        open_splits(config)
+    for name in ("bird", *"fghij"):
+        shutil.rmtree(train / name)
+    assert open_splits(config)[2] == 4
+    (train / "eel" / "1").mkdir(parents=True)
+    shutil.copy(train / "ant" / "0.png", train / "eel" / "1" / "0.PNG")
+    assert open_splits(config)[2] == 5
+
+
+def test_tar_files_of_the_splits(image_folder, tmp_path):
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            tar.add(image_folder / split, ".")
+    train, val, num_classes = open_splits(small_config(tmp_path))
+    assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 4 * VAL_IMAGES, 4)
+
+
+def write_shards(image_folder, root):
+    splits = {}
+    for split, folder, shards in (("train", "train", 4), ("validation", "val", 3)):
+        paths = sorted((image_folder / folder).glob("*/*.png"))
+        names, lengths = [f"{split}-{i}.tar" for i in range(shards)], [len(paths[i::shards]) for i in range(shards)]
+        for shard, name in enumerate(names):
+            with tarfile.open(root / name, "w") as tar:
+                for path in paths[shard::shards]:
+                    tar.add(path, f"{path.parent.name}{path.stem}.png")
+                    label = tarfile.TarInfo(f"{path.parent.name}{path.stem}.cls")
+                    label.size = 1
+                    tar.addfile(label, io.BytesIO(str(CLASSES.index(path.parent.name)).encode()))
+        splits[split] = dict(name=split, num_samples=len(paths), filenames=names, shard_lengths=lengths)
+    (root / "_info.json").write_text(json.dumps({"splits": splits}))
+
+
+def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
+    write_shards(image_folder, tmp_path)
+    with pytest.raises(ConfigError, match="wds/x does not say how many classes it has: give num_classes"):
+        open_splits(small_config(tmp_path, dataset="wds/x"))
+    config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8)
+    train, val, num_classes = open_splits(config)
+    assert num_classes == 4
+    batches = TrainingBatches(len(train), config, 8, 0, 1)
+    loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
+
+    def targets(epoch, first_step=0):
+        parts = list(micro_batches(loader, batches, epoch, first_step))
+        assert all(images.shape == (8, 3, 12, 16) for (images, _), _ in parts)
+        return [(labels.tolist(), position) for (_, labels), position in parts]
+
+    whole = targets(epoch=1)
+    assert [position for _, position in whole] == list(range(0, 64, 8))
+    assert len(whole) == batches.accumulation * batches.steps == 2 * (4 * TRAIN_IMAGES // 16)
+    assert [position for _, position in targets(epoch=2, first_step=2)] == list(range(32, 64, 8))
+    assert targets(epoch=2) != whole
+    assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
+    assert open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
+    images, labels = joined(loader)
+    assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]
+    one = create_transform(use_prefetcher=True, **DATA_CONFIG)(Image.open(image_folder / "val" / "bee" / "3.png"))
+    assert any(torch.equal(image, torch.as_tensor(one)) for image in images)
