@@ -1,4 +1,4 @@
-"""What nvJPEG's flags do to its speed beside a model that trains, and to its pixels.
+"""nvJPEG's speed beside a model that trains, and its pixels, by its flags.
 
 python benchmarks/decoding.py
 python benchmarks/decoding.py --model vil_small --batch-size 128

@@ -1,11 +1,11 @@
-"""What this machine's CPU does: one image beside timm's models of the same size, the scan, and a training step.
+"""Latency on a CPU: one image beside timm's models of the same size, the scan, and a training step.
 
     python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2] [--rounds 20]
 
-Milliseconds. What is compared takes turns in one process, so that whatever else the machine does meets all of it; the
-least and the median of each are reported, and the ratio of the least to that of what it is compared with: models to
-the last one, the cpu backend to the reference, the training step of the demo's model to that with the reference. With
-one thread they are of its processor time, which on a busy machine is all that can be told.
+Rivals take turns in one process, so that whatever else the machine does meets all of them. Each line has the least and
+the median in milliseconds, and the ratio of the least to that of the rival: models to the last one, the cpu backend to
+the reference, the training step of the demo's model to that with the reference. With one thread the times are of the
+processor, which tell something on a busy machine too.
 """
 
 from __future__ import annotations

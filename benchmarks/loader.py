@@ -145,7 +145,7 @@ def training_step(name: str, device: torch.device) -> Callable:
 
 
 def time_stages(options) -> None:
-    """Of one batch, each part waiting for the device: what it takes by itself, not what it adds to a full pipeline."""
+    """Each part of one batch by itself, waiting for the device; a full pipeline overlaps them."""
     device = options.device
     loader, augment = create_loader(options, "device", 0)
     transform = loader.transform
