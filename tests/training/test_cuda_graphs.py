@@ -101,10 +101,7 @@ def drawn_by_the_host(x):
 
 @pytest.mark.parametrize(
     ("between", "reason"),
-    [
-        (read_by_the_host, "synchronizing"),
-        (drawn_by_the_host, "it draws random numbers on the host"),
-    ],
+    [(read_by_the_host, "synchronizing"), (drawn_by_the_host, "it draws random numbers on the host")],
 )
 def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why(between, reason, caplog):
     random.seed(0)
@@ -138,10 +135,8 @@ def test_what_is_unchanged_is_so_after_an_error_too():
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cuda_graphs):
     """With the gradients of all, and one line that says how many."""
-    options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False)
-    options |= dict(
-        model_kwargs=dict(embed_dim=32, depth=2), img_size=32, output=str(tmp_path), cuda_graphs=cuda_graphs
-    )
+    options = dict(synthetic=64, num_classes=4, global_batch_size=32, amp=False, model_ema=False, img_size=32)
+    options |= dict(model_kwargs=dict(embed_dim=32, depth=2), output=str(tmp_path), cuda_graphs=cuda_graphs)
     backward, runs = Trainer.backward, []
 
     def limited(self, images, targets):

@@ -1,12 +1,10 @@
 """Checkpoints of runs: what is written when, which one a run goes on from, and with what it may go on."""
 
-import argparse
-import logging
 import os
-import random
 import re
 import resource
 import shlex
+from argparse import Namespace
 
 import pytest
 import timm
@@ -97,7 +95,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         message = (
-            r"could not write .*last.pt \((\d+) MiB free on its disk\).*is intact. Make room and go on with --resume"
+            r"could not write .*last.pt \(\d+ MiB free on its disk\).*is intact. Make room and go on with --resume"
         )
         with pytest.raises(CheckpointError, match=message) as refused:
             checkpoint.save_checkpoint({"config": {}, "epoch": 2, "weights": torch.zeros(100_000)}, path)
@@ -121,30 +119,22 @@ def test_a_checkpoint_of_another_version_is_refused_not_passed_over(version, who
         find_resumed("auto", tmp_path)
 
 
-@pytest.mark.parametrize("content", [{"weight": torch.ones(1)}, {"version": 3}, {"version": "3", "config": {}}, [1, 2]])
+@pytest.mark.parametrize(
+    "content",
+    [
+        dict(model=dict(a=torch.ones(1)), args=Namespace(model="vim")),
+        dict(version=3),
+        dict(version="3", config={}),
+        [1],
+    ],
+)
 def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match="other.pt is not a checkpoint of train_imagenet.py"):
         checkpoint.read_checkpoint(tmp_path / "other.pt")
-    assert checkpoint.saved_config(tmp_path / "other.pt") == {}
-
-
-def test_options_are_read_from_checkpoints_of_runs_alone(tmp_path):
-    checkpoint.save_checkpoint({"config": {"model": "vil_tiny"}}, tmp_path / "run.pt")
-    torch.save({"model": {"a": torch.ones(1)}, "args": argparse.Namespace(model="vim")}, tmp_path / "published.pth")
     save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
-    found = [checkpoint.saved_config(tmp_path / name) for name in ("run.pt", "published.pth", "weights.safetensors")]
-    assert found == [{"model": "vil_tiny"}, {}, {}]
-
-
-def test_a_cut_off_checkpoint_is_refused_wherever_it_is_cut(uninterrupted, tmp_path):
-    whole = (uninterrupted / "run" / "last.pt").read_bytes()
-    rng = random.Random(0)
-    for size in [0, 1, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(10))]:
-        (tmp_path / "cut.pt").write_bytes(whole[:size])
-        for read in (checkpoint.read_checkpoint, checkpoint.read_weights, checkpoint.saved_config):
-            with pytest.raises(CheckpointError, match="cut.pt cannot be read as a checkpoint"):
-                read(tmp_path / "cut.pt")
+    for name in ("other.pt", "weights.safetensors"):
+        assert checkpoint.saved_config(tmp_path / name) == {}
 
 
 def test_a_changed_byte_of_a_tensor_is_noticed(tmp_path):
@@ -239,21 +229,19 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
 
 @pytest.mark.parametrize("option", ["model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema"])
 def test_options_that_the_saved_tensors_depend_on_must_be_the_same(option, tmp_path):
-    with pytest.raises(CheckpointError, match=f"is of a run with {option} 'a', this one has 'b': resume with the same"):
-        checkpoint.check_same_run({option: "a"}, {option: "b"}, tmp_path)
-    with pytest.raises(CheckpointError, match=f"{option} 'a', this one has None"):
-        checkpoint.check_same_run({option: "a"}, {}, tmp_path)
+    for other, named in (({option: "b"}, "'b'"), ({}, "None")):
+        with pytest.raises(CheckpointError, match=f"run with {option} 'a', this one has {named}: resume with the same"):
+            checkpoint.check_same_run({option: "a"}, other, tmp_path)
 
 
 def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
     harmless = "resume output experiment workers device log_interval batch_size checkpoint_interval log_tensorboard"
     saved = dict.fromkeys(f"{harmless} log_wandb".split(), 1)
     checkpoint.check_same_run(saved, dict.fromkeys(saved, 2), tmp_path)
     checkpoint.check_same_run({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
     assert caplog.text == ""
     checkpoint.check_same_run({"lr": 0.1, "mixup": 0.8}, {"lr": 0.2, "mixup": 0.8}, tmp_path)
-    assert [record.getMessage() for record in caplog.records] == ["resuming with lr 0.2, was 0.1"]
+    assert caplog.messages == ["resuming with lr 0.2, was 0.1"]
 
 
 def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
@@ -264,25 +252,6 @@ def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
 
 
 # weights to start from
-
-
-def test_fine_tuning_starts_from_weights_of_another_size_and_number_of_classes(tmp_path):
-    source = timm.create_model("vil_tiny", num_classes=4, **TINY)
-    torch.nn.init.normal_(source.head.bias)
-    torch.save(source.state_dict(), tmp_path / "weights.pth")
-    path, larger = str(tmp_path / "weights.pth"), TINY | dict(img_size=32)
-    model = create_model("vil_tiny", path, num_classes=4, **larger)
-    assert torch.equal(model.head.weight, source.head.weight)
-    assert torch.equal(model.head.bias, source.head.bias)
-    assert model.pos_embed.shape[1] == 17
-    model = create_model("vil_tiny", path, num_classes=3, **TINY)
-    assert model.head.weight.shape[0] == 3
-    assert not torch.equal(model.head.weight, source.head.weight[:3])
-    assert torch.equal(model.blocks[1].mixer.in_proj.weight, source.blocks[1].mixer.in_proj.weight)
-    headless = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("head")}
-    torch.save(headless, tmp_path / "headless.pth")
-    model = create_model("vil_tiny", str(tmp_path / "headless.pth"), num_classes=4, **TINY)
-    assert torch.equal(model.pos_embed, source.pos_embed)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])

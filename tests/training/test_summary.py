@@ -2,7 +2,6 @@
 
 import csv
 import math
-import os
 import re
 import resource
 import shutil
@@ -275,16 +274,12 @@ def test_the_picture_shows_every_column_by_epoch(tmp_path, monkeypatch):
         "images/s": {"training": "images_per_second", "validation": "eval_images_per_second"},
         "the host waits (% of time)": {"for data": "data_wait_percent", "for the GPU": "gpu_wait_percent"},
     }
+    single = {"learning rate": "lr", "norm of the gradient": "grad_norm", "peak memory (GiB)": "peak_memory_gib"}
+    single["unreadable images"] = "unreadable_images"
     for title, names in columns.items():
         truth = {label: ([1, 2, 3], [line[name] for line in HISTORY]) for label, name in names.items()}
         assert lines(axes[title]) == truth
         assert {text.get_text() for text in axes[title].get_legend().get_texts()} == set(names)
-    single = {
-        "learning rate": "lr",
-        "norm of the gradient": "grad_norm",
-        "peak memory (GiB)": "peak_memory_gib",
-        "unreadable images": "unreadable_images",
-    }
     for title, name in single.items():
         assert list(lines(axes[title]).values()) == [([1, 2, 3], [line[name] for line in HISTORY])]
         assert axes[title].get_legend() is None
@@ -305,20 +300,6 @@ def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet(
     ema = lines(loss)["validation, EMA"][1]
     assert math.isnan(ema[0])
     assert ema[1] == row(2)["eval_loss_ema"]
-
-
-def test_a_file_that_cannot_be_written_stays_what_it_was(tmp_path):
-    path = tmp_path / "summary.csv"
-    summary.write_atomically(path, "whole")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="large"):
-            summary.write_atomically(path, bytes(2000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == "whole"
-    assert os.listdir(tmp_path) == ["summary.csv"]
 
 
 def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
@@ -356,62 +337,67 @@ def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures):
             assert seen == [(line["epoch"], fp32(line[name])) for line in HISTORY[:epoch]]
 
 
-def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, monkeypatch, no_pictures):
-    pages = []
+class Wandb:
+    """Stands for the package: its pages by their options, and the rows that each gets with their steps."""
 
-    def init(**options):
+    def __init__(self, *failures):
+        self.pages, self.failures = [], list(failures)
+
+    def init(self, **options):
+        if self.failures and (failure := self.failures.pop(0)):
+            raise failure
         rows = []
-        pages.append((options, rows))
-        return SimpleNamespace(log=lambda values, step: rows.append((step, values)))
+        self.pages.append((options, rows))
+        return SimpleNamespace(log=lambda values, step: rows.append(self.accepted(step, values)))
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    config, saved = Config(log_wandb=True, experiment="mine"), dict(epochs=3)
+    def accepted(self, step, values):
+        assert type(step) is int  # it takes no others
+        if self.failures and step == 2:
+            raise RuntimeError("their server is down")
+        return step, values
+
+
+@pytest.fixture
+def wandb(monkeypatch, no_pictures):
+    package = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
+
+
+def reporter(folder):
+    return Reporter(folder, Config(log_wandb=True, experiment="mine"), dict(epochs=3), "1 x cpu")
+
+
+def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb):
     for epochs in ((1, 2), (3,)):
-        report = Reporter(tmp_path / "run", config, saved, "1 x cpu")
+        report = reporter(tmp_path / "run")
         report.catch_up(HISTORY[: epochs[0] - 1])  # nothing that it has not
         for epoch in epochs:
             report(HISTORY[:epoch])
-    Reporter(tmp_path / "other", config, saved, "1 x cpu")
-    options = dict(project="vision-longhorn", name="mine", resume="allow", config=saved, dir=tmp_path / "run")
-    assert [page | {"id": None} for page, _ in pages[:2]] == [options | {"id": None}] * 2
-    first, second, other = (page["id"] for page, _ in pages)
+    reporter(tmp_path / "other")
+    options = dict(project="vision-longhorn", name="mine", resume="allow", config=dict(epochs=3), dir=tmp_path / "run")
+    assert [page | {"id": None} for page, _ in wandb.pages[:2]] == [options | {"id": None}] * 2
+    first, second, other = (page["id"] for page, _ in wandb.pages)
     assert first == second != other
     assert re.fullmatch(r"\w{8,}", first)
-    assert [rows for _, rows in pages] == [[(1, HISTORY[0]), (2, HISTORY[1])], [(3, HISTORY[2])], []]
+    assert [rows for _, rows in wandb.pages] == [[(1, HISTORY[0]), (2, HISTORY[1])], [(3, HISTORY[2])], []]
 
 
-def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, monkeypatch, no_pictures):
-    rows = []
-    page = SimpleNamespace(log=lambda values, step: rows.append((step, type(step), values)))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: page))
-    report = Reporter(tmp_path, Config(log_wandb=True), {}, "1 x cpu")
-    report(HISTORY[:1])
+def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, wandb):
+    reporter(tmp_path)(HISTORY[:1])
     restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]  # as of a checkpoint
     for _ in range(2):
-        Reporter(tmp_path, Config(log_wandb=True), {}, "1 x cpu").catch_up(restored[:2])
-    assert rows == [(1, int, HISTORY[0]), (2, int, restored[1])]  # wandb takes no other steps
+        reporter(tmp_path).catch_up(restored[:2])
+    assert [rows for _, rows in wandb.pages] == [[(1, HISTORY[0])], [(2, restored[1])], []]
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
 
 
-def test_a_log_that_fails_does_not_stop_a_run(tmp_path, monkeypatch, no_pictures, caplog):
+def test_a_log_that_fails_does_not_stop_a_run(tmp_path, wandb, caplog):
     """At the start, where it is tried again, or later."""
-    rows, failures = [], [ConnectionError("no network"), None, None]
-
-    def init(**options):
-        if failure := failures.pop(0):
-            raise failure
-        return SimpleNamespace(log=log)
-
-    def log(values, step):
-        if step == 2:
-            raise RuntimeError("their server is down")
-        rows.append(step)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    report = Reporter(tmp_path / "run", Config(log_wandb=True), {}, "1 x cpu")
+    wandb.failures = [ConnectionError("no network"), None, None]
+    report = reporter(tmp_path / "run")
     assert "Weights & Biases: no network; the next epoch tries again" in caplog.text
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
     assert "their server is down; training goes on" in caplog.text
-    assert rows == [1, 3]
-    assert failures == [None]
+    assert [[step for step, _ in rows] for _, rows in wandb.pages] == [[1, 3]]

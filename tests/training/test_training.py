@@ -4,7 +4,6 @@ import csv
 import itertools
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import timm
 import torch
 import yaml
-from faults import Run
 from fixtures import CLASSES, TRAIN_IMAGES
 from PIL import Image
 from processes import SMALL, run, train_command
@@ -54,13 +52,10 @@ def whole(image_folder, tmp_path_factory):
 def main(monkeypatch, capsys, *words):
     """The exit status of a command line as the shell gets it, and what is printed to standard error."""
     monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--device", "cpu", *map(str, words)])
-    try:
+    with pytest.raises(SystemExit) as stopped:
         train_imagenet.main()
-    except SystemExit as stopped:
-        if isinstance(stopped.code, str):
-            return 1, stopped.code
-        return stopped.code or 0, capsys.readouterr().err
-    raise AssertionError("main returns by sys.exit alone")
+    code = stopped.value.code
+    return (1, code) if isinstance(code, str) else (code or 0, capsys.readouterr().err)
 
 
 # what a run writes
@@ -92,26 +87,11 @@ def test_noise_takes_the_place_of_a_dataset(tmp_path):
     assert row["data_wait_percent"] < 50
 
 
-def test_info_names_versions_and_commit():
-    result = run([sys.executable, "-m", "vil.info"])
-    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
-    assert lines["torch"] == torch.__version__.split("+")[0]
-    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", lines["commit"])
-
-
 # a run's parts
 
 
-def test_the_optimizer_has_the_largest_parameters_first(image_folder):
-    trainer = Trainer(small_config(image_folder), CPU, 0, 1)
-    for group in trainer.optimizer.param_groups:
-        sizes = [parameter.numel() for parameter in group["params"]]
-        assert sizes == sorted(sizes, reverse=True)
-    assert len(trainer.optimizer.param_groups) == 2
-
-
 def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path, no_pictures):
-    options = dict(opt="sgd", lr=0.5, sched="step", warmup_epochs=0, weight_decay=0.0, opt_betas=None, opt_eps=None)
+    options = dict(opt="sgd", lr=0.5, sched="step", warmup_epochs=0, weight_decay=0.0)
     trainer = Trainer(small_config(image_folder, output=str(tmp_path), **options), CPU, 0, 1)
     assert type(trainer.optimizer) is torch.optim.SGD
     weight = trainer.model.head.weight
@@ -169,40 +149,30 @@ def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no
     assert rows[0]["unreadable_images"] == 3
 
 
-def test_an_epoch_without_an_average_evaluates_the_model_alone(image_folder, tmp_path, no_pictures):
-    rows, saved = trained(image_folder, tmp_path, model_ema=False, epochs=1)
-    assert "state_dict_ema" not in saved
-    assert not any("ema" in name for name in rows[0])
-    assert (tmp_path / "run" / "best.pt").exists()
-
-
 # the same run by other means
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 8}, {"workers": 3}], ids=str)
-def test_accumulation_and_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures, options):
-    rows, saved = trained(image_folder, tmp_path, **options)
-    for row, expected in zip(rows, whole[0], strict=True):
-        assert row == pytest.approx(expected, rel=1e-5)
-    for name, truth in whole[1]["state_dict"].items():
-        torch.testing.assert_close(saved["state_dict"][name], truth, rtol=1e-4, atol=1e-5)
+def assert_close(found, expected, rtol=1e-4):
+    for name, truth in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], truth, rtol=rtol, atol=rtol / 10)
 
 
-@pytest.mark.parametrize(
-    ("processes", "options"),
-    [(2, {}), (1, {"batch_size": 8, "torchcompile": True, "model_kwargs": SMALL["model_kwargs"] | {"depth": 1}})],
-    ids=["torchrun", "compiled"],
-)
-def test_the_command_trains_the_same_on_two_processes_and_compiled(
-    image_folder, tmp_path, no_pictures, processes, options
-):
-    run(train_command(tmp_path, image_folder, processes, epochs=1, **options))
+def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures):
+    rows, saved = trained(image_folder, tmp_path, workers=3)
+    assert rows == [pytest.approx(row, rel=1e-5) for row in whole[0]]
+    assert_close(saved, whole[1])
+
+
+def test_the_command_trains_the_same_compiled_and_without_an_average(image_folder, tmp_path, no_pictures):
+    options = dict(batch_size=8, model_kwargs=SMALL["model_kwargs"] | dict(depth=1), model_ema=False, epochs=1)
+    run(train_command(tmp_path, image_folder, torchcompile=True, **options))
     saved = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
-    options = {name: value for name, value in options.items() if name != "torchcompile"}
-    (expected,), truth = trained(image_folder, tmp_path / "truth", epochs=1, **options)
+    (expected,), truth = trained(image_folder, tmp_path / "truth", **options)
     assert {name: saved["history"][0][name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    for name, tensor in truth["state_dict"].items():
-        torch.testing.assert_close(saved["state_dict"][name], tensor, rtol=1e-4, atol=1e-5)
+    assert_close(saved, truth)
+    assert "state_dict_ema" not in saved
+    assert not any("ema" in name for name in expected)
+    assert (tmp_path / "run" / "best.pt").exists()
 
 
 # going on
@@ -213,22 +183,6 @@ def assert_same_end(folder, whole):
     assert [{k: v for k, v in row.items() if k not in MEASURED} for row in saved["history"]] == whole[0]
     for part in ("state_dict", "state_dict_ema"):
         assert all(torch.equal(saved[part][name], truth) for name, truth in whole[1][part].items())
-
-
-def test_a_killed_run_goes_on_when_asked_and_ends_the_same(whole, image_folder, tmp_path, monkeypatch, capsys):
-    options = dict(data_dir=str(image_folder), **SMALL, epochs=2, checkpoint_interval=None)
-    killed = Run(tmp_path, 1, resume=None, **options)
-    killed.wait_for_saves(1)
-    killed.kill()
-    assert killed.wait() == [-signal.SIGKILL]
-    assert checkpoint.read_checkpoint(killed.folder / "last.pt")["epoch"] == 1
-
-    status, error = main(monkeypatch, capsys, "-c", tmp_path / "faults.yaml")
-    assert status == 1
-    assert "holds a run: --resume auto goes on with it" in error
-    resumed = Run(tmp_path, 1, **options)
-    assert resumed.wait() == [0], resumed.log.read_text()[-3000:]
-    assert_same_end(resumed.folder, whole)
 
 
 def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes(whole, image_folder, tmp_path, no_pictures):
@@ -242,21 +196,13 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes(whol
     assert_same_end(folder, whole)
 
 
-def test_what_is_counted_stays_a_count(image_folder, tmp_path, no_pictures):
-    trained(image_folder, tmp_path, epochs=1)
-    trained(image_folder, tmp_path, resume="auto", epochs=2)
-    with open(tmp_path / "run" / "summary.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["epoch"], row["unreadable_images"]) for row in rows] == [("1", "0"), ("2", "0")]
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    (dict(epochs=4, warmup_epochs=5), True), (dict(epochs=4, warmup_epochs=4), True),
-    (dict(epochs=4, warmup_epochs=3), False), (dict(epochs=4, warmup_epochs=5, warmup_lr=1e-3), False),
-])  # fmt: skip
-def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, options, said):
+@pytest.mark.parametrize(
+    ("warmup_epochs", "warmup_lr", "said"), [(5, 1e-6, True), (4, 1e-6, True), (3, 1e-6, False), (5, 1e-3, False)]
+)
+def test_a_run_that_ends_in_its_warm_up_is_told(image_folder, caplog, warmup_epochs, warmup_lr, said):
+    options = dict(epochs=4, warmup_epochs=warmup_epochs, warmup_lr=warmup_lr)
     trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
-    expected = f"warmup_epochs {options['warmup_epochs']} is not less than epochs 4: the learning rate never reaches lr"
+    expected = f"warmup_epochs {warmup_epochs} is not less than epochs 4: the learning rate never reaches lr"
     assert (expected in caplog.text) is said
     rates = []
     for epoch in range(4):
@@ -272,8 +218,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_reported(im
     summary.write_text("".join(summary.read_text().splitlines(keepends=True)[:2]))
     trained(image_folder, tmp_path, epochs=2, resume="auto")
     again, *reported = csv.reader(summary.read_text().splitlines())
-    assert again == head
-    assert [[float(value) for value in row] for row in reported] == [[float(value) for value in row] for row in rows]
+    assert (again, reported) == (head, rows)  # what is counted stays a count
 
 
 def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder, tmp_path, no_pictures):
@@ -400,27 +345,13 @@ def test_a_preempted_run_ends_with_status_75_and_says_so_once(monkeypatch, capsy
 
 def test_a_loss_that_is_not_finite_stops_the_run_by_name(image_folder, tmp_path, no_pictures):
     trained(image_folder, tmp_path)
-    before = (tmp_path / "run" / "last.pt").read_bytes()
-    options = dict(resume="auto", epochs=4, lr=1e30, min_lr=1e30, log_interval=1)
-    with pytest.raises(
-        DivergenceError, match=r"the loss is (nan|inf) at step [1-4] of epoch 3, at learning rate 1e\+30"
-    ) as e:
-        trained(image_folder, tmp_path, **options)
-    assert f"the last checkpoint, of before, is {tmp_path / 'run' / 'last.pt'}. A lower --lr" in str(e.value)
-    assert (tmp_path / "run" / "last.pt").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "named"), [(torch.nan, 1.0, "loss is nan"), (1.0, torch.inf, "gradient's norm is inf")]
-)
-def test_the_first_step_that_is_not_finite_is_named(image_folder, tmp_path, loss, norm, named):
-    trainer = Trainer(small_config(image_folder, output=str(tmp_path)), CPU, 0, 1)
-    trainer.meter.add(torch.tensor(1.0), torch.tensor(2.0))
-    trainer.check_finite()
-    for values in ((1.0, 2.0), (loss, norm), (torch.nan, torch.nan)):
-        trainer.meter.add(*map(torch.tensor, values))
-    with pytest.raises(DivergenceError, match=f"the {named} at step 3 of epoch 1, .* is none yet"):
-        trainer.check_finite()
+    last = tmp_path / "run" / "last.pt"
+    before = last.read_bytes()
+    message = r"the loss is (nan|inf) at step [1-4] of epoch 3, at learning rate 1e\+30"
+    with pytest.raises(DivergenceError, match=message) as stopped:
+        trained(image_folder, tmp_path, resume="auto", epochs=4, lr=1e30, min_lr=1e30, log_interval=1)
+    assert f"the last checkpoint, of before, is {last}. A lower --lr" in str(stopped.value)
+    assert last.read_bytes() == before
 
 
 @pytest.mark.parametrize(("log_interval", "trained_steps"), [(1, 2), (3, 3), (50, 4)])
@@ -434,7 +365,7 @@ def test_the_loss_is_looked_at_as_often_as_asked_for(image_folder, tmp_path, log
         return updates[-1] * torch.nan if len(updates) == 2 else updates[-1]
 
     monkeypatch.setattr(trainer, "update", poisoned)
-    with pytest.raises(DivergenceError, match="gradient's norm is nan at step 2 of epoch 1"):
+    with pytest.raises(DivergenceError, match="gradient's norm is nan at step 2 of epoch 1, .* is none yet"):
         trainer.run()
     assert len(updates) == trained_steps
     assert not (tmp_path / "run" / "last.pt").exists()

@@ -17,8 +17,6 @@ from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
 import validate
-from vil import devices
-from vil.evaluation import evaluator as evaluation
 from vil.evaluation.comparison import Speed
 from vil.evaluation.evaluator import Evaluation
 
@@ -29,7 +27,8 @@ IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 # how a model wants its images, nowhere as by default
 OWN = dict(mean=(0.3, 0.5, 0.6), std=(0.4, 0.2, 0.3), crop_pct=0.7, interpolation="bilinear", crop_mode="squash")
 NUMBERS = {f"class{number:02d}": number for number in range(12)}
-WORDNET = {name: 85 * i + 7 for i, name in enumerate(ImageNetInfo().label_names()[7::85])}
+WORDNET_IDS = ImageNetInfo().label_names()
+WORDNET = {name: 85 * i + 7 for i, name in enumerate(WORDNET_IDS[7::85])}
 UNREADABLE = "ILSVRC2012_val_00000020.JPEG"
 
 
@@ -75,7 +74,7 @@ def models(tmp_path_factory, folders):
         config = dict(model="vil_tiny", model_kwargs=SMALL["model_kwargs"], img_size=16, num_classes=classes)
         config |= dict(data_dir=str(folders), dataset="", val_split="other", crop_pct=0.8, interpolation="bilinear")
         states = dict(state_dict=weights.state_dict(), state_dict_ema=ema.state_dict())
-        names = list(NUMBERS) if classes == 12 else ImageNetInfo().label_names()
+        names = list(NUMBERS) if classes == 12 else WORDNET_IDS
         torch.save(dict(version=3, config=config, label_names=names, **states), root / f"{name}.pt")
     models["larger"] = small_model("vil_tiny", 0, 12, **VIL | dict(img_size=24))
     models["larger"].load_state_dict(models["vil"].state_dict())
@@ -125,30 +124,26 @@ def pretrained(file, num_classes, **changes):
 
 AS_SAVED = dict(input_size=(3, 16, 16), crop_pct=0.8, interpolation="bilinear", **IMAGENET)
 OF_VIT = dict(input_size=(3, 16, 16), crop_pct=0.9, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
+OTHER = dict(input_size=(3, 24, 24), crop_pct=1.0, interpolation="nearest")
+OTHER_WORDS = ["--split", "val", "--crop-pct", "1.0", "--interpolation", "nearest", "--img-size", "24", "--no-amp"]
+OTHER_WORDS += ["--model-kwargs", "drop_path_rate=0.5"]
+VIL_PT = ["--checkpoint", "{models}/vil.pt"]
 VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir", "{folders}"]
 
 
 @pytest.mark.parametrize(
     ("words", "model", "split", "options"),
     [
-        (["--checkpoint", "{models}/vil.pt"], "vil", "other", AS_SAVED),
-        (["--checkpoint", "{models}/vil.pt", "--use-ema"], "vil ema", "other", AS_SAVED),
-        (
-            ["--checkpoint", "{models}/vil.pt", "--split", "val", "--crop-pct", "1.0", "--interpolation", "nearest"]
-            + ["--img-size", "24", "--model-kwargs", "drop_path_rate=0.5", "--no-amp"],
-            "larger",
-            "val",
-            AS_SAVED | dict(input_size=(3, 24, 24), crop_pct=1.0, interpolation="nearest"),
-        ),
+        (VIL_PT, "vil", "other", AS_SAVED),
+        ([*VIL_PT, "--use-ema"], "vil ema", "other", AS_SAVED),
+        ([*VIL_PT, *OTHER_WORDS], "larger", "val", AS_SAVED | OTHER),
         (
             [*VIT_WORDS, "--num-classes", "12", "--model-kwargs", *pretrained("MODELS/vit.pth", 12)],
-            "vit",
-            "validation",
-            dict(input_size=(3, 16, 16), **OWN),
+            "vit", "validation", dict(input_size=(3, 16, 16), **OWN),
         ),
     ],
     ids=["as saved", "EMA", "options", "pretrained"],
-)
+)  # fmt: skip
 def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
     folder = folders / {"validation": "val"}.get(split, split)
     _, targets, logits = naive.saved_logits(models[1][model], folder, NUMBERS, **options)
@@ -188,9 +183,6 @@ def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog
         f"2 of the 12 classes here have another name than in {tmp_path}/other.pt, such as 'class10' for 'class11': the "
         "accuracy says nothing unless they mean the same"
     ]
-
-
-WORDNET_IDS = ImageNetInfo().label_names()
 
 
 @pytest.mark.parametrize(
@@ -359,61 +351,6 @@ def test_the_line_sets_the_result_beside_the_published_numbers():
     assert "published" not in validate.validation_line("resnet50", 1000, result)
 
 
-class Guess(torch.nn.Module):
-    """Takes images for logits; out of evaluation mode it would drop nearly all of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = torch.nn.Dropout(0.99)
-
-    def forward(self, images):
-        return self.dropout(images.flatten(1)) @ torch.eye(images.shape[-1])
-
-
-def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
-    ticks = iter([100.0, 104.0])
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
-    targets = torch.arange(10) % 7
-    targets[[2, 6]] = -1  # unreadable
-    models, observed = [Guess().train(), Guess().eval()], []
-    data_config = dict(input_size=(1, 1, 7), mean=(2 / 255,), std=(0.5 / 255,))
-    evaluate = evaluation.Evaluator(
-        models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6
-    )
-    results = evaluate(
-        [(pixels[:6], targets[:6]), (pixels[6:7], targets[6:7]), (pixels[7:], targets[7:])],
-        lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),
-    )
-    images = (pixels.flatten(1).float() - 2) / 0.5
-    readable = targets >= 0
-    expected = naive.numbers(images[readable].bfloat16().double().numpy(), targets[readable].numpy())
-    for result in results:
-        assert {name: getattr(result, name) for name in expected} == pytest.approx(expected, rel=1e-5)
-        assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
-    assert [model.training for model in models] == [True, False]
-    assert [target for target, *_ in observed] == targets.tolist()
-    for i, (_, *logits) in enumerate(observed):
-        assert [x.dtype for x in logits] == [torch.bfloat16] * 2
-        assert all(torch.equal(x, images.bfloat16()[i]) for x in logits)
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
-    mixed = devices.autocast(torch.device("cuda"), True, "float16")
-    assert (mixed.device, mixed.fast_dtype) == ("cuda", torch.float16)
-    for device, enabled in (("cuda", False), ("cpu", True)):
-        with devices.autocast(torch.device(device), enabled, "bfloat16"):
-            assert not torch.is_autocast_enabled("cpu")
-            assert not torch.is_autocast_enabled("cuda")
-    assert devices.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_no_image_says_nothing():
-    nothing = Evaluation(images=0, top1_correct=0, top5_correct=0, loss=0.0, unreadable=3, images_per_second=9)
-    assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
-
-
 def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("sys.argv", ["validate.py", "--help"])
@@ -439,18 +376,12 @@ def test_a_comparison_needs_a_second_model(word, monkeypatch):
         validate.main()
 
 
-VIL_PT = ["--checkpoint", "{models}/vil.pt"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "--model is not given"),
         (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
-        (
-            [*VIL_PT, "--against", "vim_tiny"],
-            "timm has no weights of vim_tiny: give --checkpoint FILE, or --against FILE",
-        ),
+        ([*VIL_PT, "--against", "vim_tiny"], "no weights of vim_tiny: give --checkpoint FILE, or --against FILE"),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; here it is 'workers'"),
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
@@ -469,10 +400,7 @@ VIL_PT = ["--checkpoint", "{models}/vil.pt"]
         ([*VIL_PT, "--against", "{models}/vit.pth", "--against-model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--against", "no_such_model"], "cannot create the model no_such_model"),
         ([*VIL_PT, "--against", "{models}/vil.pt", "--against-model-kwargs", "depth=3"], "does not fit the model"),
-        (
-            [*VIL_PT, "--against", "{tmp}/larger.pt"],
-            "the models take images of (16, 16) and (24, 24): give one --img-size for both",
-        ),
+        ([*VIL_PT, "--against", "{tmp}/larger.pt"], "images of (16, 16) and (24, 24): give one --img-size for both"),
         ([*VIL_PT, "--against", "{models}/more.pt"], "the models have 12 and 1000 classes"),
         ([*VIL_PT, "--real-labels"], "ReaL labels are for ImageNet's validation images"),
     ],

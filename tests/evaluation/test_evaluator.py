@@ -1,0 +1,64 @@
+"""The evaluation of models on batches, and the precision in which they run."""
+
+from types import SimpleNamespace
+
+import naive_evaluation as naive
+import pytest
+import torch
+
+from vil import devices
+from vil.evaluation import evaluator
+from vil.evaluation.evaluator import Evaluation, Evaluator
+
+
+class Guess(torch.nn.Module):
+    """Takes images for logits; out of evaluation mode it would drop nearly all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.99)
+
+    def forward(self, images):
+        return self.dropout(images.flatten(1)) @ torch.eye(images.shape[-1])
+
+
+def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(monkeypatch):
+    ticks = iter([100.0, 104.0])
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    pixels = torch.stack([torch.randperm(7) for _ in range(10)]).to(torch.uint8)[:, None, None]
+    targets = torch.arange(10) % 7
+    targets[[2, 6]] = -1  # unreadable
+    models, observed = [Guess().train(), Guess().eval()], []
+    data_config = dict(input_size=(1, 1, 7), mean=(2 / 255,), std=(0.5 / 255,))
+    evaluate = Evaluator(models, data_config, torch.device("cpu"), torch.autocast("cpu", torch.bfloat16), batch_size=6)
+    results = evaluate(
+        [(pixels[:6], targets[:6]), (pixels[6:7], targets[6:7]), (pixels[7:], targets[7:])],
+        lambda targets, logits: observed.extend(zip(targets.tolist(), *logits)),
+    )
+    images = (pixels.flatten(1).float() - 2) / 0.5
+    readable = targets >= 0
+    expected = naive.numbers(images[readable].bfloat16().double().numpy(), targets[readable].numpy())
+    for result in results:
+        assert {name: getattr(result, name) for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
+    assert [model.training for model in models] == [True, False]
+    assert [target for target, *_ in observed] == targets.tolist()
+    for i, (_, *logits) in enumerate(observed):
+        assert [x.dtype for x in logits] == [torch.bfloat16] * 2
+        assert all(torch.equal(x, images.bfloat16()[i]) for x in logits)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
+    mixed = devices.autocast(torch.device("cuda"), True, "float16")
+    assert (mixed.device, mixed.fast_dtype) == ("cuda", torch.float16)
+    for device, enabled in (("cuda", False), ("cpu", True)):
+        with devices.autocast(torch.device(device), enabled, "bfloat16"):
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled("cuda")
+    assert devices.default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_no_image_says_nothing():
+    nothing = Evaluation(images=0, top1_correct=0, top5_correct=0, loss=0.0, unreadable=3, images_per_second=9)
+    assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
