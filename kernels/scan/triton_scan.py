@@ -237,9 +237,9 @@ def _backward_kernel(
         G_ND = _initial(final_gradients, segment, D, d_1D, n_N1, N, SEGMENTED)
         dA_ND = tl.zeros_like(G_ND)
         dskip_1D, dstep_bias_1D = tl.zeros_like(skip_1D), tl.zeros_like(step_bias_1D)
-        segment_chunks = tl.cdiv(end - begin, CHUNK)
-        for i in range(segment_chunks):
-            start = begin + (segment_chunks - 1 - i) * CHUNK
+        own_chunks = tl.cdiv(end - begin, CHUNK)
+        for i in range(own_chunks):
+            start = begin + (own_chunks - 1 - i) * CHUNK
             tokens = tl.minimum(CHUNK, end - start)
             # the chunk once more, storing the state before each token
             saved_ND = chunk_states + ((sequence * (chunks - 1) + start // CHUNK - 1) * N + n_N1) * D + d_1D

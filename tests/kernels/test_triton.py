@@ -53,19 +53,20 @@ def test_low_precision_inputs_lose_only_their_own_rounding(
     assert max(errors(scan, definition, make_inputs(1, 7, 6, 16, dtype), dtype)) < tolerance
 
 
-# of three chunks and a part of one: each for itself, two and two, all in one that takes no state over
+# of three chunks and a part of one: each for itself, three and one, all in one that takes no state over
 @SCANS
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("large", "segment_chunks"), [(2**16, None), (2**16, 2), (16, None)])
+@pytest.mark.parametrize(("large", "segment_chunks"), [(2**16, None), (2**16, 3), (32, None)])
 def test_segments_equal_the_definition(
     scan, definition, make_inputs, large, segment_chunks, reverse, short_chunks, monkeypatch
 ):  # fmt: skip
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
-    schedule = triton_scan._schedule(torch.empty(1, 1, 14, 5), 16)
-    assert schedule == ((4, 1, 16) if large == 16 else (1, 4, 16))
+    monkeypatch.setattr(triton_scan, "PROGRAMS", 1)  # which runs backward over all segments, one after the other
+    schedule = triton_scan._schedule(torch.empty(1, 2, 14, 5), 16)
+    assert schedule == ((4, 1, 16) if large == 32 else (1, 4, 16))
     if segment_chunks:
         monkeypatch.setattr(triton_scan, "_schedule", lambda *_: (segment_chunks, 2, 16))
-    assert max(errors(scan, definition, make_inputs(1, 14, 5, 4, torch.float32), reverse=reverse)) < 1e-5
+    assert max(errors(scan, definition, make_inputs(2, 14, 5, 4, torch.float32), reverse=reverse)) < 1e-5
 
 
 def test_a_sequence_of_two_chunks_as_long_as_on_a_gpu():
