@@ -38,7 +38,7 @@ class BatchAugmentation:
         self.mean, self.std = data_config["mean"], data_config["std"]
         # where it erases does not depend on what it fills in, which is made elsewhere
         self.erase = RandomErasing(config.reprob, mode="const", device="meta") if config.reprob > 0 else None
-        self.mix = None
+        self.mix: Any = None
         if config.mixing:
             self.mix = Mixup(
                 mixup_alpha=config.mixup,
@@ -54,10 +54,10 @@ class BatchAugmentation:
         """
         count, _, height, width = images_B3HW.shape
         boxes, keys, mixing = self.draw(count, height, width, epoch, position)
-        partners = _partners(count) if self.mix else None
-        images = finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode, mixing, partners)
         if not self.mix:
-            return images, targets_B
+            return finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode), targets_B
+        partners = _partners(count)
+        images = finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode, mixing, partners)
         shares = to_device(mixing[:, 5:].copy(), targets_B.device)
         soft = mixup_target(targets_B, self.num_classes, smoothing=self.smoothing)
         return images, soft * shares + soft[to_device(partners, targets_B.device)] * (1 - shares)
@@ -103,7 +103,7 @@ class _Boxes:
     def __getitem__(self, row: int) -> _Boxes:
         return _Boxes(self.boxes_B4[row : row + 1], self.height, self.width)
 
-    def __setitem__(self, place: tuple[slice, slice, slice], _: Tensor) -> None:
+    def __setitem__(self, place: tuple[slice, slice, slice], pixels: Tensor) -> None:
         _, rows, columns = place
         self.boxes_B4[0] = rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start
 

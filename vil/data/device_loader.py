@@ -134,7 +134,7 @@ def _groups(pixels: np.ndarray) -> list[np.ndarray]:
 def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
     """Images (3, h, w) uint8 of JPEG files, by nvJPEG on a GPU; None for one that is refused."""
     try:
-        return _decode_all(files, device)
+        return [*_decode_all(files, device)]
     except Exception:  # of one of them, it does not say which
         return [None] if len(files) == 1 else [image for file in files for image in decode([file], device)]
 

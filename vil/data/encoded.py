@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
@@ -27,7 +27,7 @@ class EncodedImage:
     size: tuple[int, int]  # width and height that the header says
 
 
-def is_plain_jpeg(data: bytes, header: Image.Image) -> bool:
+def is_plain_jpeg(data: bytes, header: Any) -> bool:
     """Whether the hardware decodes it to what PIL makes of it: complete, baseline, and in colour or grey."""
     if header.format != "JPEG" or math.prod(header.size) > MOST_PIXELS:
         return False
@@ -61,7 +61,7 @@ class EncodedBatch:
 def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tuple[int, int]) -> EncodedBatch:
     """The samples of a batch, each an `EncodedImage` or an augmented image (3, H, W) uint8, with its target."""
     files = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, EncodedImage)}
-    ready = {row: image for row, (image, _) in enumerate(samples) if row not in files}
+    ready = {row: image for row, (image, _) in enumerate(samples) if isinstance(image, Tensor)}
     images, draws = list(files.values()), [file.draws for file in files.values()]
     turns = max((len(d.operations) for d in draws), default=0)
     operations = np.zeros((len(files), turns), dtype=np.uint8)
@@ -69,7 +69,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
     for i, d in enumerate(draws):
         for turn, (name, values) in enumerate(d.operations):
             if name in GEOMETRIC:
-                name, values = "Affine", affine_matrix(name, *values, width=size[1], height=size[0])
+                name, values = "Affine", affine_matrix(name, values[0], width=size[1], height=size[0])
             operations[i, turn] = CODES[name]
             arguments[i, turn, : len(values)] = values
     lengths = np.array([len(file.data) for file in images], dtype=np.int64)

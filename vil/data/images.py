@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import os
 import warnings
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -53,10 +53,10 @@ def check_length(file: BinaryIO) -> None:
         raise UnfitImageError(f"{length} bytes, more than {MOST_BYTES}")
 
 
-def open_image(file: BinaryIO) -> Image.Image:
-    """What Pillow makes of a file's header, if what it announces is within the limits."""
+def open_image(file: BinaryIO) -> Any:
+    """Pillow's image of a file's header, if what it announces is within the limits."""
     check_length(file)
-    image = Image.open(file, formats=FORMATS)
+    image: Any = Image.open(file, formats=FORMATS)
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise UnfitImageError(f"{width}x{height} pixels, more than {MOST_PIXELS}")
@@ -71,7 +71,7 @@ def open_image(file: BinaryIO) -> Image.Image:
     return image
 
 
-def _scans(image: Image.Image, file: BinaryIO) -> int:
+def _scans(image: Any, file: BinaryIO) -> int:
     """How often a JPEG may have its decoder go over all pixels; Pillow has read it up to the first scan's data."""
     place = file.tell()
     file.seek(max(0, place - 8 - 2 * image.layers))
@@ -82,7 +82,7 @@ def _scans(image: Image.Image, file: BinaryIO) -> int:
     return scans
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Any) -> Image.Image:
     """An image of any mode in 8 bits: the higher ones of more, which Pillow would clip at 255."""
     mode = image.mode
     if not mode.startswith(("I", "F")):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from timm.data import create_transform
@@ -35,10 +36,7 @@ STALLED = 600  # seconds without a batch, after which a loader's workers are tak
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
     """Augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
-    transform = create_transform(
-        data_config["input_size"],
-        is_training=True,
-        use_prefetcher=True,  # uint8 out of the workers; the rest happens on the device
+    options: dict[str, Any] = dict(
         scale=config.scale,
         ratio=config.ratio,
         hflip=config.hflip,
@@ -48,6 +46,8 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
+    # uint8 out of the workers; the rest happens on the device
+    transform = create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
     place = data_config, device, config.workers, config.augment_on_device
     return _create_loader(dataset, transform, *place, batches, batches.micro_batch)
 

@@ -42,7 +42,8 @@ class Shards(ReaderWds):
     def _lazy_init(self) -> None:
         enter_secure_mode()  # in a loader's process
         super()._lazy_init()
-        self.ds.pipeline[-2:] = [webdataset.map(self._read)]  # in place of timm's decoding and naming
+        shards: Any = self.ds
+        shards.pipeline[-2:] = [webdataset.map(self._read)]  # in place of timm's decoding and naming
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any] | None:
         label = self.split_info.alt_label

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 from timm.data import create_dataset, get_img_extensions
 from timm.data.dataset import IterableImageDataset
@@ -34,7 +35,7 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
         if kind == "wds":
             from .shards import Shards  # webdataset is an optional dependency
 
-            images = IterableImageDataset(data_dir, reader=Shards(data_dir, split=split, **kwargs))
+            images: Any = IterableImageDataset(data_dir, reader=Shards(data_dir, split=split, **kwargs))
             images.unreadable = images.reader.unreadable
         elif kind:  # there a split need not be a folder
             restrict_pillow()
@@ -81,8 +82,7 @@ def open_splits(config: Config):
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
     _refuse_empty_classes(train)
     val = open_split(*location, config.val_split)
-    num_classes = len(class_names(train)) or config.num_classes
-    if not num_classes:
+    if not (num_classes := len(class_names(train)) or config.num_classes or 0):
         raise ConfigError(f"the dataset {config.dataset} does not say how many classes it has: give num_classes")
     if num_classes < 2:
         raise ConfigError(

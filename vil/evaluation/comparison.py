@@ -42,8 +42,8 @@ class Predictions:
 
     def gather(self) -> tuple[np.ndarray, np.ndarray]:
         """targets_N and best_NMK over all processes, in each of them. Process r saw images r, r + processes, ..."""
-        parts = (interleave_over_processes(torch.cat(tensors)) for tensors in (self._targets, self._best))
-        return tuple(part.cpu().numpy() for part in parts)
+        targets_N, best_NMK = (interleave_over_processes(torch.cat(t)) for t in (self._targets, self._best))
+        return targets_N.cpu().numpy(), best_NMK.cpu().numpy()
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def top5_NM(self) -> np.ndarray:
-        return self.right_NMK.any(-1)
+        return np.asarray(self.right_NMK.any(-1))
 
     @property
     def top1(self) -> Paired:

@@ -52,6 +52,9 @@ class OnlyClasses(nn.Module):
 class Renormalized(nn.Module):
     """A model on images that were normalised for another; `given` and `own` are timm's data configs."""
 
+    scale: Tensor
+    shift: Tensor
+
     def __init__(self, model: nn.Module, given: dict[str, Any], own: dict[str, Any]):
         super().__init__()
         self.model = model
