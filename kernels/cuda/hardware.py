@@ -8,6 +8,10 @@ import torch
 
 from .compiler import HOPPER
 
+SCHEDULERS = 4  # of a multiprocessor
+CTA_BYTES = 99 * 1024  # of shared memory that a CTA may have on every GPU from sm_80 on
+MULTIPROCESSOR_BYTES = 228 * 1024  # of an H200's, of which each CTA takes 1 KiB more than it asks for
+
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:

@@ -6,33 +6,33 @@
 
 #include "simt_scan.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
-scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(const Element, k), TOKENS(const Element, q),
-             const float *__restrict__ rates, const float *__restrict__ skips, const float *__restrict__ biases,
-             const float *__restrict__ initial_states, Element *__restrict__ y, float *__restrict__ checkpoints, i64 B,
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
+scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKENS(const Element, k), TOKENS(const Element, q),
+             const float *__restrict__ A, const float *__restrict__ skip, const float *__restrict__ step_bias,
+             const float *__restrict__ initial_states, Element *__restrict__ y, float *__restrict__ chunk_states, i64 B,
              i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 keep, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 
     Cut cut(L, segment_chunks);
-    Place at(B, D, cut.segments);
+    Position at(B, D, cut.segments);
     bool backwards = reverse >> at.g & 1;
     Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
     Sequence<Element> ys({y + at.d, B * L * D, L * D, D}, at.g, at.b, L, backwards);
     int begin = at.segment * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
-    float *checkpoint = checkpoints + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, cut.chunks - 1, D);
+    float *chunk_state = chunk_states + state_offset(at.g, at.b, begin / CHUNK - 1, at.n, at.d, B, cut.chunks - 1, D);
 
-    States A, S = {};
-    load_rates(A, rates, at, D);
+    States lane_A, S = {};
+    load_A(lane_A, A, at, D);
     // of the lanes that share a channel the first adds the skip connection
-    Floats<DL> skip = skips && at.valid && at.part == 0 ? load<DL>(skips + at.g * D + at.d) : Floats<DL>{};
+    Floats<DL> lane_skip = skip && at.valid && at.part == 0 ? load<DL>(skip + at.g * D + at.d) : Floats<DL>{};
     if (at.segment > 0 && at.valid)
         load_states(
             S, initial_states + state_offset(at.g, at.b, at.segment - 1, at.n, at.d, B, cut.segments - 1, D), D);
 
     auto at_chunk = [&](int t) {
-        if (keep && at.valid && t > 0) store_states(checkpoint, S, D);
-        checkpoint += N * D;
+        if (keep && at.valid && t > 0) store_states(chunk_state, S, D);
+        chunk_state += N * D;
     };
     // Sums over the lanes of a channel: with each exchange a lane passes on half of its tokens and takes the other half
     // of those of its partner, until it has few tokens but their whole sums
@@ -65,12 +65,12 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
         UNROLLED for (int j = 0; j < UNROLL; j++) {
             Floats<DL> x = tokens[j].value(), step_size = tokens[j].step_size();
             float sums[CHAINS][DL] = {};
-            UNROLLED for (int c = 0; c < DL; c++) sums[0][c] = skip.at[c] * x.at[c];
+            UNROLLED for (int c = 0; c < DL; c++) sums[0][c] = lane_skip.at[c] * x.at[c];
             UNROLLED for (int n = 0; n < NL; n += 4) {
                 Floats<4> k = tokens[j].k(n), q = tokens[j].q(n);
                 UNROLLED for (int i = 0; i < 4; i++)
                     UNROLLED for (int c = 0; c < DL; c++) {
-                        Recurrence::update(S[n + i][c], x.at[c], step_size.at[c], k.at[i], A[n + i][c]);
+                        Recurrence::update(S[n + i][c], x.at[c], step_size.at[c], k.at[i], lane_A[n + i][c]);
                         sums[i % CHAINS][c] = fmaf(S[n + i][c], q.at[i], sums[i % CHAINS][c]);
                     }
             }
@@ -86,7 +86,7 @@ scan_forward(TOKENS(const Element, x), TOKENS(const Element, logit), TOKENS(cons
             finish(y, t, left);
         }
     };
-    scan_tiles(cta, TOKENS_OF(x), TOKENS_OF(logit), ks, qs, biases, begin, end, L, backwards,
+    scan_tiles(cta, TOKENS_OF(x), TOKENS_OF(step_logits), ks, qs, step_bias, begin, end, L, backwards,
                key_vectors, at, D, at_chunk, scan);
     if (AHEAD) finish(last_y, last_t, last_left);
 }

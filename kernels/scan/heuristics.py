@@ -17,121 +17,31 @@ import functools
 import math
 from typing import NamedTuple
 
+from ..cuda.hardware import SCHEDULERS
+from .backward import Backward
 from .chunks import CHUNK
+from .forward_mma import ForwardMma, has_mma
+from .forward_simt import ForwardSimt
+from .segments import SegmentGradientsMma, SegmentStates
 
-BLOCK_BYTES = 99 * 1024  # shared memory that a CTA may have on every GPU this is for
-SHARED_BYTES = 228 * 1024  # that of an H200's multiprocessor, of which each CTA takes 1 KiB more than it asks for
-SCHEDULERS = 4  # of a multiprocessor
 LAUNCHES = 8000  # cycles
-LOGITS = 8000  # cycles that their product takes, which ForwardMma does itself if it is given the step
+STEP_LOGITS = 8000  # cycles that their product takes, which ForwardMma does itself if it is given the step
 PASSED = 20 / 13  # cycles of a multiprocessor for a state between segments: moved five times, at 13 bytes a cycle
 
 
-class ForwardSimt(NamedTuple):
-    """forward_simt.cu: a lane has `channels` neighbours, and `states` of the states of each."""
+class Schedule(NamedTuple):
+    """How a scan is launched: by which variant of its kernel, and with how many chunks in each of its segments."""
 
-    states: int
-    channels: int
-    tile: int
-    cycles: tuple[int, ...]
-    unroll: int = 4
-    warps: int = 1
-    ahead: bool = False
-    start = 3000
+    variant: ForwardSimt | ForwardMma | Backward
+    segment_chunks: int
 
-    @property
-    def ctas(self) -> int:
-        """How many CTAs of 16-bit inputs with 16 states share a multiprocessor."""
-        return SCHEDULERS * len(self.cycles) // self.warps
+    def segments(self, L: int) -> int:
+        """Of a sequence of L tokens."""
+        return -(-L // (self.segment_chunks * CHUNK))
 
-    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Channels of a scheduler's warp, and how many such warps it runs at once."""
-        return 32 * self.channels / max(1, N // self.states), len(self.cycles)
-
-
-class SegmentStates(ForwardSimt):
-    """segment_states.cu, whose lanes are those of forward_simt.cu."""
-
-
-class ForwardMma(NamedTuple):
-    """forward_mma.cu, Longhorn of 16-bit inputs with 16 states: 16 channels for each of the `consumers`.
-
-    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, n > 0 those of n units of 8
-    tokens of a consumer's channels, of which each consumer has `tile` / 8. A multiprocessor runs one CTA.
-    """
-
-    consumers: int
-    producers: tuple[int, ...]
-    cycles: tuple[int, ...]
-    start: int
-    tile: int = 16
-    stages: int = 8
-
-    @property
-    def warps(self) -> int:
-        return self.consumers + len(self.producers)
-
-    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        return 16 * self.consumers / SCHEDULERS, 1
-
-    def block_bytes(self, rank: int = 0) -> int:
-        """Shared memory of a CTA that is given logits, or with a rank the step."""
-        channels, pairs, states = 16 * self.consumers, self.tile // 2, 16
-        inputs = self.tile * (channels + (rank or channels)) + (2 * self.tile + 4) * states
-        factors = pairs * (6 * 32 + 8)
-        staged = self.consumers * (pairs * 3 * 32 + self.tile * 16)
-        return self.stages * 2 * inputs + 3 * 4 * factors + 2 * 4 * staged + 3 * 2 * self.tile * channels
-
-
-class SegmentGradientsMma(NamedTuple):
-    """segment_gradients_mma.cu, Longhorn of 16-bit inputs with 16 states: 8 times `channels` a warp."""
-
-    cycles: tuple[int, ...]
-    states: int = 4
-    channels: int = 4
-    warps: int = 2
-    start, ctas, occupancy = 3000, ForwardSimt.ctas, ForwardSimt.occupancy
-
-
-class Backward(NamedTuple):
-    """backward.cu: a lane has 4 states of each of its `channels`."""
-
-    channels: int
-    cycles: tuple[int, ...]
-    start = 3000
-
-    def lane_channels(self, N: int) -> int:
-        return min(self.channels, max(1, N // 4))
-
-    def tile(self, N: int) -> int:
-        """Tokens, of which each of the N / 4 lanes that share a channel prepares at least one."""
-        return max(8, N // 4)
-
-    def block(self, N: int, itemsize: int, channels: int) -> tuple[int, int, int]:
-        """A CTA's warps and bytes of shared memory, and how many CTAs share a multiprocessor."""
-        groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
-        row = groups * channels
-        warp_bytes = (
-            2 * 3 * align(tile * row * itemsize)
-            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; step sizes and slopes
-            + 2 * tile * (parts * (4 * groups + 8) + 4)  # sums over channels
-            + 4 * tile * (parts * (row + 8) + 8)  # sums over states
-            + 4 * 4 * tile * N + align(8 * tile)  # dk and dq of two tiles; norm
-        )  # fmt: skip
-        keys_bytes = 4 * CHUNK * (2 * N + 1)
-        while keys_bytes + warps * warp_bytes > BLOCK_BYTES:
-            warps //= 2
-        block_bytes = keys_bytes + warps * warp_bytes
-        ctas = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # as registers suffice
-        return warps, block_bytes, min(ctas, SHARED_BYTES // (block_bytes + 1024))
-
-    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        warps, _, ctas = self.block(N, itemsize, self.lane_channels(N))
-        return 128 * self.lane_channels(N) / N, warps * ctas / SCHEDULERS
-
-
-def align(n: int) -> int:
-    return -(-n // 16) * 16
+    def projects_step(self, L: int, R: int) -> bool:
+        """Whether the scan takes a step of rank R in place of the logits that are projected from it."""
+        return isinstance(self.variant, ForwardMma) and self.segments(L) == 1 and R % 8 == 0
 
 
 FORWARD_SIMT = {
@@ -165,23 +75,19 @@ def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
 ) -> list[ForwardSimt | ForwardMma]:
     """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a CTA may have."""
-    if not (_has_mma(recurrence, N, itemsize) and vectors):
+    if not (has_mma(recurrence, N, itemsize) and vectors):
         return FORWARD_SIMT[recurrence]
-    return FORWARD_SIMT[recurrence] + [v for v in FORWARD_MMA if v.block_bytes() <= shared_bytes]
+    return FORWARD_SIMT[recurrence] + [v for v in FORWARD_MMA if v.shared_bytes() <= shared_bytes]
 
 
 def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
     """What finds the states between segments for `kind` "forward", or their gradients for "backward"."""
-    mma = kind == "backward" and _has_mma(recurrence, N, itemsize)
+    mma = kind == "backward" and has_mma(recurrence, N, itemsize)
     return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
 
 
 def backward_variants(recurrence: str, N: int) -> list[Backward]:
     return [v for v in BACKWARD[recurrence] if N < 64 or v.channels <= 2]  # tiles of 16 tokens take more registers
-
-
-def _has_mma(recurrence: str, N: int, itemsize: int) -> bool:
-    return recurrence == "longhorn" and N == 16 and itemsize == 2
 
 
 def cycles(
@@ -204,7 +110,7 @@ def cycles(
 def choose(
     kind: str, recurrence: str, sequences: int, D: int, L: int, N: int, itemsize: int, multiprocessors: int,
     vectors: bool = True, shared_bytes: int = 227 * 1024, step: bool = False,
-) -> tuple[ForwardSimt | ForwardMma | Backward, int]:  # fmt: skip
+) -> Schedule:  # fmt: skip
     """The variant that the model expects to be fastest, and the chunks of a segment.
 
     Args:
@@ -215,7 +121,7 @@ def choose(
         itemsize: Bytes of an input's element.
         multiprocessors: Of the GPU.
         vectors, shared_bytes: As `forward_variants` takes them.
-        step: Whether the step may stand in place of the logits.
+        step: Whether the step may stand in place of the step logits.
     """
     chunks, channels = -(-L // CHUNK), sequences * D
     if kind == "forward":
@@ -237,6 +143,6 @@ def choose(
         for variant in candidates:
             short = channels * (segments - long)
             scan = cycles(variant, channels * long, N, itemsize, tokens, multiprocessors, short)
-            saved = LOGITS if step and segments == 1 and isinstance(variant, ForwardMma) else 0
-            costs[variant, segment_chunks] = between + scan - saved
+            saved = STEP_LOGITS if step and segments == 1 and isinstance(variant, ForwardMma) else 0
+            costs[Schedule(variant, segment_chunks)] = between + scan - saved
     return min(costs, key=costs.get)

@@ -22,12 +22,12 @@ DEVICE constexpr int part_distance(int bit) { return bit == 1 ? 1 : 2 * bit; }
 DEVICE constexpr int group_distance(int bit) { return PARTS == 1 ? bit : bit == 1 ? 2 : bit * PARTS; }
 
 // A lane's place: the first of its warp's channels, the first of its own, also counted in the warp, and of its states
-struct Place : GridPlace {
+struct Position : GridPosition {
     i64 warp_d, d;
     int lane, part, group, c, n;
     bool valid;  // whether its channels exist
-    INLINE Place(i64 B, i64 D, i64 segments)
-        : GridPlace(WARPS * WARP_CHANNELS, D, segments, B) {
+    INLINE Position(i64 B, i64 D, i64 segments)
+        : GridPosition(WARPS * WARP_CHANNELS, D, segments, B) {
         lane = threadIdx.x % 32;
         part = part_of(lane), group = group_of(lane);
         c = group * DL, n = part * NL;
@@ -57,11 +57,12 @@ DEVICE void store_states(float *states, const States &S, i64 D) {
         store(states + n * D, v);
     }
 }
-DEVICE void load_rates(States &A, const float *rates, const Place &at, i64 D) {
+// what makes a decay one exp2, of the lane's states; 0 for Longhorn
+DEVICE void load_A(States &lane_A, const float *A, const Position &at, i64 D) {
     UNROLLED for (int n = 0; n < NL; n++)
         UNROLLED for (int c = 0; c < DL; c++)
-            A[n][c] = Recurrence::HAS_RATES && at.valid
-                          ? Recurrence::rate(rates[(at.g * D + at.d + c) * N + at.n + n])
+            lane_A[n][c] = Recurrence::HAS_A && at.valid
+                          ? Recurrence::scaled_A(A[(at.g * D + at.d + c) * N + at.n + n])
                           : 0;
 }
 

@@ -1,43 +1,45 @@
-// The two recurrences, for one state n of one channel d of a sequence. Compiled by NVRTC with these macros:
+// The two recurrences, for one state n of one channel d of a sequence; docs/kernels/mathematics.md derives them.
+// Compiled by NVRTC with these macros:
 //   INPUT           element type of the tensors: bf16, fp16 or float
 //   RECURRENCE      Longhorn or SelectiveStateSpace
 //   STATES          states N of a channel: 4, 8, 16, 32 or 64
-//   CHUNK           tokens between checkpointed states; the first state, which is 0, is none
+//   CHUNK           tokens between chunk states; the first state, which is 0, is none
 //   LANE_STATES     states of a channel that one lane holds (NL); STATES / LANE_STATES lanes share a channel
 //   LANE_CHANNELS   neighbouring channels of a lane (DL)
 //   TILE            tokens that are in shared memory together
 //   WARPS           warps of a CTA
-//   MIN_BLOCKS      CTAs that must fit on a multiprocessor, which bounds the registers
-//   BLOCK_BYTES     shared memory that the host gives a CTA
+//   MIN_CTAS        CTAs that must fit on a multiprocessor, which bounds the registers
+//   CTA_BYTES       shared memory that the host gives a CTA
 //   STAGES          tiles that are worked on or on their way from memory
 //   VECTOR          channels that one instruction copies, as the alignment of the tensors allows
 // Letters: G directions, B batch, L tokens, D channels, N states. Tokens are counted in the order a direction reads
-// them.
+// them. A step logit has its bias here.
 //
 // Both are S_t = decay_t S_{t-1} + drive_t, and y_t the sum over n of q_t S_t. With G_t = dL/dS_t, which is
 // dy_t q_t + decay_{t+1} G_{t+1}, a recurrence gives
-//   step_size       of a logit: eps of Longhorn, dt of Mamba
-//   slope           what the gradient of the logit is in proportion to
-//   update          S_{t-1} to S_t; `Kept` is what the gradients need of it, for which see there
-//   gradients       G_t to decay_t G_t, and what that adds to sums over states (sum_x, sum_step_size), channels (dk)
-//                   and tokens (dA)
-//   dx, dlogit      those sums to gradients
-//   dnorm           a channel's part of dL/d(k.k)
+//   step_size         of a step logit: eps of Longhorn, dt of Mamba
+//   slope             what the gradient of the step logit is in proportion to
+//   update            S_{t-1} to S_t; `Kept` is what the gradients need of it
+//   gradients         G_t to decay_t G_t, and what that adds to sums over states (sum_x, sum_step_size), channels (dk)
+//                     and tokens (dA)
+//   dx, dstep_logit   those sums to gradients
+//   dnorm             a channel's part of dL/d(k.k)
 
 #include "../cuda/types.cuh"
 
-// Longhorn (Liu et al., 2024, Algorithm 1, eq. 6): eps = beta / (1 + beta k.k) = 1 / (1 + u + k.k) with u = exp(-logit)
+// Longhorn (Liu et al., 2024, Algorithm 1, eq. 6): eps = beta / (1 + beta k.k) = 1 / (1 + u + k.k), u =
+// exp(-step_logit)
 //   S_t = (1 - eps k^2) S_{t-1} + eps k x = S_{t-1} + eps k r          residual r = x - k S_{t-1}
 // From the last form, for one n:
 //   dL/dx = eps k G        dL/deps = k r G        dL/dk = eps G (r - k S_{t-1}) = eps G (2 r - x), but for k.k in eps
-// and from eps: deps/dlogit = eps^2 u, deps/d(k.k) = -eps^2. `sum_step_size` is eps dL/deps.
+// and from eps: deps/dstep_logit = eps^2 u, deps/d(k.k) = -eps^2. `sum_step_size` is eps dL/deps.
 struct Longhorn {
-    static constexpr bool HAS_RATES = false, HAS_NORM = true;
-    DEVICE float rate(float) { return 0; }
+    static constexpr bool HAS_A = false, HAS_NORM = true;
+    DEVICE float scaled_A(float) { return 0; }
     // where exp overflows to infinity eps is 0, its limit
-    DEVICE float step_size(float logit, float kk) { return reciprocal(1 + kk + exp_fast(-logit)); }
+    DEVICE float step_size(float step_logit, float kk) { return reciprocal(1 + kk + exp_fast(-step_logit)); }
     // clamped because 0 * infinity would be no number
-    DEVICE float slope(float logit, float eps) { return eps * min_or_nan(exp_fast(-logit), 0x1p126f); }
+    DEVICE float slope(float step_logit, float eps) { return eps * min_or_nan(exp_fast(-step_logit), 0x1p126f); }
 
     DEVICE void update(float &S, float x, float eps, float k, float) { S = fmaf(eps * k, fmaf(-k, S, x), S); }
     // of k^2, which a lane's channels share
@@ -58,27 +60,27 @@ struct Longhorn {
         G = fmaf(-k * k, eps_G, G);
     }
     DEVICE float dx(float sum_x, float) { return sum_x; }
-    DEVICE float dlogit(float, float sum_step_size, float, float slope) { return sum_step_size * slope; }
+    DEVICE float dstep_logit(float, float sum_step_size, float, float slope) { return sum_step_size * slope; }
     DEVICE float dnorm(float sum_step_size, float eps) { return -eps * sum_step_size; }
 };
 
-// Mamba (Gu & Dao, 2023, Algorithm 2): dt = softplus(logit), k is b, and A is a rate of the channel's state
+// Mamba (Gu & Dao, 2023, Algorithm 2): dt = softplus(step_logit), k is b, and each state of a channel has its A
 //   S_t = exp(A dt) S_{t-1} + dt b x
 // With e = dL/d(A dt) = exp(A dt) S_{t-1} G, for one n:
 //   dL/dx = dt b G        dL/db = dt x G        dL/dA = dt e        dL/ddt = x b G + A e
-// Rates come as A log2(e), so that a decay is one exp2; `sum_step_size` has that factor, too.
+// Functions take A log2(e) in place of A, so that a decay is one exp2; `sum_step_size` has that factor, too.
 struct SelectiveStateSpace {
-    static constexpr bool HAS_RATES = true, HAS_NORM = false;
-    DEVICE float rate(float A) { return A * LOG2E; }
-    // softplus as max(logit, 0) + log(1 + u) with u = exp(-|logit|) and a polynomial for log(1 + u) / u: no branches,
+    static constexpr bool HAS_A = true, HAS_NORM = false;
+    DEVICE float scaled_A(float A) { return A * LOG2E; }
+    // softplus as max(step_logit, 0) + log(1 + u) with u = exp(-|step_logit|) and a polynomial for log(1 + u) / u: no branches,
     // and where u is small a relative error of 2^-21 still
-    DEVICE float step_size(float logit, float) {
-        float u = exp_fast(-fabsf(logit)), p = -0.008778933f;
+    DEVICE float step_size(float step_logit, float) {
+        float u = exp_fast(-fabsf(step_logit)), p = -0.008778933f;
         p = fmaf(p, u, 0.04498657f), p = fmaf(p, u, -0.10902282f), p = fmaf(p, u, 0.17847203f);
         p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33284062f), p = fmaf(p, u, -0.49998179f);
-        return fmaf(u, fmaf(p, u, 1), fmaxf(logit, 0));
+        return fmaf(u, fmaf(p, u, 1), fmaxf(step_logit, 0));
     }
-    DEVICE float slope(float logit, float) { return reciprocal(1 + exp_fast(-logit)); }
+    DEVICE float slope(float step_logit, float) { return reciprocal(1 + exp_fast(-step_logit)); }
 
     DEVICE void update(float &S, float x, float dt, float b, float A) { S = fmaf(decay(dt, b, A), S, dt * x * b); }
     DEVICE float decay(float dt, float, float A) { return exp2_fast(A * dt); }
@@ -98,7 +100,7 @@ struct SelectiveStateSpace {
         dA = fmaf(dt, dexponent, dA);
     }
     DEVICE float dx(float sum_x, float dt) { return dt * sum_x; }
-    DEVICE float dlogit(float sum_x, float sum_step_size, float x, float slope) {
+    DEVICE float dstep_logit(float sum_x, float sum_step_size, float x, float slope) {
         return fmaf(x, sum_x, sum_step_size * (1 / LOG2E)) * slope;
     }
     DEVICE float dnorm(float, float) { return 0; }

@@ -2,26 +2,20 @@
 // tensor cores. Tokens are counted in the order they are read here, from the last on; step sizes e and dy belong to a
 // channel, a = k^2 and q to a state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
 //   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
-//   F_3 = A F_0 + dy_1 q_1 (1 - e_1 a_1) (1 - e_2 a_2) + dy_2 q_2 (1 - e_2 a_2) + dy_3 q_3
-//   A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
+//   F_3 = A F_0 + B          A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
 // Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the
-// one, what is added: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
-// instructions for a state and three tokens: F = A F + added and decay = decay A. With channels' e, v = dy_1 to dy_3
-// and states' -a, q, four words of two columns (`Factors`):
+// one, B: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two instructions
+// for a state and three tokens: F = A F + B and decay = decay A. With channels' e, v = dy_1 to dy_3 and states' -a, q,
+// four words of two columns (`Factors`; docs/kernels/mathematics.md has the derivation and the number formats):
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
-//     of added    v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
-//
-// For A they read fp16: e_t (1 + k_t.k_t) and a_t / (1 + k_t.k_t) are at most 1, so that an error is 2^-12 of at most
-// 1. For the rest they read the type of the inputs, which has dy and q exactly.
+//     of B        v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
 //
 // The factors of states are the same for all channels: `stage_factors` leaves them in memory, 176 bytes a token, in the
 // order in which lanes of `segment_gradients` read them. A warp of that has DL / 2 times 16 channels and nothing to do
 // with other warps, so that __syncwarp is its only barrier: behind wait_for_copies (the tile is there for all lanes),
 // behind the loads of the tile (it may be overwritten), and between the writing and reading of channels' factors, both
-// ways. Lane 4 c + p has channels c and c + 8 of 16 and, of each 8 states, numbers 2 p and 2 p + 1, as products leave
-// them (cuda/mma.cuh). Of 4 triples it computes the channels' factors of number p, which it exchanges in shared memory:
-// ldmatrix gives lane 4 c + p token j of triple p of channel c, as its rows are every third token.
+// ways. docs/kernels/scan-backward.md draws its lanes and buffers.
 
 #include "tiles.cuh"
 
@@ -34,7 +28,7 @@ constexpr int AHEAD = 2;
 #endif
 static_assert(TILE == 24 && sizeof(Element) == 2 && N == 16 && NL == OCTETS * 2 && DL % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: logits, then dy of the next token. Rows of 16 bytes are where
+// A warp's tile as it is in memory, but by 8 channels: step_logits, then dy of the next token. Rows of 16 bytes are where
 // neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
 struct Tile {
     alignas(16) Element at[2][WARP_CHANNELS / 8][TILE][8];
@@ -58,12 +52,13 @@ struct WarpMemory {
     Tile tile;
     ChannelFactors channels;
 };
-static_assert(WARPS * sizeof(WarpMemory) == BLOCK_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
+static_assert(WARPS * sizeof(WarpMemory) == CTA_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
 
-// of both halves of a word; PTX has a product of bf16 for newer GPUs only, which rounds the same
+// Of both halves of a word. PTX has a product of bf16 for newer GPUs only, which rounds the same
+constexpr unsigned MINUS_ZEROS = 0x80008000u;
 DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
     unsigned product;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(MINUS_ZEROS));
     return product;
 }
 DEVICE unsigned multiply_both(fp16, unsigned a, unsigned b) {
@@ -83,7 +78,7 @@ struct Factors {
         decay[2] = multiply_both(fp16{}, decay[0], e_2);  // e_0 e_2, e_1 e_2
         decay[3] = multiply_both(fp16{}, decay[1], e_2 & 0xffff0000u);  // 0, e_0 e_1 e_2
         added[0] = v_01;  // v_0, v_1
-        added[1] = __byte_perm(v_2, multiply_both(Element{}, v_01, e_1), 0x5410);  // v_2, e_1 v_0
+        added[1] = lower_halves(v_2, multiply_both(Element{}, v_01, e_1));  // v_2, e_1 v_0
         added[2] = multiply_both(Element{}, v_01, pack(Element{}, e[2], e[2]));  // e_2 v_0, e_2 v_1
         added[3] = multiply_both(Element{}, added[2], e_1);  // e_1 e_2 v_0, 0
     }
@@ -137,55 +132,121 @@ stage_factors(TOKENS(const Element, k), TOKENS(const Element, q), StateFactors *
     if (n == 0) store(to.norm[triple], Floats<4>{norm[0], norm[1], norm[2], 0});
 }
 
-// A warp's place in the grid, at a boundary between segments of a sequence, and this lane's first channel
-struct Place : GridPlace {
+// A warp's position in the grid, at a boundary between segments of a sequence, and this lane's first channel
+struct Position : GridPosition {
     i64 warp_d, d;
     int warp, lane, c, p;
-    INLINE Place(i64 B, i64 D, i64 boundaries) : GridPlace(WARPS * WARP_CHANNELS, D, boundaries, B) {
+    INLINE Position(i64 B, i64 D, i64 boundaries) : GridPosition(WARPS * WARP_CHANNELS, D, boundaries, B) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane / 4, p = lane % 4;
         warp_d = (channels * WARPS + warp) * WARP_CHANNELS;
         d = warp_d + c;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKENS(const Element, q),
-                  const StateFactors *__restrict__ factors, const float *__restrict__ biases, float *__restrict__ ends,
-                  float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks) {
+// States of a lane: [s][o][2 i + j] is state 8 o + 2 p + j of channel 16 s + c + 8 i, as products leave them
+typedef float LaneStates[SIXTEENS][OCTETS][4];
+
+// Copies of a warp's tile: step logits, and dy of the token after each
+struct Copies {
+    TileCopies<WARP_CHANNELS> lane;
+    Input step_logits, dys;  // from the lane's channels on
+    int end;
+    INLINE void start(Tile &tile, int t0) const {
+        int octet = lane.column / 8, column = lane.column % 8, left = lane.skipped ? 0 : end - t0 - lane.token;
+        UNROLLED for (int i = 0; i < lane.ITEMS; i++) {
+            int t = i * lane.APART, token = t0 + lane.token + t, row = tile_row(octet, lane.token + t);
+            copy_async<VECTOR>(tile.at[0][octet][row] + column, step_logits.at(token), t < left);
+            copy_async<VECTOR>(tile.at[1][octet][row] + column, dys.at(token + 1), t + 1 < left);
+        }
+        commit_copies();
+    }
+};
+
+// What ldmatrix gives a lane of a tile: token j of triples p and p + 4, in the halves of a word, step logits of channels
+// c and c + 8 and then dy. The rows that lanes 2 i name are of triple i, those of lanes 2 i + 1 of triple i + 4.
+typedef unsigned Words[SIXTEENS][3][4];
+struct Rows {
+    int of[2][3];
+    INLINE Rows(int lane) {
+        int octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
+        UNROLLED for (int s = 0; s < 2; s++)
+            UNROLLED for (int j = 0; j < 3; j++)
+                of[s][j] = (octet + 2 * s) * TILE + tile_row(octet + 2 * s, token + j);
+    }
+    INLINE void read(Words &words, const Tile &tile, int lane) const {
+        const Element(*rows)[8] = tile.at[lane / 16][0];
+        UNROLLED for (int s = 0; s < SIXTEENS; s++)
+            UNROLLED for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + of[s % 2][j]]);
+    }
+};
+
+// The factors of the warp's channels: of triples 0 to 3 of a tile or, as the `second` four, 4 to 7
+DEVICE void write_factors(ChannelFactors &to, const Words &words, int second, const float (&bias)[SIXTEENS][2],
+                          const Floats<4> &norm, int c, int p) {
+    UNROLLED for (int s = 0; s < SIXTEENS; s++) {
+        float step_size[2][3];
+        UNROLLED for (int i = 0; i < 2; i++)
+            UNROLLED for (int j = 0; j < 3; j++) {
+                float step_logit = unpack(Element{}, words[s][j][i]).at[second];
+                step_size[i][j] = reciprocal(fmaf(exp2_fast(fmaf(step_logit, -LOG2E, bias[s][i])), norm.at[j], 1));
+            }
+        auto values = [&](int i, int a, int b) {
+            return second ? upper_halves(words[s][a][2 + i], words[s][b][2 + i])
+                          : lower_halves(words[s][a][2 + i], words[s][b][2 + i]);
+        };
+        Factors of_c(step_size[0], values(0, 0, 1), values(0, 2, 2));
+        Factors of_c_8(step_size[1], values(1, 0, 1), values(1, 2, 2));
+        UNROLLED for (int w = 0; w < 4; w++)
+            store(to.factor[s][p][4 * c + w],
+                  Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
+    }
+}
+
+// F and the product of decays from before a triple to behind it
+DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &channels, const Pack<unsigned, 4> &of_states,
+                    int triple, int lane) {
+    Pack<unsigned, 4> channel[SIXTEENS];
+    UNROLLED for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(channels.factor[s][triple][lane]);
+    UNROLLED for (int o = 0; o < OCTETS; o++)
+        UNROLLED for (int s = 0; s < SIXTEENS; s++) {
+            float A[4], added[4], (&f)[4] = F[s][o];
+            multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states.at[o], 1);
+            multiply(Element{}, added, channel[s].at[2], channel[s].at[3], of_states.at[OCTETS + o], 0);
+            UNROLLED for (int x = 0; x < 4; x++) {
+                f[x] = fmaf(A[x], f[x], added[x]);
+                decay[s][o][x] *= A[x];
+            }
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, step_logits), TOKENS(const Element, q),
+                  const StateFactors *__restrict__ factors, const float *__restrict__ step_bias,
+                  float *__restrict__ ends, float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse,
+                  i64 segment_chunks) {
     extern __shared__ __align__(16) char shared[];
 
     int tokens = segment_chunks * CHUNK, boundaries = (L + tokens - 1) / tokens - 1;
-    Place at(B, D, boundaries);
+    Position at(B, D, boundaries);
     int lane = at.lane, c = at.c, p = at.p;
     Stretch stretch(at.segment, L, tokens);
     int begin = stretch.begin, end = stretch.end;
     bool backwards = !(reverse >> at.g & 1);
     Input qs(TOKENS_OF(q), at.g, at.b, L, backwards), dys(TOKENS_OF(dy), at.g, at.b, L, backwards);
-    Input logits(TOKENS_OF(logit), at.g, at.b, L, backwards);
-    TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
-    Input copied_logits = logits.from(at.warp_d + copies.column);
-    Input copied_dys = dys.from(at.warp_d + copies.column);
+    Input step_logits(TOKENS_OF(step_logits), at.g, at.b, L, backwards);
+    TileCopies<WARP_CHANNELS> of_lane(at.warp_d, D);
+    Copies copies = {of_lane, step_logits.from(at.warp_d + of_lane.column), dys.from(at.warp_d + of_lane.column), end};
     WarpMemory &warp = reinterpret_cast<WarpMemory *>(shared)[at.warp];
-    int octet = copies.column / 8, column = copies.column % 8;
-    auto copy = [&](int t0) {
-        int left = copies.skipped ? 0 : end - t0 - copies.token;
-        UNROLLED for (int i = 0; i < copies.ITEMS; i++) {
-            int t = i * copies.APART, token = t0 + copies.token + t, row = tile_row(octet, copies.token + t);
-            copy_async<VECTOR>(warp.tile.at[0][octet][row] + column, copied_logits.at(token), t < left);
-            copy_async<VECTOR>(warp.tile.at[1][octet][row] + column, copied_dys.at(token + 1), t + 1 < left);
-        }
-        commit_copies();
-    };
     const StateFactors *states = factors + ((at.g * B + at.b) * boundaries + at.segment) * tiles_of(tokens);
-    copy(begin);
+    copies.start(warp.tile, begin);
 
-    // `F[s][o][2 i + j]` is state 8 o + 2 p + j of channel 16 s + c + 8 i
-    float F[SIXTEENS][OCTETS][4], decay[SIXTEENS][OCTETS][4], bias[SIXTEENS][2] = {};
+    LaneStates F, decay;
+    float bias[SIXTEENS][2] = {};
     UNROLLED for (int s = 0; s < SIXTEENS; s++)
         UNROLLED for (int i = 0; i < 2; i++) {
             i64 channel = at.d + 16 * s + 8 * i;
             bool exists = channel < D;
-            if (biases && exists) bias[s][i] = -LOG2E * biases[at.g * D + channel];
+            if (step_bias && exists) bias[s][i] = -LOG2E * step_bias[at.g * D + channel];
             float dy = exists ? to_floats(load<1>(dys.at(begin) + channel)).at[0] : 0;
             UNROLLED for (int o = 0; o < OCTETS; o++)
                 UNROLLED for (int j = 0; j < 2; j++) {
@@ -194,59 +255,25 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
                 }
         }
 
-    // the rows that this lane names: those of lanes 2 i are of triple i, those of lanes 2 i + 1 of triple i + 4
-    int row[2][3], row_octet = lane / 8 % 2, token = lane % 8 / 2 * 3 + lane % 2 * 12;
-    UNROLLED for (int s = 0; s < 2; s++)
-        UNROLLED for (int j = 0; j < 3; j++)
-            row[s][j] = (row_octet + 2 * s) * TILE + tile_row(row_octet + 2 * s, token + j);
+    Rows rows(lane);
     Floats<4> norm = load<4>(states->norm[p]);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += TILE, states++) {
         wait_for_copies<0>();
         __syncwarp();
-        // token j of triples p and p + 4: logits of channels c and c + 8, then dy
-        const Element(*rows)[8] = warp.tile.at[lane / 16][0];
-        unsigned words[SIXTEENS][3][4];
-        UNROLLED for (int s = 0; s < SIXTEENS; s++)
-            UNROLLED for (int j = 0; j < 3; j++) load_transposed(words[s][j], rows[s / 2 * 4 * TILE + row[s % 2][j]]);
+        Words words;
+        rows.read(words, warp.tile, lane);
         __syncwarp();
-        copy(t0 + TILE);
+        copies.start(warp.tile, t0 + TILE);
         UNROLLED for (int four = 0; four < 2; four++) {
             Pack<unsigned, 4> of_states[AHEAD];  // on their way while factors of channels are computed
             UNROLLED for (int j = 0; j < AHEAD; j++) of_states[j] = load<4>(states->factor[4 * four + j][lane]);
-            UNROLLED for (int s = 0; s < SIXTEENS; s++) {
-                float step_size[2][3];
-                UNROLLED for (int i = 0; i < 2; i++)
-                    UNROLLED for (int j = 0; j < 3; j++) {
-                        float logit = unpack(Element{}, words[s][j][i]).at[four];
-                        step_size[i][j] = reciprocal(fmaf(exp2_fast(fmaf(logit, -LOG2E, bias[s][i])), norm.at[j], 1));
-                    }
-                auto values = [&](int i, int first, int second) {
-                    return __byte_perm(words[s][first][2 + i], words[s][second][2 + i], four ? 0x7632 : 0x5410);
-                };
-                Factors of_c(step_size[0], values(0, 0, 1), values(0, 2, 2));
-                Factors of_c_8(step_size[1], values(1, 0, 1), values(1, 2, 2));
-                UNROLLED for (int w = 0; w < 4; w++)
-                    store(warp.channels.factor[s][p][4 * c + w],
-                          Pack<unsigned, 4>{of_c.decay[w], of_c_8.decay[w], of_c.added[w], of_c_8.added[w]});
-            }
+            write_factors(warp.channels, words, four, bias, norm, c, p);
             norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);  // of the next four triples
             __syncwarp();
 #pragma unroll AHEAD
             for (int j = 0; j < 4; j++) {
-                Pack<unsigned, 4> channel[SIXTEENS];
-                UNROLLED for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(warp.channels.factor[s][j][lane]);
-                UNROLLED for (int o = 0; o < OCTETS; o++)
-                    UNROLLED for (int s = 0; s < SIXTEENS; s++) {
-                        float A[4], added[4], (&f)[4] = F[s][o];
-                        multiply(fp16{}, A, channel[s].at[0], channel[s].at[1], of_states[j % AHEAD].at[o], 1);
-                        multiply(Element{}, added, channel[s].at[2], channel[s].at[3],
-                                 of_states[j % AHEAD].at[OCTETS + o], 0);
-                        UNROLLED for (int x = 0; x < 4; x++) {
-                            f[x] = fmaf(A[x], f[x], added[x]);
-                            decay[s][o][x] *= A[x];
-                        }
-                    }
+                advance(F, decay, warp.channels, of_states[j % AHEAD], j, lane);
                 if (j + AHEAD < 4) of_states[j % AHEAD] = load<4>(states->factor[4 * four + j + AHEAD][lane]);
             }
             __syncwarp();
@@ -254,7 +281,7 @@ segment_gradients(TOKENS(const Element, dy), TOKENS(const Element, logit), TOKEN
     }
     wait_for_copies<0>();  // of a tile that does not exist
     asm("" : "+r"(boundaries), "+l"(D));  // or registers would hold all the time what follows from them
-    Place to(B, D, boundaries);
+    Position to(B, D, boundaries);
     i64 offset = state_offset(to.g, to.b, to.segment, 2 * p, to.d, B, boundaries, D);
     UNROLLED for (int s = 0; s < SIXTEENS; s++)
         UNROLLED for (int i = 0; i < 2; i++)

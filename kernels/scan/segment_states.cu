@@ -9,16 +9,16 @@
 
 #include "simt_scan.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
-segment_states(TOKENS(const Element, value), TOKENS(const Element, logit), TOKENS(const Element, k),
-               TOKENS(const Element, q), const float *__restrict__ rates, const float *__restrict__ biases,
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
+segment_states(TOKENS(const Element, value), TOKENS(const Element, step_logits), TOKENS(const Element, k),
+               TOKENS(const Element, q), const float *__restrict__ A, const float *__restrict__ step_bias,
                float *__restrict__ ends, float *__restrict__ decays, i64 B, i64 L, i64 D, i64 reverse,
                i64 segment_chunks, i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 
     Cut cut(L, segment_chunks);
-    Place at(B, D, cut.segments - 1);
+    Position at(B, D, cut.segments - 1);
     int begin = (at.segment + GRADIENTS) * segment_chunks * CHUNK, end = min(L, begin + segment_chunks * CHUNK);
     bool backwards = (reverse >> at.g & 1) != GRADIENTS;
     if (GRADIENTS) {  // the tokens of the segment, counted from the other end
@@ -28,8 +28,8 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, logit), TOKEN
     }
 
     Input ks(TOKENS_OF(k), at.g, at.b, L, backwards), qs(TOKENS_OF(q), at.g, at.b, L, backwards);
-    States A, S = {}, decay;
-    load_rates(A, rates, at, D);
+    States lane_A, S = {}, decay;
+    load_A(lane_A, A, at, D);
     fill(decay, 1);
     auto scan = [&](const Token (&tokens)[UNROLL], int, int left) {
         UNROLLED for (int j = 0; j < UNROLL; j++) {
@@ -40,7 +40,7 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, logit), TOKEN
                 UNROLLED for (int i = 0; i < 4; i++)
                     UNROLLED for (int c = 0; c < DL; c++) {
                         float k_squared = GRADIENTS ? k.at[i] : k.at[i] * k.at[i];
-                        float decay_t = Recurrence::decay(step_size.at[c], k_squared, A[n + i][c]);
+                        float decay_t = Recurrence::decay(step_size.at[c], k_squared, lane_A[n + i][c]);
                         if (GRADIENTS)
                             S[n + i][c] = decay_t * fmaf(value.at[c], q.at[i], S[n + i][c]);
                         else  // the drive of both recurrences
@@ -51,7 +51,7 @@ segment_states(TOKENS(const Element, value), TOKENS(const Element, logit), TOKEN
         }
     };
     // gradients need the keys only as squares
-    scan_tiles<GRADIENTS>(cta, TOKENS_OF(value), TOKENS_OF(logit), ks, qs, biases, begin, end, L,
+    scan_tiles<GRADIENTS>(cta, TOKENS_OF(value), TOKENS_OF(step_logits), ks, qs, step_bias, begin, end, L,
                           backwards, key_vectors, at, D, [](int) {}, scan);
     if (at.valid) {
         i64 offset = state_offset(at.g, at.b, at.segment, at.n, at.d, B, cut.segments - 1, D);

@@ -18,7 +18,7 @@ static_assert(UNROLL % 4 == 0 && TILE % UNROLL == 0 && CHUNK % TILE == 0);
 // The warp's channels of a tile as they are in memory: x, or dy where gradients are scanned
 struct Channels {
     alignas(16) Element value[TILE][WARP_CHANNELS];
-    alignas(16) Element logit[TILE][WARP_CHANNELS];
+    alignas(16) Element step_logits[TILE][WARP_CHANNELS];
 };
 
 // The tile as lanes read it. Step sizes are computed by one lane each, whichever lanes will read them: `Preparation`
@@ -37,18 +37,18 @@ struct Prepared<false> {
         static_assert(AHEAD || ITEMS * 32 == TILE * GROUPS);
         int c, first;
         Floats<DL> bias;
-        INLINE Preparation(const float *biases, const Place &at, i64 D)
+        INLINE Preparation(const float *step_bias, const Position &at, i64 D)
             : c(at.lane % GROUPS * DL), first(at.lane / GROUPS) {
-            bias = biases && at.warp_d + c < D ? load<DL>(biases + at.g * D + at.warp_d + c) : Floats<DL>{};
+            bias = step_bias && at.warp_d + c < D ? load<DL>(step_bias + at.g * D + at.warp_d + c) : Floats<DL>{};
         }
         // the items side by side, since each is a long chain
         INLINE void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             Floats<DL> step_size[ITEMS];
             UNROLLED for (int i = 0; i < ITEMS; i++) {
-                Floats<DL> logit = to_floats(load<DL>(&tile.logit[first + i * APART][c]));
+                Floats<DL> step_logit = to_floats(load<DL>(&tile.step_logits[first + i * APART][c]));
                 float kk = keys.kk[first + i * APART];
                 UNROLLED for (int j = 0; j < DL; j++)
-                    step_size[i].at[j] = Recurrence::step_size(logit.at[j] + bias.at[j], kk);
+                    step_size[i].at[j] = Recurrence::step_size(step_logit.at[j] + bias.at[j], kk);
             }
             UNROLLED for (int i = 0; i < ITEMS; i++) store(&to.step_sizes[first + i * APART][c], step_size[i]);
         }
@@ -62,7 +62,7 @@ struct Prepared<false> {
         INLINE Floats<4> q(int n) const { return load<4>(from_q + n); }
     };
     INLINE void read(Token (&tokens)[UNROLL], const Channels &tile, const Keys<TILE> &keys, int j0,
-                     const Place &at) const {
+                     const Position &at) const {
         UNROLLED for (int j = 0; j < UNROLL; j++)
             tokens[j] = {&tile.value[j0 + j][at.c], &step_sizes[j0 + j][at.c], &keys.k[j0 + j][at.n],
                          &keys.q[j0 + j][at.n]};
@@ -82,10 +82,10 @@ struct Prepared<true> {
         static constexpr int ROW = WARP_CHANNELS / CHANNELS, ITEMS = (TILE / 4 * ROW + 31) / 32, APART = 32 / ROW;
         int c, first;
         Floats<CHANNELS> bias;
-        INLINE Preparation(const float *biases, const Place &at, i64 D)
+        INLINE Preparation(const float *step_bias, const Position &at, i64 D)
             : c(at.lane % ROW * CHANNELS), first(at.lane / ROW) {
             UNROLLED for (int i = 0; i < CHANNELS; i++)
-                bias.at[i] = biases && at.warp_d + c + i < D ? biases[at.g * D + at.warp_d + c + i] : 0;
+                bias.at[i] = step_bias && at.warp_d + c + i < D ? step_bias[at.g * D + at.warp_d + c + i] : 0;
         }
         INLINE void run(Prepared &to, const Channels &tile, const Keys<TILE> &keys) const {
             UNROLLED for (int item = 0; item < ITEMS; item++) {
@@ -94,10 +94,10 @@ struct Prepared<true> {
                 Floats<4> kk = load<4>(&keys.kk[4 * t]), values[CHANNELS], step_sizes[CHANNELS];
                 UNROLLED for (int j = 0; j < 4; j++) {
                     Floats<CHANNELS> value = to_floats(load<CHANNELS>(&tile.value[4 * t + j][c]));
-                    Floats<CHANNELS> logit = to_floats(load<CHANNELS>(&tile.logit[4 * t + j][c]));
+                    Floats<CHANNELS> step_logit = to_floats(load<CHANNELS>(&tile.step_logits[4 * t + j][c]));
                     UNROLLED for (int i = 0; i < CHANNELS; i++) {
                         values[i].at[j] = value.at[i];
-                        step_sizes[i].at[j] = Recurrence::step_size(logit.at[i] + bias.at[i], kk.at[j]);
+                        step_sizes[i].at[j] = Recurrence::step_size(step_logit.at[i] + bias.at[i], kk.at[j]);
                     }
                 }
                 UNROLLED for (int i = 0; i < CHANNELS; i++) {
@@ -116,7 +116,7 @@ struct Prepared<true> {
         INLINE Floats<4> k(int n) const { return read_k[n / 4]; }
         INLINE Floats<4> q(int n) const { return read_q[n / 4]; }
     };
-    INLINE void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0, const Place &at) const {
+    INLINE void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0, const Position &at) const {
         UNROLLED for (int j = 0; j < UNROLL; j++)
             UNROLLED for (int n = 0; n < NL / 4; n++) {
                 tokens[j].read_k[n] = load<4>(&keys.k[j0 + j][at.n + 4 * n]);
@@ -142,26 +142,26 @@ struct CtaMemory {
     Keys<TILE> keys[2];
     WarpMemory warps[WARPS];
 };
-static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
+static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
 // Runs from token `begin` to `end`, tile by tile: `at_chunk(t)` before each chunk, then `scan(tokens, t, left)` for
 // UNROLL tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
 template <bool SQUARED = false, class AtChunk, class Scan>
-DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &logits,
-                       const Input &ks, const Input &qs, const float *biases, int begin, int end, i64 L, bool backwards,
-                       bool key_vectors, const Place &at, i64 D, AtChunk at_chunk, Scan scan) {
+DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &step_logits,
+                       const Input &ks, const Input &qs, const float *step_bias, int begin, int end, i64 L, bool backwards,
+                       bool key_vectors, const Position &at, i64 D, AtChunk at_chunk, Scan scan) {
     WarpMemory &warp = cta.warps[threadIdx.x / 32];
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
     auto channels_of = [&](const Tokens<const Element> &x) {
         return Input(x, at.g, at.b, L, backwards).from(at.warp_d + copies.column);
     };
-    Input value = channels_of(values), logit = channels_of(logits);
+    Input value = channels_of(values), step_logit = channels_of(step_logits);
     auto copy = [&](Channels &to, int t0) {
         copies.start(value, t0, end - t0, [&](int t) { return &to.value[t][copies.column]; });
-        copies.start(logit, t0, end - t0, [&](int t) { return &to.logit[t][copies.column]; });
+        copies.start(step_logit, t0, end - t0, [&](int t) { return &to.step_logits[t][copies.column]; });
         commit_copies();
     };
-    Prepared<AHEAD>::Preparation preparation(biases, at, D);
+    Prepared<AHEAD>::Preparation preparation(step_bias, at, D);
     KeysInFlight<TILE, 32 * WARPS> keys(ks, qs, key_vectors, threadIdx.x);
     keys.fetch(begin, end - begin);
     UNROLLED for (int s = 0; s < STAGES - 1; s++) copy(warp.stage[s], begin + s * TILE);

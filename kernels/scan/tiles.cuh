@@ -1,5 +1,5 @@
-// What every kernel of the scan does with its tensors: sequences in the order they are read, a CTA's place in the grid,
-// and asynchronous copies of a tile of tokens to shared memory.
+// What every kernel of the scan does with its tensors: sequences in the order they are read, a CTA's position in the
+// grid, and asynchronous copies of a tile of tokens to shared memory.
 
 #include "recurrences.cuh"
 
@@ -41,7 +41,11 @@ struct Sequence {
 
 typedef Sequence<const Element> Input;
 
-// How sequences are cut: into chunks of CHUNK tokens, between which states are checkpointed, and segments of whole
+// Two 16-bit elements in a word: the first of both words, or the second
+DEVICE unsigned lower_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); }
+DEVICE unsigned upper_halves(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
+
+// How sequences are cut: into chunks of CHUNK tokens, between which states are saved, and segments of whole
 // chunks, which run in parallel
 struct Cut {
     int chunks, segments;
@@ -50,11 +54,11 @@ struct Cut {
           segments(unsigned(chunks + segment_chunks - 1) / unsigned(segment_chunks)) {}
 };
 
-// A CTA's place in the grid, in which neighbours have neighbouring channels, then segments (or boundaries between them)
+// A CTA's position in the grid, in which neighbours have neighbouring channels, then segments (or boundaries between them)
 // of a sequence, sequences of the batch, and directions
-struct GridPlace {
+struct GridPosition {
     i64 channels, segment, b, g;  // channels: which CTA of a sequence's it is
-    INLINE GridPlace(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
+    INLINE GridPosition(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {
         unsigned ctas = (D + cta_channels - 1) / cta_channels;  // of a sequence
         channels = blockIdx.x % ctas;
         segment = blockIdx.x / ctas % segments;

@@ -1,0 +1,69 @@
+"""backward.cu: all gradients of the scan, for both recurrences, all dtypes and state sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cuda.elements import vector_width
+from ..cuda.hardware import CTA_BYTES, MULTIPROCESSOR_BYTES, SCHEDULERS
+from .chunks import CHUNK
+from .launches import Kernel, align, common_macros
+
+
+class Cta(NamedTuple):
+    """What a CTA of backward.cu takes, and how many of it share a multiprocessor."""
+
+    warps: int
+    shared_bytes: int
+    resident: int
+
+
+class Backward(NamedTuple):
+    """A variant: a lane has 4 states of each of its `channels`. `cycles` and `start` are the cost model's."""
+
+    channels: int
+    cycles: tuple[int, ...]
+    start = 3000
+
+    def lane_channels(self, N: int) -> int:
+        return min(self.channels, max(1, N // 4))
+
+    def tile(self, N: int) -> int:
+        """Tokens, of which each of the N / 4 lanes that share a channel prepares at least one."""
+        return max(8, N // 4)
+
+    def cta(self, N: int, itemsize: int, channels: int) -> Cta:
+        """For lanes of so many channels: as many warps as every GPU's shared memory has room for, at most 4."""
+        groups, parts, tile, warps = 128 // N, N // 4, self.tile(N), 4
+        row = groups * channels
+        # in the order of backward_memory.cuh
+        warp_bytes = (
+            2 * 3 * align(tile * row * itemsize)
+            + 2 * align(4 * row) + 2 * 4 * tile * (row + 8)  # skip and bias; step sizes and slopes
+            + 2 * tile * (parts * (4 * groups + 8) + 4)  # sums over channels
+            + 4 * tile * (parts * (row + 8) + 8)  # sums over states
+            + 4 * 4 * tile * N + align(8 * tile)  # dk and dq of two tiles; norm
+        )  # fmt: skip
+        keys_bytes = 4 * CHUNK * (2 * N + 1)
+        while keys_bytes + warps * warp_bytes > CTA_BYTES:
+            warps //= 2
+        shared_bytes = keys_bytes + warps * warp_bytes
+        resident = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps  # as registers suffice
+        return Cta(warps, shared_bytes, min(resident, MULTIPROCESSOR_BYTES // (shared_bytes + 1024)))
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        cta = self.cta(N, itemsize, self.lane_channels(N))
+        return 128 * self.lane_channels(N) / N, cta.warps * cta.resident / SCHEDULERS
+
+    def kernel(self, recurrence: str, dy: Tensor, x: Tensor, step_logits: Tensor, N: int) -> Kernel:
+        channels = vector_width(self.lane_channels(N), dy, x, step_logits)
+        row = 128 // N * channels
+        warps, shared_bytes, resident = self.cta(N, x.element_size(), channels)
+        macros = common_macros(recurrence, x, N) | dict(
+            LANE_STATES=4, LANE_CHANNELS=channels, TILE=self.tile(N), WARPS=warps, STAGES=2, MIN_CTAS=resident,
+            VECTOR=min(vector_width(16 // x.element_size(), dy, x, step_logits), row), CTA_BYTES=shared_bytes,
+        )  # fmt: skip
+        return Kernel("backward", macros, -(-x.shape[-1] // (warps * row)), 32 * warps, shared_bytes)

@@ -1,0 +1,82 @@
+// backward.cu's tiles: the order in which they are copied and worked on, their step sizes, and what a lane reads of them.
+
+#include "backward_memory.cuh"
+
+// The step sizes of the warp's channels of a tile, and with `gradients` their slopes: a lane computes those of its
+// channels of every PARTS-th token, which lanes of the other parts will read
+DEVICE void prepare_step_sizes(bool gradients, WarpMemory &warp, const Channels &tile, const float *kk,
+                               const Position &at) {
+    constexpr int ITEMS = TILE / PARTS > 0 ? TILE / PARTS : 1;
+    static_assert(TILE % PARTS == 0);
+    Floats<DL> bias = load<DL>(&warp.bias[at.c]), step_size[ITEMS], slope[ITEMS];
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
+        int token = at.part + i * PARTS;
+        Floats<DL> step_logit = to_floats(load<DL>(&tile.step_logits[token][at.c]));
+        float kk_t = kk[token];
+        UNROLLED for (int c = 0; c < DL; c++) {
+            step_size[i].at[c] = Recurrence::step_size(step_logit.at[c] + bias.at[c], kk_t);
+            slope[i].at[c] = Recurrence::slope(step_logit.at[c] + bias.at[c], step_size[i].at[c]);
+        }
+    }
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
+        int token = at.part + i * PARTS;
+        store(&warp.step_size[token][at.c], step_size[i]);
+        if (gradients) store(&warp.slope[token][at.c], slope[i]);
+    }
+}
+
+// A tile that is worked on, which has its keys and queries from token `start` of the chunk on
+struct Tile {
+    const Keys<CHUNK> &keys;
+    WarpMemory &warp;
+    const Channels &channels;
+    int start;
+};
+
+// The warp's tiles of a segment in the order in which they are worked on: of each chunk, from the last to the first,
+// with tiles 0 to n - 1, first 0 to n - 2 forwards, only to save states, then n - 1 to 0 with dy, for the gradients
+struct TileQueue {
+    TileCopies<WARP_CHANNELS> copies;
+    Input dys, xs, step_logits;
+    int segment_start, end;        // tokens
+    int chunk_start, tiles, turn;  // what is copied next: tile tiles - 1 - |turn| of the chunk, with dy unless turn < 0
+    int stage;                     // of the tile that is worked on
+
+    // Starts to copy the next tile; an empty group behind the last, so that waiting for groups counts tiles
+    INLINE void copy_next(Channels &to) {
+        if (chunk_start >= segment_start) {
+            int t0 = chunk_start + (tiles - 1 - abs(turn)) * TILE;
+            copies.start(xs, t0, end - t0, [&](int t) { return &to.x[t][copies.column]; });
+            copies.start(step_logits, t0, end - t0, [&](int t) { return &to.step_logits[t][copies.column]; });
+            if (turn >= 0) copies.start(dys, t0, end - t0, [&](int t) { return &to.dy[t][copies.column]; });
+            if (++turn == tiles) {
+                chunk_start -= CHUNK;
+                tiles = TILES;
+                turn = 1 - TILES;
+            }
+        }
+        commit_copies();
+    }
+    // The next tile, with step sizes and for `gradients` slopes. Behind the first __syncwarp what each lane has copied
+    // is there for all, and all are done with the tile before, in whose place another is copied.
+    INLINE Tile next(bool gradients, int start, CtaMemory &cta, WarpMemory &warp, const Position &at) {
+        wait_for_copies<STAGES - 2>();
+        __syncwarp();
+        copy_next(warp.stage[stage]);
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+        prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);
+        __syncwarp();
+        return Tile{cta.keys, warp, warp.stage[stage], start};
+    }
+};
+
+// What the lane needs of token j of a tile. x and dy are widened when they are read, which takes less shared memory
+// than keeping them in fp32.
+struct Token {
+    Floats<4> k, q;
+    Floats<DL> x, step_size, dy;
+    INLINE Token(const Tile &tile, int j, const Position &at)
+        : k(load<4>(&tile.keys.k[tile.start + j][at.n])), q(load<4>(&tile.keys.q[tile.start + j][at.n])),
+          x(to_floats(load<DL>(&tile.channels.x[j][at.c]))), step_size(load<DL>(&tile.warp.step_size[j][at.c])),
+          dy(to_floats(load<DL>(&tile.channels.dy[j][at.c]))) {}
+};

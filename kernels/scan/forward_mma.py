@@ -1,0 +1,56 @@
+"""forward_mma.cu: the forward scan of Longhorn, two tokens at a time on tensor cores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cuda.hardware import SCHEDULERS
+from .launches import Kernel, common_macros
+
+
+def has_mma(recurrence: str, N: int, itemsize: int) -> bool:
+    """Whether the kernels on tensor cores take such inputs."""
+    return recurrence == "longhorn" and N == 16 and itemsize == 2
+
+
+class ForwardMma(NamedTuple):
+    """A variant: 16 channels for each of the `consumers`. A multiprocessor runs one CTA.
+
+    `producers` are the roles of the other warps: 0 copies, -1 prepares factors of states, n > 0 those of n units of 8
+    tokens of a consumer's channels, of which each consumer has `tile` / 8. `cycles` and `start` are the cost model's.
+    """
+
+    consumers: int
+    producers: tuple[int, ...]
+    cycles: tuple[int, ...]
+    start: int
+    tile: int = 16
+    stages: int = 8
+
+    @property
+    def warps(self) -> int:
+        return self.consumers + len(self.producers)
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        return 16 * self.consumers / SCHEDULERS, 1
+
+    def shared_bytes(self, rank: int = 0) -> int:
+        """Shared memory of a CTA that is given step logits, or with a rank the step that they are projected from."""
+        channels, pairs, states = 16 * self.consumers, self.tile // 2, 16
+        inputs = self.tile * (channels + (rank or channels)) + (2 * self.tile + 4) * states
+        state_factors = pairs * (6 * 32 + 8)
+        channel_factors = self.consumers * (pairs * 3 * 32 + self.tile * 16)
+        outputs = 2 * self.tile * channels
+        return self.stages * 2 * inputs + 3 * 4 * state_factors + 2 * 4 * channel_factors + 3 * outputs
+
+    def kernel(self, recurrence: str, x: Tensor, N: int, rank: int = 0) -> Kernel:
+        shared_bytes = self.shared_bytes(rank)
+        macros = common_macros(recurrence, x, N) | dict(
+            LANE_STATES=N // 4, LANE_CHANNELS=2, TILE=self.tile, CONSUMERS=self.consumers,
+            PRODUCERS=len(self.producers), ROLES="{" + ", ".join(map(str, self.producers)) + "}", STAGES=self.stages,
+            VECTOR=8, RANK=rank, CTA_BYTES=shared_bytes,
+        )  # fmt: skip
+        return Kernel("forward_mma", macros, -(-x.shape[-1] // (16 * self.consumers)), 32 * self.warps, shared_bytes)

@@ -1,0 +1,61 @@
+"""forward_simt.cu: the forward scan by FMAs, for both recurrences, all dtypes and state sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cuda.elements import common_power_of_two, vector_width
+from ..cuda.hardware import SCHEDULERS
+from .launches import Kernel, align, common_macros
+
+
+class ForwardSimt(NamedTuple):
+    """A variant: a lane has `channels` neighbours, and `states` of the states of each.
+
+    `unroll` tokens are interleaved, with `ahead` loaded before they are needed; `tile` tokens are in shared memory.
+    `cycles` and `start` are the cost model's (heuristics.py).
+    """
+
+    states: int
+    channels: int
+    tile: int
+    cycles: tuple[int, ...]
+    unroll: int = 4
+    warps: int = 1
+    ahead: bool = False
+    start = 3000
+
+    @property
+    def resident(self) -> int:
+        """How many CTAs of 16-bit inputs with 16 states share a multiprocessor."""
+        return SCHEDULERS * len(self.cycles) // self.warps
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        return 32 * self.channels / max(1, N // self.states), len(self.cycles)
+
+    def kernel(
+        self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: str = "forward_simt", **macros
+    ) -> Kernel:  # fmt: skip
+        """That of `source`, which includes simt_scan.cuh, for tensors like these."""
+        states = min(self.states, N)
+        groups = 32 * states // N
+        # a warp's row of channels is copied by at most 32 lanes
+        vector = vector_width(16 // x.element_size(), x, step_logits)
+        channels = min(common_power_of_two(self.channels, x.shape[-1]), max(1, 32 * vector // groups))
+        vector = min(vector, groups * channels)
+        unroll, stages = self.unroll if N <= 16 else 4, 3
+        tile = max(min(self.tile, 1024 // N), unroll, 32 // groups)
+        # wider inputs and longer keys take more registers, which fewer CTAs leave
+        resident = self.resident if x.element_size() * N <= 32 else self.resident * 2 // 3
+        row = tile * groups * channels
+        warp_bytes = (2 if self.ahead else 1) * 4 * row + stages * 2 * align(row * x.element_size())
+        shared_bytes = 2 * 4 * tile * (2 * N + 1) + self.warps * warp_bytes
+        macros |= common_macros(recurrence, x, N) | dict(
+            LANE_STATES=states, LANE_CHANNELS=channels, TILE=tile, WARPS=self.warps, MIN_CTAS=resident, UNROLL=unroll,
+            AHEAD=int(self.ahead), STAGES=stages, VECTOR=vector, CTA_BYTES=shared_bytes,
+        )  # fmt: skip
+        ctas = -(-x.shape[-1] // (self.warps * groups * channels))
+        return Kernel(source, macros, ctas, 32 * self.warps, shared_bytes)

@@ -1,0 +1,66 @@
+"""What all launches of the scan's kernels share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cuda import compiler
+from ..cuda.elements import ELEMENT
+from .chunks import CHUNK
+
+RECURRENCE = {"longhorn": "Longhorn", "selective": "SelectiveStateSpace"}
+
+
+class Kernel(NamedTuple):
+    """A source of this folder as it is compiled and launched for some tensors.
+
+    `macros` are explained in recurrences.cuh. `ctas` of `threads` cover the channels of a sequence; each has
+    `shared_bytes` of shared memory, which the source compares with its own count (CTA_BYTES).
+    """
+
+    source: str
+    macros: dict
+    ctas: int
+    threads: int
+    shared_bytes: int
+
+    def launch(self, entry: str, sequences: int, **arguments) -> None:
+        """Runs `entry` for so many sequences or segments."""
+        place = f"scan/{self.source}", entry, self.macros
+        compiler.launch(*place, sequences * self.ctas, self.threads, arguments, self.shared_bytes)
+
+    def launch_beside(self, entry: str, ctas: int, threads: int, **arguments) -> None:
+        """Runs another kernel of the same source, which needs no shared memory of the host's."""
+        compiler.launch(f"scan/{self.source}", entry, self.macros, ctas, threads, arguments)
+
+
+def common_macros(recurrence: str, x: Tensor, N: int) -> dict:
+    return dict(INPUT=ELEMENT[x.dtype], RECURRENCE=RECURRENCE[recurrence], STATES=N, CHUNK=CHUNK)
+
+
+def align(n: int) -> int:
+    """To a whole number of the widest vectors, in bytes."""
+    return -(-n // 16) * 16
+
+
+def rows(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as the kernels read them: last dimension contiguous, tokens fewer than 2^31 bytes apart."""
+    return [
+        t if t.stride(-1) == 1 and abs(t.stride(-2)) * t.element_size() < 2**31 else t.contiguous() for t in tensors
+    ]
+
+
+def tokens(**tensors: Tensor) -> dict:
+    """Arguments for parameters TOKENS(T, name)."""
+    arguments = {}
+    for name, t in tensors.items():
+        arguments[f"{name}_data"] = t
+        arguments |= zip((f"{name}_stride_G", f"{name}_stride_B", f"{name}_stride_L"), t.stride())
+    return arguments
+
+
+def mask(reverse: list[bool]) -> int:
+    """Bit g: whether direction g is reversed."""
+    return sum(1 << g for g, reversed_ in enumerate(reverse) if reversed_)

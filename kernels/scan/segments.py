@@ -1,0 +1,82 @@
+"""segment_states.cu and segment_gradients_mma.cu: state passing between the segments of a sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cuda.elements import vector_width
+from .chunks import CHUNK
+from .forward_simt import ForwardSimt
+from .launches import Kernel, common_macros, mask, tokens
+
+
+class SegmentStates(ForwardSimt):
+    """A variant of segment_states.cu, whose lanes are those of forward_simt.cu."""
+
+
+class SegmentGradientsMma(NamedTuple):
+    """The variant of segment_gradients_mma.cu, for what `has_mma` takes: 8 times `channels` a warp."""
+
+    cycles: tuple[int, ...]
+    states: int = 4
+    channels: int = 4
+    warps: int = 2
+    tile = 24
+    start, resident, occupancy = 3000, ForwardSimt.resident, ForwardSimt.occupancy
+
+    def kernel(self, recurrence: str, dy: Tensor, step_logits: Tensor) -> Kernel:
+        N, warp_channels = 16, 8 * self.channels
+        shared_bytes = self.warps * warp_channels * (2 * 2 * self.tile + 4 * 33)
+        macros = common_macros(recurrence, dy, N) | dict(
+            LANE_STATES=N // 4, LANE_CHANNELS=self.channels, TILE=self.tile, WARPS=self.warps, MIN_CTAS=self.resident,
+            VECTOR=vector_width(8, dy, step_logits), CTA_BYTES=shared_bytes,
+            FACTOR_BYTES=self.tile // 3 * (32 * N + 16),
+        )  # fmt: skip
+        ctas = -(-dy.shape[-1] // (self.warps * warp_channels))
+        return Kernel("segment_gradients_mma", macros, ctas, 32 * self.warps, shared_bytes)
+
+
+def states_between_segments(
+    variant: SegmentStates | SegmentGradientsMma, passing: SegmentStates, recurrence: str, value: Tensor,
+    step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, step_bias: Tensor | None, reverse: list[bool],
+    segment_chunks: int, *, gradients: bool,
+) -> Tensor:  # fmt: skip
+    """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead.
+
+    `variant` finds how segments end, `passing` is that of the kernel that joins them; `value` is x, or with `gradients`
+    dy. While it runs it takes twice as much memory again, and for SegmentGradientsMma 176 bytes for a token of each
+    direction.
+    """
+    (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
+    sequences = G * B * (segments - 1)
+    ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
+    between = torch.empty_like(ends)
+    common = dict(
+        step_bias=step_bias, ends=ends, decays=decays, B=B, L=L, D=D, reverse=mask(reverse),
+        segment_chunks=segment_chunks,
+    )  # fmt: skip
+    simt = passing.kernel(
+        recurrence, value, step_logits, N, "segment_states", GRADIENTS=str(gradients).lower()
+    )  # fmt: skip
+    if isinstance(variant, SegmentGradientsMma):
+        kernel = variant.kernel(recurrence, value, step_logits)
+        tiles = sequences * -(-segment_chunks * CHUNK // variant.tile)
+        factors = torch.empty(tiles, kernel.macros["FACTOR_BYTES"] // 4, device=value.device, dtype=torch.float32)
+        kernel.launch_beside(
+            "stage_factors", -(-tiles // 2), 128, **tokens(k=k, q=q), factors=factors, count=tiles, B=B, L=L,
+            reverse=mask(reverse), boundaries=segments - 1, segment_tokens=segment_chunks * CHUNK,
+        )  # fmt: skip
+        of_tokens = tokens(dy=value, step_logits=step_logits, q=q)
+        kernel.launch("segment_gradients", sequences, **of_tokens, factors=factors, **common)
+    else:
+        of_tokens = tokens(value=value, step_logits=step_logits, k=k, q=q)
+        vectors = vector_width(4, k, q) == 4
+        simt.launch("segment_states", sequences, **of_tokens, A=A, key_vectors=vectors, **common)
+    simt.launch_beside(
+        "pass_states", -(-G * B * N * D // 128), 128, ends=ends, decays=decays, between=between, sequences=G * B,
+        segments=segments, ND=N * D,
+    )  # fmt: skip
+    return between
