@@ -17,7 +17,8 @@ from ..cuda import hardware
 from ..cuda.compiler import launch
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import place
-from ..scan.cuda_scan import forward_plan
+from ..scan.cuda_scan import forward_schedule
+from ..scan.heuristics import Schedule
 
 WARPS = 4  # of a CTA, as in pack.cu and conv.cu
 ALIGNMENT = 64  # elements, where weights and gradients that share memory begin
@@ -222,10 +223,13 @@ def _conv_xproj_macros(dtype: torch.dtype, D: int, P: int, R: int, taps: int, lo
     )  # fmt: skip
 
 
-def plan_scan(recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> tuple[tuple, bool]:
-    """How the scan of H tokens in both directions runs, and whether it computes their logits itself."""
+def schedule_scan(
+    recurrence: str, u_BLD: Tensor, H: int, x_proj_2PD: Tensor, step_proj_2DR: Tensor
+) -> tuple[Schedule, bool]:  # fmt: skip
+    """How the scan of H tokens in both directions runs, and whether it computes their step logits itself."""
     (_, P, _), (_, _, R) = x_proj_2PD.shape, step_proj_2DR.shape
-    return forward_plan(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
+    schedule = forward_schedule(recurrence, u_BLD[:, :H].expand(2, -1, -1, -1), (P - R) // 2, R)
+    return schedule, schedule.projects_step(H, R)
 
 
 def conv_backward(

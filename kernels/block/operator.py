@@ -270,12 +270,12 @@ def _forward(
     uz_BLE = torch.mm(xhat_TC, projection.t()).view(B, L, -1)
     u_BLD, z_BMD = _split(uz_BLE, xhat_TC, weights.in_proj, class_token_only)
     H = _reads(L, class_token_only)
-    plan, from_step = kernels.plan_scan(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
+    schedule, from_step = kernels.schedule_scan(recurrence, u_BLD, H, weights.x_proj, weights.step_proj)
     v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2BHD = _project(u_BLD, weights, class_token_only, logits=not from_step)
     y_2BMD, states = scans.scan_forward(
         recurrence, v_2BHD, step_2BHR if from_step else logits_2BHD, k_2BHN, q_2BHN,
         rates[0] if rates else None, weights.skip, weights.step_bias, REVERSE, keep,
-        plan=plan, step_proj_GDR=weights.step_proj if from_step else None,
+        schedule=schedule, step_proj_GDR=weights.step_proj if from_step else None,
     )  # fmt: skip
     if class_token_only:
         y_2BMD = torch.stack([y_2BMD[0, :, (L - 1) // 2], y_2BMD[1, :, 0]]).unsqueeze(2)
@@ -334,7 +334,7 @@ def _backward(
     dy_2BHD = dy_BLD.as_strided((2, B, H, D), ((L - H) * dy_BLD.stride(1), *dy_BLD.stride()))
     dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, drates, dchannels = scans.scan_backward(
         recurrence, dy_2BHD, v_2BHD, logits_2BHD, k_2BHN, q_2BHN, rates[0] if rates else None, weights.skip,
-        weights.step_bias, states, REVERSE, over_logits=True,
+        weights.step_bias, states, REVERSE, overwrite_step_logits=True,
     )  # fmt: skip
     dprojected_2TP, dstep_proj = kernels.dt_proj_backward(
         dlogits_2BHD.flatten(1, 2), step_2BHR.flatten(1, 2), weights.step_proj, dk_2BHN.flatten(1, 2),

@@ -1,13 +1,13 @@
 // Gradients of the scan, from dy and the states between chunks of CHUNK tokens that forward kept. For each chunk of a
 // segment, from the last to the first:
 //   1. `sweep_forward` scans it once more, saving the state before every half tile (`Restart`);
-//   2. `sweep_backward`, for each half tile, from the last to the first: scans it again, keeping what the gradients need
-//      of each token in registers (`Kept`; S_t gives dq_t = sum over channels of dy_t S_t), then walks back through it
-//      with G = dL/dS_t:
+//   2. `sweep_backward`, for each half tile, from the last to the first: scans it again, keeping what the gradients
+//      need of each token in registers (`Kept`; S_t gives dq_t = sum over channels of dy_t S_t), then walks back
+//      through it with G = dL/dS_t:
 //        G += dy_t q_t;  sums over states and channels;  G = decay_t G          (recurrences.cuh)
 // dx and the step logits' gradient take sums over states, which lanes share; dk and dq sums over channels, which lanes,
 // warps and CTAs share. Both go through shared memory, half a tile at once, which takes a third of the instructions of
-// shuffles. There are no atomics: CTAs write sums over their channels, and `reduce_partials` adds these in a fixed order.
+// shuffles. No atomics: CTAs write sums over their channels, and `reduce_partials` adds these in a fixed order.
 //
 // A lane has 4 states of DL channels (lanes.cuh), which makes its sums over states and over channels equally short.
 // Warps have channels of their own, and share keys, queries, and the sums over channels. Their barriers:
@@ -156,8 +156,8 @@ DEVICE void store_channel_sums(float *row, const ChannelSums &sums, const States
 }
 
 // dstep_logits may be step_logits: a warp writes its channels of a tile when it has read them for the last time, and
-// nobody else reads them. `final_gradients` are those behind all segments but the last. `channel_partials` get a row for
-// each sequence and segment, `key_partials` dk and dq (CTAs of a sequence, G, B, L, 2, N).
+// nobody else reads them. `final_gradients` are those behind all segments but the last. `channel_partials` get a row
+// for each sequence and segment, `key_partials` dk and dq (CTAs of a sequence, G, B, L, 2, N).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
 scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const Element, step_logits),
               TOKENS(const Element, k), TOKENS(const Element, q), const float *__restrict__ A,
@@ -226,5 +226,6 @@ scan_backward(TOKENS(const Element, dy), TOKENS(const Element, x), TOKENS(const 
         sweep_backward(S, G, dA, channel_sums, buffer, of, tiles, start, end, to);
     }
     i64 columns = directions * 2 * D + (Recurrence::HAS_A ? directions * D * N : 0);
-    store_channel_sums(channel_partials + (at.b * cut.segments + at.segment) * columns, channel_sums, dA, directions, D, at);
+    float *row = channel_partials + (at.b * cut.segments + at.segment) * columns;
+    store_channel_sums(row, channel_sums, dA, directions, D, at);
 }

@@ -38,8 +38,8 @@ DEVICE void finish_keys(WarpMemory &warp, bool is_query, int first, int buffer, 
     }
 }
 
-// dx and the step logits' gradient of half a tile, from the sums over each lane's states; and dL/d(k.k) over the warp's channels, for
-// `write_keys`. A lane takes its channels of one token.
+// dx and the step logits' gradient of half a tile, from the sums over each lane's states; and dL/d(k.k) over the warp's
+// channels, for `write_keys`. A lane takes its channels of one token.
 DEVICE void finish_channels(const Tile &tile, int first, int buffer, const Gradients &to, int t0, int tokens,
                             ChannelSums &sums, const Position &at) {
     WarpMemory &warp = tile.warp;

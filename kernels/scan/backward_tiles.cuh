@@ -1,4 +1,4 @@
-// backward.cu's tiles: the order in which they are copied and worked on, their step sizes, and what a lane reads of them.
+// backward.cu's tiles: the order in which they are copied and worked on, their step sizes, and what a lane reads.
 
 #include "backward_memory.cuh"
 
@@ -38,21 +38,22 @@ struct Tile {
 struct TileQueue {
     TileCopies<WARP_CHANNELS> copies;
     Input dys, xs, step_logits;
-    int segment_start, end;        // tokens
-    int chunk_start, tiles, turn;  // what is copied next: tile tiles - 1 - |turn| of the chunk, with dy unless turn < 0
-    int stage;                     // of the tile that is worked on
+    int segment_start, end;  // tokens
+    // what is copied next: tile tiles - 1 - |next_tile| of the chunk, with dy unless next_tile < 0
+    int chunk_start, tiles, next_tile;
+    int stage;  // of the tile that is worked on
 
     // Starts to copy the next tile; an empty group behind the last, so that waiting for groups counts tiles
     INLINE void copy_next(Channels &to) {
         if (chunk_start >= segment_start) {
-            int t0 = chunk_start + (tiles - 1 - abs(turn)) * TILE;
+            int t0 = chunk_start + (tiles - 1 - abs(next_tile)) * TILE;
             copies.start(xs, t0, end - t0, [&](int t) { return &to.x[t][copies.column]; });
             copies.start(step_logits, t0, end - t0, [&](int t) { return &to.step_logits[t][copies.column]; });
-            if (turn >= 0) copies.start(dys, t0, end - t0, [&](int t) { return &to.dy[t][copies.column]; });
-            if (++turn == tiles) {
+            if (next_tile >= 0) copies.start(dys, t0, end - t0, [&](int t) { return &to.dy[t][copies.column]; });
+            if (++next_tile == tiles) {
                 chunk_start -= CHUNK;
                 tiles = TILES;
-                turn = 1 - TILES;
+                next_tile = 1 - TILES;
             }
         }
         commit_copies();

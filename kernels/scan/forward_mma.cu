@@ -5,14 +5,14 @@
 // so A and B are products of matrices, (channels, 3) times (3, states), which tensor cores do, and what is left is one
 // FFMA for a state and two tokens. Outputs are products too, of the states before a pair:
 //   y_1 = S_2 q_1          y_0 = S_0 q_0 - e_0 (S_0 (a_0 q_0)) + (e_0 x_0) (k_0 q_0)
-// docs/kernels/mathematics.md derives this and says which number is rounded to what. A token that is no number spoils up
-// to four before it as well, in its channel or, if it is a key, in all.
+// docs/kernels/mathematics.md derives this and says which number is rounded to what. A token that is no number spoils
+// up to four before it as well, in its channel or, if it is a key, in all.
 //
 // Warps (docs/kernels/scan-forward.md draws them, their layouts and buffers):
-//   consumers            CONSUMERS of them scan 16 channels each                                forward_mma_consumer.cuh
-//   copier               (one) copies tiles to shared memory, and y to where it belongs           forward_mma_copier.cuh
-//   state producers      factors of states, from keys and queries                                 forward_mma_states.cuh
-//   channel producers    factors of channels, in units of 8 tokens of a consumer's channels     forward_mma_channels.cuh
+//   consumers            CONSUMERS of them scan 16 channels each                            (forward_mma_consumer.cuh)
+//   copier               (one) copies tiles to shared memory, and y to where it belongs       (forward_mma_copier.cuh)
+//   state producers      factors of states, from keys and queries                             (forward_mma_states.cuh)
+//   channel producers    factors of channels, in units of 8 tokens of a consumer's channels (forward_mma_channels.cuh)
 //
 // All meet at one __syncthreads for a tile. For n tiles, of which the last holds the token behind the segment (y of the
 // last token may need the product of the pair behind it), there are barriers 0 to n. Between barriers j and j + 1

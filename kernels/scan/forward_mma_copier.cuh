@@ -71,8 +71,8 @@ struct Results {
 };
 
 // The loop of the copier
-DEVICE void copy_tiles(CtaMemory &cta, Input xs, Input step_logits, const Input &ks, const Input &qs, Sequence<Element> ys,
-                       i64 D, int begin, int end, const Position &at) {
+DEVICE void copy_tiles(CtaMemory &cta, Input xs, Input step_logits, const Input &ks, const Input &qs,
+                       Sequence<Element> ys, i64 D, int begin, int end, const Position &at) {
     i64 width = D - at.cta_d;
     xs.data += at.cta_d, ys.data += at.cta_d;
     if (!RANK) step_logits.data += at.cta_d;

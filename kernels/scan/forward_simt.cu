@@ -7,10 +7,11 @@
 #include "simt_scan.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS)
-scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKENS(const Element, k), TOKENS(const Element, q),
-             const float *__restrict__ A, const float *__restrict__ skip, const float *__restrict__ step_bias,
-             const float *__restrict__ initial_states, Element *__restrict__ y, float *__restrict__ chunk_states, i64 B,
-             i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 keep, i64 key_vectors) {
+scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKENS(const Element, k),
+             TOKENS(const Element, q), const float *__restrict__ A, const float *__restrict__ skip,
+             const float *__restrict__ step_bias, const float *__restrict__ initial_states, Element *__restrict__ y,
+             float *__restrict__ chunk_states, i64 B, i64 L, i64 D, i64 reverse, i64 segment_chunks, i64 keep,
+             i64 key_vectors) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
 

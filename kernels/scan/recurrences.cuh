@@ -72,8 +72,8 @@ struct Longhorn {
 struct SelectiveStateSpace {
     static constexpr bool HAS_A = true, HAS_NORM = false;
     DEVICE float scaled_A(float A) { return A * LOG2E; }
-    // softplus as max(step_logit, 0) + log(1 + u) with u = exp(-|step_logit|) and a polynomial for log(1 + u) / u: no branches,
-    // and where u is small a relative error of 2^-21 still
+    // softplus as max(step_logit, 0) + log(1 + u) with u = exp(-|step_logit|) and a polynomial for log(1 + u) / u: no
+    // branches, and where u is small a relative error of 2^-21 still
     DEVICE float step_size(float step_logit, float) {
         float u = exp_fast(-fabsf(step_logit)), p = -0.008778933f;
         p = fmaf(p, u, 0.04498657f), p = fmaf(p, u, -0.10902282f), p = fmaf(p, u, 0.17847203f);

@@ -4,9 +4,9 @@
 //   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
 //   F_3 = A F_0 + B          A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
 // Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the
-// one, B: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two instructions
-// for a state and three tokens: F = A F + B and decay = decay A. With channels' e, v = dy_1 to dy_3 and states' -a, q,
-// four words of two columns (`Factors`; docs/kernels/mathematics.md has the derivation and the number formats):
+// one, B: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
+// instructions for a state and three tokens: F = A F + B and decay = decay A. With channels' e, v = dy_1 to dy_3 and
+// states' -a, q, four words of two columns (`Factors`; docs/kernels/mathematics.md derives them and their formats):
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
 //     of B        v_0, v_1    | v_2, e_1 v_0     | e_2 v_0, e_2 v_1    | e_1 e_2 v_0, 0
@@ -28,8 +28,8 @@ constexpr int AHEAD = 2;
 #endif
 static_assert(TILE == 24 && sizeof(Element) == 2 && N == 16 && NL == OCTETS * 2 && DL % 2 == 0);
 
-// A warp's tile as it is in memory, but by 8 channels: step_logits, then dy of the next token. Rows of 16 bytes are where
-// neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
+// A warp's tile as it is in memory, but by 8 channels: step logits, then dy of the next token. Rows of 16 bytes are
+// where neither copies of two tokens nor loads of tokens 3 apart meet in a bank.
 struct Tile {
     alignas(16) Element at[2][WARP_CHANNELS / 8][TILE][8];
 };
@@ -162,8 +162,8 @@ struct Copies {
     }
 };
 
-// What ldmatrix gives a lane of a tile: token j of triples p and p + 4, in the halves of a word, step logits of channels
-// c and c + 8 and then dy. The rows that lanes 2 i name are of triple i, those of lanes 2 i + 1 of triple i + 4.
+// What ldmatrix gives a lane of a tile: token j of triples p and p + 4, in the halves of a word, step logits of
+// channels c and c + 8 and then dy. The rows that lanes 2 i name are of triple i, those of lanes 2 i + 1 of i + 4.
 typedef unsigned Words[SIXTEENS][3][4];
 struct Rows {
     int of[2][3];
@@ -203,8 +203,8 @@ DEVICE void write_factors(ChannelFactors &to, const Words &words, int second, co
 }
 
 // F and the product of decays from before a triple to behind it
-DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &channels, const Pack<unsigned, 4> &of_states,
-                    int triple, int lane) {
+DEVICE void advance(LaneStates &F, LaneStates &decay, const ChannelFactors &channels,
+                    const Pack<unsigned, 4> &of_states, int triple, int lane) {
     Pack<unsigned, 4> channel[SIXTEENS];
     UNROLLED for (int s = 0; s < SIXTEENS; s++) channel[s] = load<4>(channels.factor[s][triple][lane]);
     UNROLLED for (int o = 0; o < OCTETS; o++)

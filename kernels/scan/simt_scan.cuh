@@ -116,7 +116,8 @@ struct Prepared<true> {
         INLINE Floats<4> k(int n) const { return read_k[n / 4]; }
         INLINE Floats<4> q(int n) const { return read_q[n / 4]; }
     };
-    INLINE void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0, const Position &at) const {
+    INLINE void read(Token (&tokens)[UNROLL], const Channels &, const Keys<TILE> &keys, int j0,
+                     const Position &at) const {
         UNROLLED for (int j = 0; j < UNROLL; j++)
             UNROLLED for (int n = 0; n < NL / 4; n++) {
                 tokens[j].read_k[n] = load<4>(&keys.k[j0 + j][at.n + 4 * n]);
@@ -148,8 +149,8 @@ static_assert(sizeof(CtaMemory) == CTA_BYTES);
 // UNROLL tokens from t on, of which `left` exist, perhaps more or none. SQUARED gives them k^2 in place of k
 template <bool SQUARED = false, class AtChunk, class Scan>
 DEVICE void scan_tiles(CtaMemory &cta, const Tokens<const Element> &values, const Tokens<const Element> &step_logits,
-                       const Input &ks, const Input &qs, const float *step_bias, int begin, int end, i64 L, bool backwards,
-                       bool key_vectors, const Position &at, i64 D, AtChunk at_chunk, Scan scan) {
+                       const Input &ks, const Input &qs, const float *step_bias, int begin, int end, i64 L,
+                       bool backwards, bool key_vectors, const Position &at, i64 D, AtChunk at_chunk, Scan scan) {
     WarpMemory &warp = cta.warps[threadIdx.x / 32];
     TileCopies<WARP_CHANNELS> copies(at.warp_d, D);
     auto channels_of = [&](const Tokens<const Element> &x) {

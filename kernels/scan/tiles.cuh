@@ -54,8 +54,8 @@ struct Cut {
           segments(unsigned(chunks + segment_chunks - 1) / unsigned(segment_chunks)) {}
 };
 
-// A CTA's position in the grid, in which neighbours have neighbouring channels, then segments (or boundaries between them)
-// of a sequence, sequences of the batch, and directions
+// A CTA's position in the grid, in which neighbours have neighbouring channels, then segments (or boundaries between
+// them) of a sequence, sequences of the batch, and directions
 struct GridPosition {
     i64 channels, segment, b, g;  // channels: which CTA of a sequence's it is
     INLINE GridPosition(unsigned cta_channels, unsigned D, unsigned segments, unsigned B) {

@@ -242,13 +242,13 @@ def cubin(name: str, arch: str, macros: dict | None = None) -> bytes:
 
 def compile_all(chosen: list[str], folder: str) -> None:
     from vil.kernels.block import launch as of_block
-    from vil.kernels.scan import cuda_scan as of_scan
+    from vil.kernels.cuda import compiler
 
     os.environ["RACECHECK_FOLDER"] = folder
     for name in chosen:
         arch, macros = "sm_90", None
         if name in PROJECT:
-            module, call = (of_scan, scan) if PROJECT[name][0] == SCAN else (of_block, gate)
+            module, call = (compiler, scan) if PROJECT[name][0] == SCAN else (of_block, gate)
             with mock.patch.object(module, "launch") as launched:
                 call("cpu")
             file, _, macros, *_ = launched.call_args[0]
@@ -318,7 +318,7 @@ def scan(device: str) -> tuple:
     skip, bias = torch.randn(2, G, D)
     inputs = x, logits, k, q, None, skip, bias
     put = [t if t is None else t.to(device) for t in inputs]
-    y, _ = launch.scan_forward("longhorn", *put, [False, True], True, (variant, 2))
+    y, _ = launch.scan_forward("longhorn", *put, [False, True], True, heuristics.Schedule(variant, 2))
     return y, inputs
 
 

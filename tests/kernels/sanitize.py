@@ -48,14 +48,14 @@ def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
         tensors = x, logits, k, q, A, skip, bias
         for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
-                plan = variant, segment_chunks
-                _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, plan)
+                schedule = variants.Schedule(variant, segment_chunks)
+                _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, schedule)
                 if isinstance(variant, variants.ForwardMma):
                     x, logits, *others = tensors
                     step_proj = torch.randn(2, channels, 8, device="cuda", dtype=dtype)
-                    scan.scan_forward(recurrence, x, logits[..., :8], *others, REVERSE, True, plan, step_proj)
+                    scan.scan_forward(recurrence, x, logits[..., :8], *others, REVERSE, True, schedule, step_proj)
             for variant in variants.BACKWARD[recurrence]:
-                scan.scan_backward(recurrence, x, *tensors, states, REVERSE, (variant, segment_chunks))
+                scan.scan_backward(recurrence, x, *tensors, states, REVERSE, variants.Schedule(variant, segment_chunks))
 
 
 def triton_scans(recurrence: str, dtype: torch.dtype) -> None:

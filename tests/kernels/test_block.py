@@ -22,7 +22,6 @@ from vil.kernels.block import launch as kernels
 from vil.kernels.block import naive as reference
 from vil.kernels.block import operator as operator
 from vil.kernels.cuda import compiler, hardware
-from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 
 from vil import block as vil_block
@@ -164,7 +163,7 @@ class PlainKernels:
         return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
 
     @staticmethod
-    def plan_scan(recurrence, u, H, x_proj, step_proj):
+    def schedule_scan(recurrence, u, H, x_proj, step_proj):
         return None, False
 
     @staticmethod
@@ -210,14 +209,16 @@ class PlainKernels:
         return cls.gate_backward((dout @ out_proj).view_as(mean), mean, z, scale, dy, dz)
 
     @staticmethod
-    def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, plan=None, step_proj_GDR=None):
+    def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, schedule=None, step_proj_GDR=None):
         if recurrence == "longhorn":
             return longhorn_scan(x, logits, k, q, skip, bias, reverse=reverse, backend="reference"), x.new_empty(0)
         y = selective_scan(x, logits, rates, k, q, skip, bias, reverse=reverse, backend="reference")
         return y, x.new_empty(0)
 
     @classmethod
-    def scan_backward(cls, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse, over_logits=False):
+    def scan_backward(
+        cls, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse, overwrite_step_logits=False
+    ):
         def one(*inputs):
             return cls.scan_forward(recurrence, *inputs, reverse, False)[0]
 
@@ -864,23 +865,22 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     launched = set()
-    for module in (kernels, scan):
+    for module in (kernels, compiler):
         monkeypatch.setattr(
             module, "launch", lambda name, entry, *args: launched.add(entry) or emulator.launch(name, entry, *args)
         )
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
-    choose, long = scan.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step in place of logits
+    choose, long = variants.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step
+    projecting = variants.Schedule(variants.FORWARD_MMA[1], 1)
     monkeypatch.setattr(
-        scan,
-        "choose",
-        lambda kind, *a, **k: (variants.FORWARD_MMA[1], 1) if long and kind == "forward" else choose(kind, *a, **k),
+        variants, "choose", lambda kind, *a: projecting if long and kind == "forward" else choose(kind, *a)
     )
     from_step, scan_forward = [], operator.scans.scan_forward
 
-    def scan_and_note(*arguments, plan, step_proj_GDR):
+    def scan_and_note(*arguments, schedule, step_proj_GDR):
         from_step.append(step_proj_GDR is not None)
-        return scan_forward(*arguments, plan=plan, step_proj_GDR=step_proj_GDR)
+        return scan_forward(*arguments, schedule=schedule, step_proj_GDR=step_proj_GDR)
 
     monkeypatch.setattr(operator.scans, "scan_forward", scan_and_note)
     monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())

@@ -19,6 +19,7 @@ from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import naive
 from vil.kernels.scan import operator as gpu
+from vil.kernels.scan.heuristics import Schedule
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")
@@ -28,28 +29,21 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 
 
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
-    """(file, macros, shared memory of a block) of every variant that the cost model may choose for these inputs."""
-    limit = SHARED.get(arch, 99 * 1024)
+    """Every kernel that the cost model may choose for these inputs."""
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
-    for variant in variants.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, limit):
+    for variant in variants.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, SHARED.get(arch, 99 * 1024)):
         if isinstance(variant, variants.ForwardMma):
-            for rank in (0, 16, 24, 48):
-                macros, _, shared = scan._forward_mma(variant, recurrence, x, N, rank)
-                yield "scan/forward_mma", macros, shared
+            yield from (variant.kernel(recurrence, x, N, rank) for rank in (0, 16, 24, 48))
         else:
-            macros, _, shared = scan._simt(variant, recurrence, x, x, N)
-            yield "scan/forward_simt", macros, shared
+            yield variant.kernel(recurrence, x, x, N)
     for kind, gradients in (("forward", "false"), ("backward", "true")):
-        segment = variants.segment_variant(kind, recurrence, N, dtype.itemsize)
-        if isinstance(segment, variants.SegmentGradientsMma):
-            macros, _, shared = scan._segment_gradients_mma(segment, recurrence, x, x)
-            yield "scan/segment_gradients_mma", macros, shared
+        variant = variants.segment_variant(kind, recurrence, N, dtype.itemsize)
+        if isinstance(variant, variants.SegmentGradientsMma):
+            yield variant.kernel(recurrence, x, x)
         else:
-            macros, _, shared = scan._simt(segment, recurrence, x, x, N)
-            yield "scan/segment_states", dict(macros, GRADIENTS=gradients), shared
+            yield variant.kernel(recurrence, x, x, N, "segment_states", GRADIENTS=gradients)
     for variant in variants.backward_variants(recurrence, N):
-        macros, _, shared = scan._backward(variant, recurrence, x, x, x, N)
-        yield "scan/backward", macros, shared
+        yield variant.kernel(recurrence, x, x, x, N)
 
 
 @NVRTC
@@ -62,9 +56,9 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 def test_every_variant_compiles_without_spills_and_fits_a_multiprocessor(recurrence, arch, dtype, N):
     every = list(kernels(recurrence, dtype, N, arch=arch))
-    for file, _, shared in every:
-        assert shared <= (SHARED.get(arch, 99 * 1024) if file == "scan/forward_mma" else 99 * 1024)
-    assert_no_spills([(file, arch, macros) for file, macros, _ in every])
+    for kernel in every:
+        assert kernel.shared_bytes <= (SHARED.get(arch, 99 * 1024) if kernel.source == "forward_mma" else 99 * 1024)
+    assert_no_spills([(f"scan/{kernel.source}", arch, kernel.macros) for kernel in every])
 
 
 def log_of_compiling(variant):
@@ -153,10 +147,13 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device,
             states,
             {
                 "chosen": (y, states),
-                **{v: scan.scan_forward(recurrence, *tensors, reverse, True, (v, segment_chunks)) for v in forward},
+                **{
+                    v: scan.scan_forward(recurrence, *tensors, reverse, True, Schedule(v, segment_chunks))
+                    for v in forward
+                },
             },
             {
-                v: scan.scan_backward(recurrence, dy, *tensors, states, reverse, (v, segment_chunks))
+                v: scan.scan_backward(recurrence, dy, *tensors, states, reverse, Schedule(v, segment_chunks))
                 for v in variants.backward_variants(recurrence, k.shape[-1])
             },
         )
@@ -174,7 +171,7 @@ def assert_every_variant_right(recurrence, dtype, shape, segment_chunks, device,
         else:
             torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-5)
         if variant != "chosen":
-            again, nothing = scan.scan_forward(recurrence, *tensors, reverse, False, (variant, segment_chunks))
+            again, nothing = scan.scan_forward(recurrence, *tensors, reverse, False, Schedule(variant, segment_chunks))
             assert torch.equal(again, y)
             assert nothing.numel() == 0
     for variant, (dx, dlogits, dk, dq, dA, dchannels) in backward.items():
@@ -211,7 +208,7 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.fixture
 def emulated(monkeypatch):
     """The scan's kernels run on the CPU, and as if on an H200."""
-    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: SHARED["sm_90"])
 
@@ -264,11 +261,13 @@ def test_extreme_logits_and_keys_emulated_on_a_cpu(recurrence, logit, scale, emu
     tensors = [t if t is None else t[None] for t in (x, inputs[1], k, q, *channels)]
     _, states = scan.scan_forward(recurrence, *tensors, [False], True)
     for variant in variants.forward_variants(recurrence, 16, 2):
-        y, _ = scan.scan_forward(recurrence, *tensors, [False], False, (variant, 1))
+        y, _ = scan.scan_forward(recurrence, *tensors, [False], False, Schedule(variant, 1))
         assert_close_to(truth, [[y[0]]], x.dtype, variant)
     for variant in variants.BACKWARD[recurrence]:
-        plan = variant, 1
-        dx, dlogits, dk, dq, dA, dchannels = scan.scan_backward(recurrence, x[None], *tensors, states, [False], plan)
+        schedule = Schedule(variant, 1)
+        dx, dlogits, dk, dq, dA, dchannels = scan.scan_backward(
+            recurrence, x[None], *tensors, states, [False], schedule
+        )
         found = [dx[0], dlogits[0], *([dA[0]] if selective else []), dk[0], dq[0], *dchannels[0]]
         assert_close_to([truth[0][1:]], [found], x.dtype, variant)
 
@@ -290,8 +289,8 @@ def assert_logits_of_the_step_right(device, dtype, shape, rank):
     )
 
     def results(variant):
-        plan, step = (variant, -(-L // 64)), projected[..., :rank]
-        return scan.scan_forward("longhorn", x, step, k, q, None, skip, bias, reverse, True, plan, step_proj)
+        schedule, step = Schedule(variant, -(-L // 64)), projected[..., :rank]
+        return scan.scan_forward("longhorn", x, step, k, q, None, skip, bias, reverse, True, schedule, step_proj)
 
     if device == "cpu":
         with emulator.compiling():
@@ -322,7 +321,7 @@ def test_tensors_that_vectors_cannot_read_emulated_get_a_kernel_that_can(emulate
     """On a GPU of one multiprocessor, where the cost model would take two tokens at a time."""
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
-    monkeypatch.setattr(scan, "launch", lambda name, *args: launched.append(name) or emulator.launch(name, *args))
+    monkeypatch.setattr(compiler, "launch", lambda name, *args: launched.append(name) or emulator.launch(name, *args))
     inputs = [t.detach()[None] for t in longhorn_inputs(1, 300, 96, 16, torch.bfloat16)]
     x, logits, k, q, skip, bias = (t.float() if t.dim() == 2 else t for t in inputs)
     truth = [[naive.longhorn(*(t[0].double() for t in inputs))]]
@@ -379,17 +378,17 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
     with emulator.sparse_where_large() as launch:
         x, logits, k, q, dy = (large(t, 8 * (i + 1)) for i, t in enumerate((x, logits, k, q, dy)))
         tensors = x, logits, k, q, *(t if t is None else torch.stack([t.float()] * 2) for t in (A, skip, bias))
-        monkeypatch.setattr(scan, "launch", launch)
-        of_lanes = variants.FORWARD_SIMT[recurrence][0], 1
+        monkeypatch.setattr(compiler, "launch", launch)
+        of_lanes = Schedule(variants.FORWARD_SIMT[recurrence][0], 1)
         _, states = scan.scan_forward(recurrence, *tensors, [True, True], True, of_lanes)
         for variant in variants.forward_variants(recurrence, N, 2):
-            y, kept = scan.scan_forward(recurrence, *tensors, [True, True], True, (variant, 1))
+            y, kept = scan.scan_forward(recurrence, *tensors, [True, True], True, Schedule(variant, 1))
             assert_close_to(truth, [[y[1, -1:]]], dtype, variant)
             assert relative_error(kept[1, -1], states[1, -1].double()) < TOLERANCE[dtype] / 2
         for variant in variants.BACKWARD[recurrence]:
             before = logits[1, -1].clone()
             dx, dlogits, dk, dq, *_ = scan.scan_backward(
-                recurrence, dy, *tensors, states, [True, True], (variant, 1), over_logits=strides
+                recurrence, dy, *tensors, states, [True, True], Schedule(variant, 1), overwrite_step_logits=strides
             )
             found = [dx, dlogits, *([] if A is None else [None]), dk, dq]
             assert_close_to([truth[0][1:]], [[t if t is None else t[1, -1:] for t in found]], dtype, variant)
@@ -400,13 +399,13 @@ def test_offsets_of_more_than_32_bits_emulated(recurrence, strides, emulated, mo
 @needs_gxx
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_a_cpu(value, monkeypatch):
-    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     x, logits, k, q, *_ = (t.detach()[None] for t in longhorn_inputs(1, 50, 40, 16, torch.bfloat16))
     for token in (20, 21, 22, 23):
         spoilt = x.clone()
         spoilt[0, 0, token, 9] = value
         y, _ = scan.scan_forward(
-            "longhorn", spoilt, logits, k, q, None, None, None, [False], False, (variants.FORWARD_MMA[1], 1)
+            "longhorn", spoilt, logits, k, q, None, None, None, [False], False, Schedule(variants.FORWARD_MMA[1], 1)
         )
         assert not torch.isfinite(y[0, 0, token:, 9]).any()
         assert torch.isfinite(y[0, 0, : token - 2]).all()
@@ -420,7 +419,7 @@ def test_two_tokens_at_a_time_keep_what_is_no_number_in_its_channel_emulated_on_
 ])  # fmt: skip
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
 def test_gradients_written_over_the_logits_emulated_are_the_same(recurrence, dtype, shape, segment_chunks, monkeypatch):
-    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: SHARED["sm_90"])
     assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, "cpu")
@@ -437,12 +436,12 @@ def assert_logits_overwritten(recurrence, dtype, shape, segment_chunks, device):
     reverse = [False, True]
     _, states = scan.scan_forward(recurrence, x, logits, *rest, reverse, True)
     for variant in variants.BACKWARD[recurrence]:
-        arguments = *rest, states, reverse, (variant, segment_chunks)
+        arguments = *rest, states, reverse, Schedule(variant, segment_chunks)
         before = logits.clone()
         apart = scan.scan_backward(recurrence, dy, x, logits, *arguments)
         assert torch.equal(logits, before)
         for over in (before, spread.copy_(logits)):
-            found = scan.scan_backward(recurrence, dy, x, over, *arguments, over_logits=True)
+            found = scan.scan_backward(recurrence, dy, x, over, *arguments, overwrite_step_logits=True)
             assert found[1].data_ptr() == over.data_ptr()
             assert all(torch.equal(a, b) for a, b in zip(found, apart)), variant
 
@@ -454,7 +453,7 @@ def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
     dtype, tolerance, L, D, segment_chunks, monkeypatch, poison
 ):
     """The largest and smallest gates, large and small keys, neither aligned, and dy that the directions share."""
-    monkeypatch.setattr(scan, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(2, 1, L, n, generator=g).to(dtype) for n in (D, 16, 16)]
     scale = torch.tensor([1e-2, 0.5, 20])[torch.randint(3, (2, 1, L, 1), generator=g)]
@@ -465,7 +464,7 @@ def test_gradients_between_segments_emulated_equal_those_without_tensor_cores(
     found = []
     for variant in (variants.SEGMENT_GRADIENTS_MMA, variants.SEGMENT_STATES["longhorn"]):
         monkeypatch.setattr(variants, "SEGMENT_GRADIENTS_MMA", variant)
-        found.append(scan._between_segments("longhorn", tensors, [False, True], segment_chunks, gradients=True))
+        found.append(scan.between_segments("longhorn", *tensors, [False, True], segment_chunks, gradients=True))
     assert relative_error(found[0], found[1].double()) < tolerance
 
 

@@ -191,7 +191,7 @@ def on_a_cpu(monkeypatch):
         return emulator.launch(*arguments)
 
     module = gpu._module
-    for owner in (kernels, scan):
+    for owner in (kernels, compiler):
         monkeypatch.setattr(owner, "launch", launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)

@@ -9,7 +9,7 @@ from vil.kernels.cuda import hardware
 from vil.kernels.cuda.elements import vector_width
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
-from vil.kernels.scan.heuristics import BACKWARD, FORWARD_MMA, FORWARD_SIMT, Backward, ForwardMma, ForwardSimt
+from vil.kernels.scan.heuristics import BACKWARD, FORWARD_MMA, FORWARD_SIMT, Backward, ForwardMma, ForwardSimt, Schedule
 
 H200, A100 = 132, 108  # multiprocessors
 LONGHORN, SELECTIVE = FORWARD_SIMT["longhorn"], FORWARD_SIMT["selective"]
@@ -181,7 +181,7 @@ def test_a_choice_covers_the_sequence_and_fits_a_block(kind, recurrence):
             assert isinstance(variant, Backward) == (kind == "backward")
             if isinstance(variant, ForwardMma):
                 assert (recurrence, N, itemsize, vectors) == ("longhorn", 16, 2, True)
-                assert variant.block_bytes() <= limit
+                assert variant.shared_bytes() <= limit
             assert variants.choose(kind, recurrence, *arguments) == (variant, segment_chunks)
 
 
@@ -202,8 +202,8 @@ def test_two_tokens_at_a_time_are_for_longhorn_in_16_bits_and_a_cta_that_has_the
     assert consumers("longhorn", 16, 2) == [6, 3]
     assert consumers("longhorn", 16, 2, False) == []
     assert consumers("longhorn", 16, 2, True, 99 * 1024) == [3]
-    assert consumers("longhorn", 16, 2, True, FORWARD_MMA[0].block_bytes()) == [6, 3]
-    assert consumers("longhorn", 16, 2, True, FORWARD_MMA[0].block_bytes() - 1) == [3]
+    assert consumers("longhorn", 16, 2, True, FORWARD_MMA[0].shared_bytes()) == [6, 3]
+    assert consumers("longhorn", 16, 2, True, FORWARD_MMA[0].shared_bytes() - 1) == [3]
     for recurrence, N, itemsize in ("longhorn", 16, 4), ("longhorn", 32, 2), ("longhorn", 8, 2), ("selective", 16, 2):
         assert consumers(recurrence, N, itemsize) == []
     assert len(FORWARD_SIMT["longhorn"]) == 3  # nothing was added to the table
@@ -222,7 +222,7 @@ def test_three_tokens_at_a_time_are_for_the_gradients_of_longhorn_in_16_bits():
 def test_blocks_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
     for variant in variants.backward_variants("longhorn", N) + variants.backward_variants("selective", N):
         for channels in {1, variant.lane_channels(N)}:
-            warps, block_bytes, blocks = variant.block(N, itemsize, channels)
+            warps, block_bytes, blocks = variant.cta(N, itemsize, channels)
             assert warps in (1, 2, 4)
             assert block_bytes <= 99 * 1024
             # halved only if it has to be
@@ -239,7 +239,7 @@ def test_bytes_of_a_block_are_those_of_its_structure():
     """As the kernels assert where they are compiled."""
 
     def block(of_lane, N, itemsize, channels):
-        found = Backward(of_lane, ()).block(N, itemsize, channels)
+        found = Backward(of_lane, ()).cta(N, itemsize, channels)
         assert [type(n) for n in found] == [int] * 3
         return found
 
@@ -248,7 +248,7 @@ def test_bytes_of_a_block_are_those_of_its_structure():
     assert block(2, 16, 4, 1) == (4, 47104, 2)
     assert block(2, 4, 4, 1) == (4, 55552, 2)
     assert block(2, 64, 4, 2) == (1, 73760, 3)
-    assert [[v.block_bytes(*rank) for rank in ([], [8], [24], [48])] for v in FORWARD_MMA] == [
+    assert [[v.shared_bytes(*rank) for rank in ([], [8], [24], [48])] for v in FORWARD_MMA] == [
         [135936, 113408, 117504, 123648],
         [82176, 71936, 76032, 82176],
     ]
@@ -280,7 +280,8 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
 
     def projects(B, L, D=768, recurrence="longhorn", R=24, N=16, dtype=torch.bfloat16):
-        return scan.forward_plan(recurrence, torch.empty(2, B, L, D, device="meta", dtype=dtype), N, R)[1]
+        x = torch.empty(2, B, L, D, device="meta", dtype=dtype)
+        return scan.forward_schedule(recurrence, x, N, R).projects_step(L, R)
 
     assert projects(8, 6085)
     assert projects(8, 6085, R=48)
@@ -292,7 +293,7 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     assert not projects(128, 197)
     assert projects(1, 197)  # where the scan alone would be faster from logits
     # nor where sequences are cut
-    monkeypatch.setattr(scan, "choose", lambda *args, **step: (FORWARD_MMA[0], 4))
+    monkeypatch.setattr(variants, "choose", lambda *args: Schedule(FORWARD_MMA[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
 
