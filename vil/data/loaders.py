@@ -27,7 +27,7 @@ from .images import UnreadableSplitError
 from .readers import EncodedReader, ImageReader, has_jpegs, typical_bytes
 from .samplers import EvaluationBatches, Pieces, TrainingBatches
 from .synthetic import SyntheticImages, SyntheticLoader
-from .workers import PIECE, choose_settings, into_shared_memory, name_lost_workers, signals_blocked, start_worker
+from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
 
 _logger = logging.getLogger(__name__)
 
@@ -119,11 +119,8 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         dataset.set_loader_cfg(num_workers=settings.workers)
         order = dict(batch_size=batch_size, drop_last=is_training)
     else:
-        dataset = (
-            EncodedReader(dataset, transform, is_training, draw)
-            if draw
-            else ImageReader(dataset, transform, is_training)
-        )
+        arguments = dataset, transform, is_training
+        dataset = EncodedReader(*arguments, draw) if draw else ImageReader(*arguments)
         order = dict(batch_sampler=Pieces(batches))
     loader = DataLoader(
         dataset,
@@ -133,16 +130,11 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         pin_memory=device.type == "cuda" and not draw,  # files' bytes go to the decoder, not to the device
         persistent_workers=settings.workers > 0,
         timeout=STALLED if settings.workers else 0,
-        worker_init_fn=start_worker,
+        worker_init_fn=prepare_worker,
         **order,
     )
     if not streams:
-        # A thread that enters Python, as those of autograd, holds a lock that Python below 3.12 takes into a fork and
-        # waits for then: so the workers start here, before there are such threads.
-        if settings.workers:
-            with signals_blocked():
-                iter(loader)
-            name_lost_workers()
+        start_workers(loader)
         loader.batch_sampler.ready = True
     place = loader, None if streams else batches, device, settings
     return DeviceLoader(*place, transform=draw) if draw else HostLoader(*place)

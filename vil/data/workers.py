@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from ..config import ConfigError
 from ..processes import SCHEDULERS_SIGNALS
@@ -188,7 +188,7 @@ def lost_workers_named() -> Iterator[None]:
         raise
 
 
-def name_lost_workers() -> None:
+def _name_lost_workers() -> None:
     """The same of what PyTorch's handler of SIGCHLD raises, wherever in the training loop that is."""
     if not hasattr(signal, "SIGCHLD"):  # Windows, where PyTorch looks at its workers from time to time
         return
@@ -206,9 +206,21 @@ def name_lost_workers() -> None:
     signal.signal(signal.SIGCHLD, handle)
 
 
+def start_workers(loader: DataLoader) -> None:
+    """Starts a loader's processes, which it keeps.
+
+    A thread that enters Python, as those of autograd, holds a lock that Python below 3.12 takes into a fork and waits
+    for then: so this is called before there are such threads.
+    """
+    if loader.num_workers:
+        with _signals_blocked():
+            iter(loader)
+        _name_lost_workers()
+
+
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Workers that start in it have them blocked: threads that PyTorch starts before `start_worker` inherit that."""
+def _signals_blocked() -> Iterator[None]:
+    """Workers that start in it have them blocked: threads that PyTorch starts before `prepare_worker` inherit that."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -219,7 +231,7 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def start_worker(worker: int) -> None:
+def prepare_worker(worker: int) -> None:
     restrict_pillow()
     _heed_the_parent_alone()
 
