@@ -1,6 +1,6 @@
 """SiLU of a causal depthwise convolution of tokens, forward and backward, as a Triton kernel each for one direction.
 
-What a compiler makes of shifted products keeps fp32 copies of the sequence and reads it once for every tap. Here a warp
+A compiler keeps fp32 copies of the sequence for shifted products, and reads it once for every tap. Here a warp
 takes a strip, TOKENS tokens of a sequence, and each of its threads a few of CHANNELS channels. It reads every element
 once, but for K - 1 tokens at the strip's ends, and keeps what it needs of a token's neighbours, and the sums that are
 the weights' gradients, in registers. The walk over tokens is unrolled behind the loads, so that all of these are under
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of a program. Longer strips read fewer tokens twice and want more registers: backward 128 a thread, so 16 warps an SM.
+# A program's share. Longer strips read fewer tokens twice, and want more registers: backward 128 a thread, 16 warps an SM
 STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
@@ -111,8 +111,8 @@ def _gradients(
     s = ()
     for t in tl.static_range(TOKENS + K - 1):
         c = _conv(us, taps, t, K)
-        gate = 1 / (1 + tl.exp(-c))
-        s += (gate * (1 + c * (1 - gate)) * dvs[t],)
+        sigmoid = 1 / (1 + tl.exp(-c))
+        s += (sigmoid * (1 + c * (1 - sigmoid)) * dvs[t],)
         if t < TOKENS:
             added = ()
             for i in tl.static_range(K):

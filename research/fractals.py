@@ -19,7 +19,7 @@ every point and pastes it, black pixels too, over what is there: their fractals 
 ours are solid. Many short chains take the place of one long one, without the points before they come to the attractor.
 An image whose points fill next to nothing, as where its maps no longer contract, is drawn again.
 
-What makes classes easier or harder to tell apart:
+These options make classes easier or harder to tell apart:
 
     --variation    each coefficient of an image is the class's, times a draw from 1 - variation to 1 + variation
     --points       fewer leave dots of what many fill
@@ -89,7 +89,7 @@ CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 @dataclass(frozen=True)
 class Fractals:
-    """What a folder holds; the same values give the same images.
+    """The options of a folder of images; the same values give the same images.
 
     Attributes:
         classes: Their number.
@@ -130,7 +130,7 @@ class Fractals:
                 raise ConfigError(f"{name} is {getattr(self, name)} but must be between 0 and 1")
 
     def images(self, split: str) -> int:
-        """Of a class."""
+        """How many a class has in this split."""
         return dict(zip(SPLITS, (self.per_class, self.val_per_class, self.test_per_class)))[split]
 
 
@@ -251,13 +251,13 @@ def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
 
 
 def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """What is drawn on the pixels of images: patches around points, those of a later map over those of an earlier one.
+    """Draws patches around points on the pixels of images, those of a later map over those of an earlier one.
 
     Args:
         points_BN2: As of `play`. Their bounding box becomes the square from -1 to 1.
         maps_BN: As of `play`.
         frames_B32: An affine map of that square: the images of (1, 0) and (0, 1), less that of the origin, which is the
-            last row. What it leaves inside the square is inside the image and its margin.
+            last row. Points that it leaves inside the square are drawn inside the margin.
         masks_B33: Of booleans, the patch that is drawn for a point, which is at its middle.
         size: H and W.
 
@@ -296,7 +296,7 @@ def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, 
 
 
 class Place(NamedTuple):
-    """Of an image in a folder."""
+    """Where an image is in a folder."""
 
     split: str
     number: int  # of its class
@@ -444,7 +444,7 @@ def _pieces(count: int, most: int) -> Iterator[slice]:
 
 
 def _key(seed: int, purpose: int, *rest: int) -> tuple[int, ...]:
-    """Of one length, since NumPy takes keys that differ in zeros at the end for the same."""
+    """A key of four numbers always, since NumPy takes keys that differ in zeros at the end for the same."""
     return (seed, purpose, *rest, *[0] * (3 - len(rest)))
 
 

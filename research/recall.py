@@ -4,17 +4,17 @@
     python -m research.recall --report output/recall.json output/more.json --out research/results/recall.json
 
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law; at each repeated
-key the model must name its value. A run is a mixer, a width, a length, a learning rate and a seed. What `--out` holds
-is not run again; what is unfinished when the time is up goes on from its last epoch with the next call, from files in
-the folder FILE.states. One call at a time writes to a file: calls side by side have files of their own, which
-`--report` joins. One process a GPU trains several runs at a time, each as CUDA graphs on a stream of its own.
+key the model must name its value. A run is a mixer, a width, a length, a learning rate and a seed. Runs in the file
+`--out` are not done again; those that are unfinished when the time is up go on from their last epoch with the next
+call, from the folder FILE.states. One call at a time writes to a file: calls side by side have files of their own,
+which `--report` joins. One process a GPU trains several runs at a time, each as CUDA graphs on a stream of its own.
 
 The harness follows Zoology's at d88d6f5 (2026-01) with its configuration of figure 2 (iclr24_zoology_figure2): two
 layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and one behind
 it, position embeddings, dropout of 0.1 on embeddings and attention; LayerNorm and the tied embedding as head; its
 initialisation; token 0 between queries; AdamW with weight decay 0.1 on everything; a cosine by epochs to 0 without
 warm-up; 64 epochs of the same batches in the same order; the end of a run above 99%. Data are the same for all runs:
-the seed decides on weights and dropout, whatever runs beside it. What differs:
+the seed decides on weights and dropout, whatever runs beside it. These differ:
   - the loss is that of logits: that commit's forward returns embeddings, so that it cannot train on tokens as it is;
   - the length of 512 tokens is among the lengths: that configuration has commented it out;
   - products and activations are bf16 (`--precision fp32`: TF32 products); the residual stream, weights, norms and
@@ -100,8 +100,8 @@ class Longhorn(nn.Module):
         zeros = -rank % 8
         projected = F.linear(v_BTD, F.pad(self.weights.x_proj.weight, (0, 0, zeros, 0)))
         step_BTR, k_BTN, q_BTN = projected.split((rank + zeros, *states), dim=-1)
-        logits_BTD = F.linear(step_BTR, F.pad(self.weights.step_proj.weight, (zeros, 0)))
-        y_BPD = tokens_at(self.scan(v_BTD, logits_BTD, k_BTN, q_BTN), wanted_BP)
+        step_logits_BTD = F.linear(step_BTR, F.pad(self.weights.step_proj.weight, (zeros, 0)))
+        y_BPD = tokens_at(self.scan(v_BTD, step_logits_BTD, k_BTN, q_BTN), wanted_BP)
         return self.out_proj(y_BPD * F.silu(z_BPD))
 
     def scan(self, v_BTD: Tensor, step_logits_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("
 
 @functools.cache
 def shared_examples(count: int, length: int, pairs: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What `recall_examples` returns, made once for all runs of a process."""
+    """The examples of `recall_examples`, made once for all runs of a process."""
     examples = recall_examples(count, length, pairs, seed, device)
     if device.type == "cuda":
         torch.cuda.synchronize()  # all streams read them
@@ -306,7 +306,7 @@ def shared_examples(count: int, length: int, pairs: int, seed: int, device: torc
 
 
 def examples_of(run: Run, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """What the run trains on, and what it is tested on."""
+    """The examples that a run trains on, and those that it is tested on."""
     counts = (run.train_examples, DATA_SEED), (run.test_examples, DATA_SEED + 1)
     return tuple(shared_examples(count, run.length, run.pairs, seed, device) for count, seed in counts)
 

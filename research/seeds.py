@@ -169,7 +169,7 @@ class Deadline:
 
 
 def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
-    """What the runs train on, what they are validated on, and what they are judged on in the end, if that is given.
+    """The split that runs train on, the one that validates them, and, if given, the one that judges them in the end.
 
     Raises:
         SystemExit: An option is wrong, or a split is missing.
@@ -183,7 +183,7 @@ def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
 
 
 def digest_of(images) -> str:
-    """What tells a split from others: its files' names and sizes, or, where they are not known, how many there are."""
+    """A digest of a split's file names and sizes, or, where they are not known, how many images there are."""
     samples = getattr(images.reader, "samples", None)
     if samples is None:
         return f"{len(images)} images"
@@ -264,7 +264,7 @@ def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
 def train(
     options, model: str, seed: int, words: list[str], folder: Path, deadline: Deadline, gpus: SimpleQueue[str]
 ) -> None:
-    """What is missing of one run of train_imagenet.py, on GPUs that are free; it is asked to stop when time is up."""
+    """Does what is missing of one run of train_imagenet.py, on GPUs that are free, and stops it when time is up."""
     path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
     if is_done(path) or deadline.passed:
         return
@@ -320,7 +320,7 @@ def saved_config(path: Path) -> dict[str, Any]:
 
 
 def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
-    """What a run that is done has left: numbers after the last epoch, its curves, and the time it took.
+    """The record of a run that is done: numbers after the last epoch, its curves, and the time it took.
 
     `images` and `evaluated` are the images of the training and of the validation split.
     """

@@ -91,7 +91,7 @@ def image_by_image(name: str) -> str:
 
 
 def weights() -> str:
-    """What the weights are worth, by pixels a side and images a class: mean ± deviation of every way."""
+    """Mean ± deviation of every way to use the weights, by pixels a side and images a class."""
     table = [["pixels", "images a class", "draws", *transfer.SETTINGS, f"{transfer.FINE_TUNED} less from scratch"]]
     for size, name in ((224, "transfer"), (112, "transfer_112")):
         for per_class, ways in transfer.complete(runs_of(name)).items():

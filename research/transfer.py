@@ -1,10 +1,10 @@
-"""What pre-trained weights are worth where real images are few: scikit-learn's digits, 20 and 5 a class to learn from.
+"""The worth of pre-trained weights where real images are few: scikit-learn's digits, 20 and 5 a class to learn from.
 
     python -m research.transfer --weights weights/vil_tiny_fractals.safetensors --jobs 7 --out output/transfer.json
 
 A model of full size at 224 pixels is trained from scratch and fine-tuned from the weights, by `train_imagenet.py`, with
-one budget and recipe (research/configs/transfer.yaml): they differ in the start alone. What counts is the top-1 of the
-weights' average after the last epoch. Beside that a logistic regression reads frozen features, the pooled class token:
+one budget and recipe (research/configs/transfer.yaml): they differ in the start alone. The top-1 of the weights'
+average after the last epoch counts. Beside that a logistic regression reads frozen features, the pooled class token:
 of the weights, of random ones, and, in place of features, the 64 pixels; a support vector machine with an RBF kernel
 reads the pixels as well.
 
@@ -230,7 +230,7 @@ def write_images(folder: str, run: Run) -> None:
 
 
 def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, Any]:
-    """What one run of train_imagenet.py reaches; a loss that is not finite counts as 0%."""
+    """The outcome of one run of train_imagenet.py; a loss that is not finite counts as 0%."""
     name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}"
     words = [*words, "--data-dir", str(images_of(folder, run)), "--output", folder, "--experiment", name]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
@@ -252,7 +252,7 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
 
 
 class Features:
-    """What a classifier reads of all digits: (1797, C) for each way of `classify`.
+    """Features of all digits, (1797, C), for each way of `classify`.
 
     Args:
         config: The options of the runs, for the model and what is done to an image before it.
@@ -307,7 +307,7 @@ def classify(features: Features, run: Run) -> dict[str, Any]:
 
 
 def chosen(rows: Iterable[dict[str, Any]], way: str, per_class: int) -> float:
-    """Of the settings that were tried, the one with the best mean over the seeds to choose on, the least of several."""
+    """The setting with the best mean over the seeds to choose on, the least of several that are equal."""
     rows = [row for row in rows if row["rehearse"] and (row["way"], row["per_class"]) == (way, per_class)]
     tried = sorted({row["setting"] for row in rows})
     return max(tried, key=lambda setting: mean(row["top1"] for row in rows if row["setting"] == setting))

@@ -28,15 +28,14 @@ from vil.factory import load_model
 MODELS = ["vil_tiny", "vim_tiny"]
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory, image_folder):
-    """A folder with a run of each model, the command line that made it, and what it wrote."""
-    root = tmp_path_factory.mktemp("seeds")
+@pytest.fixture
+def kept(tmp_path, image_folder):
+    """A folder, and the command line of a study with a run of each model that writes there."""
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1)
-    (root / "small.yaml").write_text(yaml.safe_dump(config))
-    command = ["seeds.py", "-c", root / "small.yaml", "--folder", root / "runs", "--models", *MODELS, "--seeds", "1"]
-    command += ["--jobs", "2", "--test-split", "val", "--out", root / "out.json", "--plot", root / "out.png"]
-    return root, [str(word) for word in [*command, "--device", "cpu"]]
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
+    command += ["--seeds", "1", "--jobs", "2", "--test-split", "val", "--out", tmp_path / "out.json"]
+    return tmp_path, [str(word) for word in [*command, "--plot", tmp_path / "out.png", "--device", "cpu"]]
 
 
 def call(command, monkeypatch):
@@ -44,9 +43,8 @@ def call(command, monkeypatch):
     seeds.main()
 
 
-def test_a_study_that_is_out_of_time_goes_on_and_ends_once(kept, monkeypatch, capsys):
+def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder, monkeypatch, capsys):
     root, command = kept
-    shutil.rmtree(root / "runs", ignore_errors=True)  # of the test of `--earlier`, where that came first
     with pytest.raises(SystemExit) as stopped:
         call([*command, "--minutes", "0"], monkeypatch)
     assert stopped.value.code == 75
@@ -80,37 +78,27 @@ def test_a_study_that_is_out_of_time_goes_on_and_ends_once(kept, monkeypatch, ca
         assert run["top1"] == pytest.approx(100 * (taken_for == targets).mean())
     assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
 
-
-def test_results_of_a_folder_that_is_gone_are_added(kept, image_folder, tmp_path, monkeypatch):
-    root, command = kept
-    if not (root / "out.json").exists():  # the test above has made it
-        call(command, monkeypatch)
-    out = tmp_path / "more.json"
-    changed = {
-        str(root / "runs"): tmp_path / "runs",
-        str(root / "out.json"): out,
-        str(root / "out.png"): tmp_path / "more.png",
-    }
-    command = [str(changed.get(word, word)) for word in command]
-    command[command.index("--models") + 2] = "--earlier"  # in place of the second model
-    command.insert(command.index("--earlier") + 1, str(root / "out.json"))
-    command[command.index("--seeds") + 1] = "2"
-    elsewhere = tmp_path / "elsewhere"
+    out, elsewhere = root / "more.json", root / "elsewhere"
     shutil.copytree(image_folder, elsewhere)
-    call([*command, "--data-dir", str(elsewhere)], monkeypatch)
-    saved = yaml.safe_load((tmp_path / "runs/vil_tiny-1/config.yaml").read_text())
+    changed = {
+        str(root / "runs"): root / "others",
+        str(root / "out.json"): out,
+        str(root / "out.png"): root / "more.png",
+    }
+    words = [str(changed.get(word, word)) for word in command]
+    words[words.index("vim_tiny")] = "--earlier"  # in place of the second model
+    words.insert(words.index("--earlier") + 1, str(root / "out.json"))
+    words[words.index("--seeds") + 1] = "2"
+    call([*words, "--data-dir", str(elsewhere)], monkeypatch)
+    saved = yaml.safe_load((root / "others/vil_tiny-1/config.yaml").read_text())
     assert (saved["data_dir"], saved["seed"]) == (str(elsewhere), 1)
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["study.json", "vil_tiny-1"]
+    assert sorted(path.name for path in (root / "others").iterdir()) == ["study.json", "vil_tiny-1"]
     before, after = (json.loads(path.read_text())["runs"] for path in (root / "out.json", out))
     assert [(run["model"], run["seed"]) for run in after] == [("vil_tiny", 0), ("vil_tiny", 1), ("vim_tiny", 0)]
     assert [after[0], after[2]] == before
-    old, new = (
-        list(csv.reader(gzip.decompress(path.with_suffix(".csv.gz").read_bytes()).decode().splitlines()))
-        for path in (root / "out.json", out)
-    )
-    assert [[*row[:3], row[4]] for row in new] == old
-    right = np.mean([row[1] == row[3] for row in new[1:]])
-    assert after[1]["top1"] == pytest.approx(100 * right)
+    new = list(csv.reader(gzip.decompress((root / "more.csv.gz").read_bytes()).decode().splitlines()))
+    assert [[*row[:3], row[4]] for row in new[1:]] == [list(row.values()) for row in rows]
+    assert after[1]["top1"] == pytest.approx(100 * np.mean([row[1] == row[3] for row in new[1:]]))
 
 
 STUB = """
@@ -344,27 +332,15 @@ def test_a_split_is_known_by_the_names_and_sizes_of_its_files(tar, tmp_path):
     assert len({first, *(digest(str(i), other) for i, other in enumerate(others))}) == 4
 
 
-def test_predictions_are_joined_by_the_names_of_runs():
-    targets, images = np.zeros(2, dtype=int), ["a", "b"]
-    parts = [
-        seeds.Judged(targets, np.array([[1, 2], [3, 4]]), images, ["x", "z"]),
-        seeds.Judged(targets, np.array([[5], [6]]), images, ["y"]),
-    ]
+def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
+    def judged(images, runs, *predicted):
+        return seeds.Judged(np.zeros(2, dtype=int), np.array(predicted), images, runs)
+
+    first = judged(["a", "b"], ["x", "z"], [1, 2], [3, 4])
+    parts = [first, judged(["a", "b"], ["y"], [5], [6])]
     assert seeds.joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
-
-
-def test_predictions_of_other_images_are_not_joined():
-    targets, predicted = np.zeros(2, dtype=int), np.zeros((2, 1), dtype=int)
-    parts = [seeds.Judged(targets, predicted, images, [run]) for images, run in ((["a", "b"], "x"), (["a", "c"], "y"))]
     with pytest.raises(SystemExit, match="other images"):
-        seeds.joined(parts, ["x", "y"])
-
-
-def test_a_run_that_fails_is_named_with_what_it_said(kept, tmp_path, monkeypatch):
-    _, command = kept
-    command = [word.replace("small.yaml", "missing.yaml") for word in command]
-    with pytest.raises((SystemExit, FileNotFoundError), match="missing"):
-        call(command, monkeypatch)
+        seeds.joined([first, judged(["a", "c"], ["y"], [5], [6])], ["x", "y"])
 
 
 @pytest.mark.parametrize(
