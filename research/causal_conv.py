@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program's share. Longer strips read fewer tokens twice, and want more registers: backward 128 a thread, 16 warps an SM
+# A program's share. Longer strips read fewer tokens twice, and want more registers: backward 128 a thread
 STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
