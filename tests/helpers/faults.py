@@ -6,6 +6,7 @@ The processes are forked from one that has imported everything, and talk over gl
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import sys
@@ -59,6 +60,12 @@ class Run:
         assert not late, f"{len(late)} processes hang after {seconds} s: {self.log.read_text()[-3000:]}"
         return [process.exitcode for process in self.ranks]
 
+    def finished(self, seconds: float = 300) -> dict:
+        """Its result, once all processes have ended without an error."""
+        codes = self.wait(seconds)
+        assert codes == [0] * len(codes), self.log.read_text()[-3000:]
+        return result(self.folder)
+
     def is_running(self) -> bool:
         return all(process.is_alive() for process in self.ranks)
 
@@ -92,12 +99,16 @@ class Run:
 
     def wait_for_words(self, words: str) -> None:
         """Returns once the log has them, or the run is over."""
-        while self.is_running() and not (self.log.exists() and words in self.log.read_text()):
+        while self.is_running() and words not in self.said():
             time.sleep(0.01)
 
     def wait_for_a_save_to_begin(self) -> None:
         while not any(self.folder.glob(".last.pt.*")) and self.is_running():
             pass
+
+    def said(self) -> str:
+        """The log of all processes."""
+        return self.log.read_text() if self.log.exists() else ""
 
     def result(self) -> dict:
         return result(self.folder)
@@ -114,11 +125,48 @@ def result(folder: Path) -> dict:
     return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
 
 
+def same(value, other) -> bool:
+    """Whether two results, or parts of them, are equal, tensors bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(same, value, other))
+    return value == other
+
+
 def assert_same(result: dict, truth: dict) -> None:
-    """Two results have the same history and weights, bit for bit."""
-    assert result["history"] == truth["history"]
-    for part in ("state_dict", "state_dict_ema"):
-        assert all(torch.equal(result[part][name], tensor) for name, tensor in truth[part].items())
+    """Two results are equal, bit for bit."""
+    for part in truth:
+        assert same(result[part], truth[part]), part
+
+
+def before(owner: type, method: str, act: Callable[[], None], call: int = 1, rank: int = 0) -> None:
+    """Has one process do something before one of its calls of a method; for `prepare`."""
+    original, calls = getattr(owner, method), []
+
+    def called(*arguments):
+        calls.append(None)
+        if os.environ.get("RANK", "0") == str(rank) and len(calls) == call:
+            act()
+        return original(*arguments)
+
+    setattr(owner, method, called)
+
+
+def print_digest():
+    """Has each process print at its end what its model and its EMA came to; for `prepare`."""
+    import train_imagenet
+
+    original = train_imagenet.Trainer.run
+
+    def run(trainer):
+        original(trainer)
+        tensors = [*trainer.model.state_dict().values(), *trainer.ema.module.state_dict().values()]
+        print("digest", hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest(), flush=True)
+
+    train_imagenet.Trainer.run = run
 
 
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:

@@ -6,7 +6,6 @@ import stat
 import threading
 
 import pytest
-from faults import Run
 
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
@@ -108,12 +107,11 @@ def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_pa
 
 
 @pytest.mark.parametrize("time", range(int(os.environ.get("TWO_RUNS", 2))))
-def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(image_folder, tmp_path, time):
-    options = dict(data_dir=str(image_folder), resume="auto", global_batch_size=8, epochs=4, checkpoint_interval="1")
-    runs = [Run(tmp_path, 1, hasten, **options) for _ in range(2)]
+def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(start, time):
+    runs = [start(1, hasten, epochs=4) for _ in range(2)]
     codes = [run.wait()[0] for run in runs]
     assert sorted(codes) == [0, 1]
-    log = runs[0].log.read_text()
+    log = runs[0].said()
     assert log.count("is in use: process") == 1
     assert "Traceback" not in log
     for name in ("last.pt", "previous.pt", "best.pt"):

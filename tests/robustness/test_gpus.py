@@ -7,7 +7,6 @@ import time
 import pytest
 import timm
 import torch
-from faults import Run
 from scans import longhorn_inputs
 from vil.kernels import longhorn_scan
 
@@ -21,26 +20,11 @@ pytestmark = [
 
 
 @pytest.fixture
-def start(tmp_path, image_folder):
+def start_on_gpus(start, tmp_path):
     """Starts a `Run` on GPUs, in a folder of its own in the test's."""
-    runs = []
-
-    def start(name, processes, **options):
-        (tmp_path / name).mkdir(exist_ok=True)
-        # of 16 images each of two processes has a whole group of those that are mixed
-        options = dict(data_dir=str(image_folder), device="cuda", global_batch_size=16) | options
-        runs.append(Run(tmp_path / name, processes, **options))
-        return runs[-1]
-
-    yield start
-    for other in runs:
-        other.kill()
-
-
-def finished(run):
-    codes = run.wait(120)
-    assert codes == [0] * len(codes), run.log.read_text()[-3000:]
-    return run.result()
+    # of 16 images each of two processes has a whole group of those that are mixed
+    defaults = dict(device="cuda", global_batch_size=16)
+    return lambda name, processes, **options: start(processes, output=tmp_path / name, **defaults | options)
 
 
 def losses(result):
@@ -75,62 +59,61 @@ SUMMED = dict(global_batch_size=32, batch_size=8)  # gradients of several micro-
 
 
 @pytest.mark.parametrize("options", [{}, {"amp_dtype": "float16"}], ids=str)
-def test_two_gpus_train_as_one(start, options):
-    one, two = (losses(finished(start(str(n), n, **options))) for n in (1, 2))
+def test_two_gpus_train_as_one(start_on_gpus, options):
+    one, two = (losses(start_on_gpus(str(n), n, **options).finished()) for n in (1, 2))
     assert two == pytest.approx(one, rel=2e-3)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_gradients_in_float16_are_measured_and_clipped_without_their_scale(start, processes):
-    truth = finished(start("float32", 1, amp=False, clip_grad=0.5))["history"]
-    for row, expected in zip(
-        finished(start("float16", processes, amp_dtype="float16", clip_grad=0.5))["history"], truth
-    ):
+def test_gradients_in_float16_are_measured_and_clipped_without_their_scale(start_on_gpus, processes):
+    truth = start_on_gpus("float32", 1, amp=False, clip_grad=0.5).finished()["history"]
+    scaled = start_on_gpus("float16", processes, amp_dtype="float16", clip_grad=0.5).finished()
+    for row, expected in zip(scaled["history"], truth):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
         assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-2)
 
 
 @pytest.mark.parametrize("options", [{}, SUMMED, {"grad_checkpointing": True}, {"clip_grad": 0.5}], ids=str)
-def test_cuda_graphs_train_as_eager_mode(start, options):
-    eager = losses(finished(start("eager", 1, cuda_graphs=False, **options)))
-    assert losses(finished(start("1", 1, **options))) == pytest.approx(eager, rel=1e-6)
-    assert losses(finished(start("2", 2, **options))) == pytest.approx(eager, rel=2e-3)
+def test_cuda_graphs_train_as_eager_mode(start_on_gpus, options):
+    eager = losses(start_on_gpus("eager", 1, cuda_graphs=False, **options).finished())
+    assert losses(start_on_gpus("1", 1, **options).finished()) == pytest.approx(eager, rel=1e-6)
+    assert losses(start_on_gpus("2", 2, **options).finished()) == pytest.approx(eager, rel=2e-3)
 
 
-def test_compiled_models_train_as_eager_mode(start):
-    eager = losses(finished(start("eager", 1, cuda_graphs=False)))
+def test_compiled_models_train_as_eager_mode(start_on_gpus):
+    eager = losses(start_on_gpus("eager", 1, cuda_graphs=False).finished())
     for processes in (1, 2):
-        compiled = losses(finished(start(str(processes), processes, torchcompile=True)))
+        compiled = losses(start_on_gpus(str(processes), processes, torchcompile=True).finished())
         assert compiled == pytest.approx(eager, rel=2e-3)
 
 
-def test_a_run_over_nccl_loses_nothing(start):
-    undisturbed = finished(start("undisturbed", 2))
+def test_a_run_over_nccl_loses_nothing(start_on_gpus):
+    undisturbed = start_on_gpus("undisturbed", 2).finished()
     rng = random.Random(0)
     for attempt in range(3):
-        run = start("run", 2)
+        run = start_on_gpus("run", 2)
         run.wait_for_saves(2)
         time.sleep(rng.uniform(0, 0.1))
         run.signal(signal.SIGKILL, attempt % 2)
         begin = time.monotonic()
         codes = run.wait(60)
         print(f"the other process ended {time.monotonic() - begin:.1f} s after SIGKILL to one: {codes}")
-        log = run.log.read_text()
+        log = run.said()
         assert (codes[attempt % 2], codes[1 - attempt % 2]) == (-signal.SIGKILL, 1), log
         assert "by peer" in log  # connection closed, or reset
-    run = start("run", 2)
+    run = start_on_gpus("run", 2)
     run.wait_for_saves(1)
     run.signal(signal.SIGTERM, 1)
     assert run.wait() == [PREEMPTED, PREEMPTED]
-    result = finished(start("run", 2))
+    result = start_on_gpus("run", 2).finished()
     print("bit for bit:", torch.equal(*(torch.tensor(r["losses"]) for r in (result, undisturbed))))
     assert losses(result) == pytest.approx(losses(undisturbed), rel=2e-3)
 
 
-def test_a_run_goes_on_with_fewer_gpus(start):
-    undisturbed = finished(start("undisturbed", 2))
-    run = start("run", 2)
+def test_a_run_goes_on_with_fewer_gpus(start_on_gpus):
+    undisturbed = start_on_gpus("undisturbed", 2).finished()
+    run = start_on_gpus("run", 2)
     run.wait_for_saves(3)
     run.signal(signal.SIGTERM)
     assert run.wait() == [PREEMPTED, PREEMPTED]
-    assert losses(finished(start("run", 1))) == pytest.approx(losses(undisturbed), rel=2e-3)
+    assert losses(start_on_gpus("run", 1).finished()) == pytest.approx(losses(undisturbed), rel=2e-3)

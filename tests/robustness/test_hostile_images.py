@@ -16,13 +16,10 @@ import fuzz_images
 import numpy as np
 import pytest
 import torch
-from fuzz_images import DATA_CONFIG
+from fuzz_images import DATA_CONFIG, PATHS
 from PIL import EpsImagePlugin, Image, PngImagePlugin, features
-from processes import SMALL
 from timm.data.dataset import ImageDataset
-from tqdm import tqdm
 
-from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.data import device_loader
 from vil.data.draws import Draws
@@ -34,7 +31,6 @@ from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split, open_splits
 
 CPU = torch.device("cpu")
-PATHS = ("training", "device", "evaluation")
 Y, X = np.mgrid[:24, :32]
 RGB = np.stack([8 * X, 10 * Y, 4 * X + 5 * Y], axis=-1).astype(np.uint8)
 GREY = (8 * X).astype(np.uint8)
@@ -55,25 +51,22 @@ def header(width, height, bits=8, colour=2):
     return b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
 
 
+SHORT = dict(bits=258, compression=259, photometric=262, samples=277, sample_format=339)
+LONG = dict(width=256, height=257, offset=273, rows=278, length=279, tile_width=322, tile_height=323, tile_offset=324)
+LONG |= dict(tile_length=325)
+
+
 def tiff(pixels, order="<", **tags):
     """Grey pixels, as the tags say; PIL writes no such files."""
-    numbers = dict(width=256, height=257, bits=258, compression=259, photometric=262, offset=273, samples=277)
-    numbers |= dict(rows=278, length=279, tile_width=322, tile_height=323, tile_offset=324, tile_length=325)
-    numbers |= dict(sample_format=339)
     start = 10 + 12 * (len(tags) + 1)
-    tags |= {name: start + 4 for name in tags if name.endswith("offset")}
-    entries = sorted((numbers[name], value) for name, value in tags.items())
-    directory = b"".join(
-        struct.pack(f"{order}HHI", number, 3 if number in (258, 259, 262, 277, 339) else 4, 1)
-        + (
-            struct.pack(f"{order}HH", value, 0)
-            if number in (258, 259, 262, 277, 339)
-            else struct.pack(f"{order}I", value)
-        )
-        for number, value in entries
-    )
+    entries = []
+    for name, value in tags.items():
+        value = start + 4 if name.endswith("offset") else value
+        number, kind, layout = (SHORT[name], 3, "H2x") if name in SHORT else (LONG[name], 4, "I")
+        entries.append(struct.pack(f"{order}HHI{layout}", number, kind, 1, value))
+    entries.sort(key=lambda entry: struct.unpack(f"{order}H", entry[:2]))
     mark = b"II*\0" if order == "<" else b"MM\0*"
-    head = mark + struct.pack(f"{order}IH", 8, len(entries)) + directory + bytes(4)
+    head = mark + struct.pack(f"{order}IH", 8, len(entries)) + b"".join(entries) + bytes(4)
     return head.ljust(start + 4, b"\0") + pixels
 
 
@@ -248,7 +241,10 @@ def readers(rows, transform=identity, draw=lambda header: Draws()):
     yield EncodedReader(dataset, transform, True, draw)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+ANY = pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+
+
+@ANY
 def test_a_decoder_may_raise_what_it_likes(error, caplog):
     training, evaluation, encoded = readers(Rows(error("of the file"), SMALL_JPEG))
     assert (training[0, 0][1], evaluation[0, 0][1], encoded[0, 0][1]) == (1, UNREADABLE, 1)
@@ -258,7 +254,7 @@ def test_a_decoder_may_raise_what_it_likes(error, caplog):
     assert caplog.text.count(error.__name__) == 3
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+@ANY
 def test_an_error_of_our_own_code_is_one(error):
     def fail(*_):
         raise error("of the code")
@@ -334,22 +330,8 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
     finally:
         logger.removeHandler(log)
     lines = (tmp_path / "log").read_text().splitlines()
-    assert sorted(line.split("'")[1] for line in lines) == [
-        f"bee/{name}.jpg" for name in ("a line", "eps", "floats", "nothing")
-    ]
-
-
-def test_a_run_reports_the_unreadable_images_of_each_epoch(tmp_path):
-    root = folder_of(tmp_path / "images", {f"{i}": b"none" for i in range(4)})
-    options = dict(data_dir=str(root), output=str(tmp_path), workers=0, epochs=2, experiment="run", aug_repeats=0)
-    trainer = Trainer(Config(**SMALL | options), CPU, 0, 1)
-    counts = []
-    for epoch in range(2):
-        trainer.train_one_epoch(epoch, tqdm(disable=True))
-        trainer.meter = type(trainer.meter)()
-        counts.append(trainer.evaluate()["unreadable_images"])
-    # every image once in training, the last broken one of a row as often as one before it, and once in evaluation
-    assert counts == [4 + 3 + 2 + 1 + 4] * 2
+    names = ("a line", "eps", "floats", "nothing")
+    assert sorted(line.split("'")[1] for line in lines) == [f"bee/{name}.jpg" for name in names]
 
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
@@ -412,6 +394,13 @@ def shown(content):
 WIDE = GREY.astype(np.uint16) * 257
 PAIRS = (GREY.astype(int) * 4095 // 255).reshape(-1, 2)  # of 12 bits, in three bytes
 PACKED = np.stack([PAIRS[:, 0] >> 4, (PAIRS[:, 0] & 15) << 4 | PAIRS[:, 1] >> 8, PAIRS[:, 1] & 255], axis=-1)
+
+
+def wide_png(colour, channels):
+    rows = b"".join(b"\0" + np.repeat(row, channels).astype(">u2").tobytes() for row in WIDE)
+    return png(header(32, 24, 16, colour), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+
+
 SIXTEEN = {
     "png": encode(WIDE, "PNG"),
     "png shifted": encode(GREY.astype(np.uint16) << 8, "PNG"),
@@ -423,16 +412,8 @@ SIXTEEN = {
     "tiff big-endian": strips(WIDE.astype(">u2").tobytes(), 16, ">"),
     "tiff white is zero": strips((65535 - WIDE).astype("<u2").tobytes(), 16, photometric=0),
     "tiff of 12 bits": strips(PACKED.astype(np.uint8).tobytes(), 12),
-    "png rgb": png(
-        header(32, 24, 16),
-        (b"IDAT", zlib.compress(b"".join(b"\0" + np.repeat(row, 3).astype(">u2").tobytes() for row in WIDE))),
-        (b"IEND", b""),
-    ),
-    "png grey and alpha": png(
-        header(32, 24, 16, 4),
-        (b"IDAT", zlib.compress(b"".join(b"\0" + np.repeat(row, 2).astype(">u2").tobytes() for row in WIDE))),
-        (b"IEND", b""),
-    ),
+    "png rgb": wide_png(colour=2, channels=3),
+    "png grey and alpha": wide_png(colour=4, channels=2),
 }
 
 
@@ -490,13 +471,11 @@ def shards(root, contents, train=None):
         for name, content in files.items():
             samples |= {f"{name}.jpg": content, f"{name}.cls": b"12"[name in contents :][:1]}
         shard(root / f"{split}-0.tar", samples)
-        splits[split] = dict(
-            name=split, num_samples=len(files), filenames=[f"{split}-0.tar"], shard_lengths=[len(files)]
-        )
+        lengths = dict(num_samples=len(files), shard_lengths=[len(files)])
+        splits[split] = dict(name=split, filenames=[f"{split}-0.tar"], **lengths)
     (root / "_info.json").write_text(json.dumps(dict(splits=splits)))
-    return Config(
-        data_dir=str(root), dataset="wds/x", num_classes=4, global_batch_size=8, workers=0, aug_repeats=0, epochs=1
-    )
+    options = dict(dataset="wds/x", num_classes=4, global_batch_size=8, workers=0, aug_repeats=0, epochs=1)
+    return Config(data_dir=str(root), **options)
 
 
 def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pillow):
@@ -587,10 +566,8 @@ def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
     assert num_classes == 9
     assert [val.reader[i][1] for i in range(3)] == [0, 1, 3]
     assert len(caplog.messages) == 1
-    assert (
-        "'validation' has no images of 6 of the 9 classes: class 2, class 4, class 5, class 6, class 7, ..."
-        in (caplog.messages[0])
-    )
+    missing = "class 2, class 4, class 5, class 6, class 7, ..."
+    assert f"'validation' has no images of 6 of the 9 classes: {missing}" in caplog.messages[0]
     caplog.clear()
     config.val_split = "train"
     open_splits(config)
@@ -606,26 +583,18 @@ def batches_on_device(root):
     return torch.cat([images for images, _ in loader]).float(), unreadable_images(loader)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
-def test_what_the_device_refuses_for_whatever_reason_the_cpu_decodes(tmp_path, error, monkeypatch):
-    root = folder_of(tmp_path, {})
+@pytest.mark.parametrize("fault", [*ERRORS, "another size"], ids=lambda fault: getattr(fault, "__name__", fault))
+def test_what_the_device_refuses_or_takes_for_another_size_the_cpu_decodes(tmp_path, fault, monkeypatch):
+    root, decode = folder_of(tmp_path, {}), device_loader._decode_all
     whole, _ = batches_on_device(root)
 
-    def refuse(files, *_, **__):
-        raise error("of the file")
+    def decode_wrongly(files, *arguments, **keywords):
+        if fault != "another size":
+            raise fault("of the file")
+        return [image[:, 9:] for image in decode(files, *arguments, **keywords)]
 
     monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
-    monkeypatch.setattr(device_loader, "_decode_all", refuse)
-    images, unreadable = batches_on_device(root)
-    assert unreadable == 0
-    assert (images - whole).abs().mean() < 2.5
-
-
-def test_a_file_that_the_device_takes_for_another_size_is_decoded_on_the_cpu(tmp_path, monkeypatch):
-    root = folder_of(tmp_path, {})
-    whole, _ = batches_on_device(root)
-    decode = device_loader._decode_all
-    monkeypatch.setattr(device_loader, "_decode_all", lambda *files: [image[:, 9:] for image in decode(*files)])
+    monkeypatch.setattr(device_loader, "_decode_all", decode_wrongly)
     images, unreadable = batches_on_device(root)
     assert unreadable == 0
     assert (images - whole).abs().mean() < 2.5

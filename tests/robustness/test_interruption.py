@@ -1,19 +1,30 @@
-"""When checkpoints are due, how signals stop a run, and how its processes meet, agree and end together."""
+"""When checkpoints are due, and what signals do: Ctrl-C at any moment leaves a checkpoint, a sentence and status 75.
 
+INTERRUPTS=50 python -m pytest tests/robustness/test_interruption.py  presses it as often; FAULTS_SEED repeats moments.
+"""
+
+import functools
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
-from processes import free_port, in_processes
+from faults import assert_same, before
+from processes import ROOT, in_processes, train_command
 
-from vil import processes
-from vil.config import ConfigError
+import train_imagenet
+from vil import checkpoint, processes
 from vil.training import interruption
-from vil.training.interruption import CheckpointTimer
+from vil.training.interruption import PREEMPTED, CheckpointTimer
+
+COUNT = int(os.environ.get("INTERRUPTS", 6))
+SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
+OPTIONS = dict(global_batch_size=8, epochs=3, checkpoint_interval=None)
 
 
 @pytest.fixture
@@ -80,127 +91,124 @@ def test_processes_save_and_stop_after_the_same_step():
         assert ended.value == [no, save, no, save, stop], ended.errors
 
 
-def meet(rank):
-    device, *place = processes.join_processes("cpu")
-    value = torch.full((2,), 10.0**rank)
-    total = processes.sum_over_processes(value)
-    outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist()]
-
-    calls = []
-    sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
-    outcomes.append(str(processes.from_first_process(lambda: calls.append(rank) or sent)))
-
-    def refuse():
-        calls.append(rank)
-        raise ConfigError(f"rank {rank} refuses")
-
-    try:
-        processes.from_first_process(refuse)
-    except (ConfigError, processes.FirstProcessError) as error:
-        outcomes.append(str(error))
-    processes.leave_processes()
-    return [*outcomes, calls, dist.is_initialized()]
-
-
-FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0, 1, 2])}"
-
-
-def test_processes_add_up_and_hear_what_the_first_one_did():
-    for rank, ended in enumerate(in_processes(3, meet)):
-        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], FROM_FIRST, "rank 0 refuses"]
-        assert ended.value == [*said, [0, 0] if rank == 0 else [], False], ended.errors
-        assert (ended.status, ended.errors) == (0, "")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undisturbed, start, processes):
+    """All processes at once, as a terminal interrupts them, with loaders' workers."""
+    print(f"FAULTS_SEED={SEED}")
+    rng, interrupted = random.Random(SEED), 0
+    while True:
+        run = start(processes, workers=1, **OPTIONS)
+        if interrupted < COUNT:
+            run.wait_until_it_heeds_signals()
+            time.sleep(rng.uniform(0, 0.4))
+            run.signal(signal.SIGINT)
+        begin = time.monotonic()
+        codes = run.wait(120)
+        log = run.said()
+        assert "Traceback" not in log
+        assert "Exception ignored" not in log
+        if codes == [0] * processes:
+            break
+        assert codes == [PREEMPTED] * processes
+        assert time.monotonic() - begin < 60
+        interrupted += 1
+        assert log.count("stopped by a signal: ") == interrupted  # a sentence for all processes together
+        assert log.count("--resume auto goes on from there") == interrupted
+        checkpoint.read_checkpoint(run.folder / "last.pt")
+    assert interrupted > 0
+    assert_same(run.result(), undisturbed(processes, **OPTIONS).result())
 
 
-def test_a_process_alone_meets_nobody():
-    assert processes.join_processes("cpu") == (torch.device("cpu"), 0, 1)
-    assert not dist.is_initialized()
-    value = torch.tensor([3.0])
-    assert processes.sum_over_processes(value) is value
-    assert value.tolist() == [3.0]
-    assert processes.from_first_process(lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        processes.from_first_process(lambda: 1 / 0)
-    processes.leave_processes()
+def press(process, seconds):
+    """Ctrl-C in the process's terminal after a while; what it printed to standard error."""
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=120)[1]
 
 
-def die_in_the_middle(rank):
-    processes.GRACE = 0.1
-    processes.join_processes("cpu")
-    if rank == 1:
-        os._exit(7)
-    time.sleep(3600)  # as one that waits for its GPU
+def start_in_a_terminal(command):
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def test_processes_end_one_after_the_other_when_one_is_gone():
-    first, second, third = in_processes(3, die_in_the_middle)
-    assert (first.status, second.status, third.status) == (1, 7, 1)
-    assert "error: the process of rank 1 is gone, and this one waits for it" in first.errors
-    assert "error: the process of rank 0 is gone, and this one waits for it" in third.errors
+def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folder, tmp_path):
+    for seconds in (1.0, 2.5):  # while it imports PyTorch and others
+        process = start_in_a_terminal(train_command(tmp_path, image_folder))
+        errors = press(process, seconds)
+        assert process.returncode == PREEMPTED
+        assert errors.strip() == "stopped by a signal before it trained anything"
+    assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def notice_by_itself(rank):
-    processes.GRACE = 30
-    processes.join_processes("cpu")
-    if rank == 1:
-        os._exit(7)
-    try:
-        processes.sum_over_processes(torch.zeros(1))
-    except RuntimeError:
-        return "noticed"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_in_a_terminal_stops_a_run_and_its_launcher_with_everything_saved(image_folder, tmp_path, processes):
+    process = start_in_a_terminal(train_command(tmp_path, image_folder, processes, epochs=1000))
+    while not (last := tmp_path / "run" / "last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    begin = time.monotonic()
+    errors = press(process, 0.3)
+    assert time.monotonic() - begin < 60
+    assert process.returncode == (PREEMPTED if processes == 1 else 1)  # torchrun's own
+    assert errors.count("stopped by a signal: ") == 1
+    saved = checkpoint.read_checkpoint(last)
+    assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
+    if processes == 1:
+        assert "Traceback" not in errors
 
 
-def test_a_process_that_notices_by_itself_has_the_time_to_say_so():
-    first, _ = in_processes(2, notice_by_itself)
-    assert (first.value, first.status) == ("noticed", 0)
-    assert "is gone" not in first.errors
+STAND_INS = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; export SLURM_NODEID=0; exec "$@"',
+    "scontrol": """case "$1 $2" in
+        'show hostnames') echo 127.0.0.1;;
+        'show --oneliner') echo "JobId=$4 JobState=RUNNING Reason=None PreemptTime=None";;
+        *) echo "$@" >> "$SCONTROL_LOG";;
+    esac""",
+}
 
 
-def leave_late(rank):
-    processes.GRACE = 0
-    processes.join_processes("cpu")
-    time.sleep(rank)  # the last checkpoint, which one process writes
-    arrived = time.monotonic()
-    processes.leave_processes()
-    return arrived, time.monotonic()
+@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
+def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
+    """Slurm's own commands by stand-ins; a launcher without a store that anybody on the network could write to."""
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = dict(SUBMIT_DIR=str(ROOT), JOB_NODELIST="node", JOB_ID=str(os.getpid()), NNODES="1")
+    environment |= dict(GPUS_ON_NODE="1", CPUS_PER_TASK="2")
+    environment = {f"SLURM_{name}": value for name, value in environment.items()}
+    environment |= dict(GPUS="1", SCONTROL_LOG=str(tmp_path / "scontrol.txt"))
+    environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
+    process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
+    while not (last := tmp_path / "run" / "last.pt").exists():
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.01)
+    if number == signal.SIGINT:
+        errors = press(process, 0.3)
+    else:  # as Slurm does: to the script alone
+        process.send_signal(number)
+        errors = process.communicate(timeout=120)[1]
+    assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
+    assert checkpoint.read_checkpoint(last)["progress"]["losses"]
+    if script == "slurm.sh":
+        assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
+    else:
+        assert process.returncode == PREEMPTED
 
 
-def test_no_process_leaves_before_all_have_come_to_the_end():
-    ended = in_processes(2, leave_late)
-    assert [(status, errors) for _, status, errors in ended] == [(0, "")] * 2
-    (_, first_left), (last_arrived, _) = (e.value for e in ended)
-    assert first_left >= last_arrived
+def test_a_second_ctrl_c_ends_at_once(start):
+    run = start(1, functools.partial(before, train_imagenet.Trainer, "update", take_a_minute, call=2), **OPTIONS)
+    run.wait_for_words("a long step")
+    run.signal(signal.SIGINT)
+    run.wait_for_words("Ctrl-C again ends the run")
+    assert run.is_running()
+    run.signal(signal.SIGINT)
+    assert run.wait(10) == [-signal.SIGINT]
 
 
-def restart(rank, count):
-    """As torchrun starts processes: it keeps the store in which they meet, and counts."""
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
-    processes.join_processes("cpu")
-    total = processes.sum_over_processes(torch.ones(1)).item()
-    if count == 0:
-        os._exit(7)
-    processes.leave_processes()
-    return total
-
-
-def test_processes_started_again_do_not_find_those_of_before():
-    port = free_port()
-    _store = dist.TCPStore("localhost", port, is_master=True)
-    assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]
-    for ended in in_processes(2, restart, 1, port=port):
-        assert (ended.value, ended.status) == (2.0, 0), ended.errors
-
-
-def restart_alone(rank):
-    processes.RESTART = 0.5
-    if rank == 0:
-        restart(rank, 2)
-
-
-def test_a_process_that_is_started_again_alone_does_not_wait_for_ever():
-    port = free_port()
-    _store = dist.TCPStore("localhost", port, is_master=True)
-    assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]
-    alone, _ = in_processes(2, restart_alone, port=port)
-    assert alone.status == 1
-    assert "\nerror: not all 2 processes have been started again within 0.5 seconds: start the run" in alone.errors
+def take_a_minute():
+    print("a long step", flush=True)
+    time.sleep(60)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from faults import OPTIONS, Run, assert_same, result
+from faults import OPTIONS, assert_same, result
 from processes import CONTEXT, ROOT, free_port
 
 
@@ -55,7 +55,7 @@ def _launch(words, log):
 
 
 @pytest.fixture
-def start(image_folder, tmp_path):
+def start_nodes(image_folder, tmp_path):
     """Starts both nodes."""
     started = []
 
@@ -71,35 +71,22 @@ def start(image_folder, tmp_path):
             node.cut_the_power()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, image_folder):
-    """What two processes of one machine come to that nobody interrupts."""
-    run = Run(tmp_path_factory.mktemp("undisturbed"), 2, data_dir=str(image_folder))
-    assert run.wait() == [0, 0], run.log.read_text()[-3000:]
-    return run.result()
-
-
 def wait_until(condition, nodes):
     while not condition():
         assert all(node.launcher.is_alive() for node in nodes), [node.log.read_text()[-3000:] for node in nodes]
         time.sleep(0.01)
 
 
-def test_the_loss_of_the_node_where_they_meet_ends_the_other_and_both_go_on_when_started_again(
-    start, tmp_path, undisturbed
-):
-    nodes = start()
+def test_the_loss_of_the_node_where_they_meet_ends_the_other(start_nodes, tmp_path):
+    nodes = start_nodes()
     wait_until((tmp_path / "run" / "last.pt").exists, nodes)
     nodes[0].cut_the_power()
     assert nodes[1].wait(60) == 1
     assert "Connection" in nodes[1].log.read_text()
-    assert [node.wait(120) for node in start()] == [0, 0]
-    assert "going on after step " in nodes[0].log.read_text()
-    assert_same(result(tmp_path / "run"), undisturbed)
 
 
-def test_a_process_that_is_killed_is_started_again_but_not_a_node(start, tmp_path, undisturbed):
-    nodes = start(max_restarts=1)
+def test_a_process_that_is_killed_is_started_again_and_a_lost_node_by_hand(start_nodes, tmp_path, undisturbed):
+    nodes = start_nodes(max_restarts=1)
     wait_until((tmp_path / "run" / "last.pt").exists, nodes)
     (worker,) = nodes[1].workers
     os.kill(worker, signal.SIGKILL)
@@ -107,6 +94,6 @@ def test_a_process_that_is_killed_is_started_again_but_not_a_node(start, tmp_pat
     assert "exitcode: -9" in nodes[1].log.read_text()
     nodes[1].cut_the_power()
     assert nodes[0].wait(60) == 1
-    assert [node.wait(120) for node in start()] == [0, 0]
+    assert [node.wait(120) for node in start_nodes()] == [0, 0]
     assert nodes[0].log.read_text().count("going on after step ") == 2
-    assert_same(result(tmp_path / "run"), undisturbed)
+    assert_same(result(tmp_path / "run"), undisturbed().result())

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import Cluster, Job, command, wait_until
-from faults import OPTIONS, Run, assert_same, result
+from faults import OPTIONS, assert_same, result
 from processes import ROOT
 
 EPOCHS = 30  # some 20 seconds
-RECIPE = OPTIONS | dict(checkpoint_interval="none", model_ema_decay=0.9)
+RECIPE = dict(checkpoint_interval="none", model_ema_decay=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +31,6 @@ def cluster():
         cluster.stop()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, image_folder):
-    """What two processes come to that nobody interrupts, by the number of epochs."""
-    results = {}
-
-    def result_of(epochs):
-        if epochs not in results:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            run = Run(folder, 2, data_dir=str(image_folder), **RECIPE | dict(epochs=epochs))
-            assert run.wait() == [0, 0], run.log.read_text()[-3000:]
-            results[epochs] = run.result()
-        return results[epochs]
-
-    return result_of
-
-
 class Training(Job):
     """A job of scripts/slurm.sh that trains in `output`/run."""
 
@@ -54,7 +38,7 @@ class Training(Job):
         self.folder = output / "run"
         config = output / "small.yaml"
         where = dict(data_dir=str(image_folder), output=str(output), device="cpu", workers=1)
-        config.write_text(yaml.safe_dump(RECIPE | where | dict(epochs=epochs) | options))
+        config.write_text(yaml.safe_dump(OPTIONS | RECIPE | where | dict(epochs=epochs) | options))
         os.chdir(ROOT)  # whence the script is submitted
         machines = "--nodes=2", "--gpus-per-node=1", f"--cpus-per-task={os.cpu_count()}"
         super().__init__(output / "log.txt", *machines, *words, "scripts/slurm.sh", "-c", config)
@@ -102,7 +86,7 @@ def test_two_nodes_train_what_two_processes_do(cluster, training, undisturbed):
         assert processes
         for process in processes:  # srun gives its tasks one core if it is not told otherwise
             assert len(os.sched_getaffinity(process)) == os.cpu_count()
-    job.assert_ended_like(undisturbed(EPOCHS), restarts=0)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
 
 
 def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undisturbed):
@@ -112,7 +96,7 @@ def test_the_notice_of_a_preemption_makes_it_save_and_queue_again(training, undi
         command("scancel", "--signal=USR1", "--batch", job.number)
         job.wait_until_restarted(restarts + 1)
         assert job.text.count("stopped by a signal: ") == restarts + 1
-    job.assert_ended_like(undisturbed(EPOCHS), restarts=2)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=2)
 
 
 def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed):
@@ -121,7 +105,7 @@ def test_a_time_limit_makes_it_save_and_queue_again_before(training, undisturbed
     assert job.wait("COMPLETED")["JobState"] == "COMPLETED"
     restarts = job.text.count("stopped by a signal: ")
     assert restarts >= 1
-    job.assert_ended_like(undisturbed(120), restarts)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=120).result(), restarts)
 
 
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
@@ -131,7 +115,7 @@ def test_a_job_of_a_higher_priority_takes_its_nodes_and_gives_them_back(training
     job.wait_until_it_trains()
     urgent = Job(tmp_path / "urgent.txt", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1")
     assert urgent.wait("COMPLETED", seconds=100)["JobState"] == "COMPLETED"
-    job.assert_ended_like(undisturbed(EPOCHS), restarts=1)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=1)
     assert job.text.count("stopped by a signal: ") == 1
 
 
@@ -144,7 +128,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_out_of_the_queue(training, undi
     assert job.show()["JobState"] == "CANCELLED"
     assert job.text.count("stopped by a signal: ") == 1
     again = training()
-    again.assert_ended_like(undisturbed(EPOCHS), restarts=0)
+    again.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
     assert "going on after step " in again.text
 
 
@@ -156,7 +140,7 @@ def test_a_node_that_is_lost_without_a_word_costs_no_more_than_the_steps_since_a
     cluster.fail_node(1)
     job.wait_until_restarted(1)
     cluster.start_node(1)
-    job.assert_ended_like(undisturbed(EPOCHS), restarts=1)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=1)
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -166,7 +150,7 @@ def test_a_process_that_is_killed_is_started_again_without_the_scheduler(cluster
     launcher = cluster.processes(node, "--node-rank=")  # torchrun, its process, and that one's loaders
     worker = next(p for p in cluster.processes(node, "-u train_imagenet.py") if parent(p) in launcher)
     os.kill(worker, 9)
-    job.assert_ended_like(undisturbed(EPOCHS), restarts=0)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=0)
     assert job.text.count("going on after step ") == 1
 
 
@@ -179,7 +163,7 @@ def test_a_launcher_that_is_killed_fails_the_job_which_can_be_requeued(cluster, 
     assert job.wait("FAILED")["JobState"] == "FAILED"
     assert time.monotonic() - begin < 60
     command("scontrol", "requeue", job.number)
-    job.assert_ended_like(undisturbed(EPOCHS), restarts=1)
+    job.assert_ended_like(undisturbed(**RECIPE, epochs=EPOCHS).result(), restarts=1)
 
 
 def parent(process: int) -> int:

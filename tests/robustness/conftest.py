@@ -1,0 +1,35 @@
+"""Runs of a few processes: those of a test, and those that nothing interrupts."""
+
+import functools
+
+import pytest
+from faults import Run, print_digest
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, image_folder):
+    """A `Run` that nothing interrupts, by its processes and options; each is trained once."""
+
+    @functools.cache
+    def trained(processes=2, **options):
+        prepare = print_digest if options.get("device") is None else None
+        run = Run(tmp_path_factory.mktemp("undisturbed"), processes, prepare, data_dir=str(image_folder), **options)
+        run.finished()
+        return run
+
+    return trained
+
+
+@pytest.fixture
+def start(tmp_path, image_folder):
+    """Starts a `Run` in the test's folder."""
+    runs = []
+
+    def started(processes=2, prepare=None, output=tmp_path, **options):
+        output.mkdir(exist_ok=True)
+        runs.append(Run(output, processes, prepare, **dict(data_dir=str(image_folder)) | options))
+        return runs[-1]
+
+    yield started
+    for run in runs:
+        run.kill()

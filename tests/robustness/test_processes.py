@@ -1,0 +1,138 @@
+"""How the processes of a run meet, agree, start again and end together."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port, in_processes
+
+from vil import processes
+from vil.config import ConfigError
+
+
+def meet(rank):
+    device, *place = processes.join_processes("cpu")
+    value = torch.full((2,), 10.0**rank)
+    total = processes.sum_over_processes(value)
+    outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist()]
+
+    calls = []
+    sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
+    outcomes.append(str(processes.from_first_process(lambda: calls.append(rank) or sent)))
+
+    def refuse():
+        calls.append(rank)
+        raise ConfigError(f"rank {rank} refuses")
+
+    try:
+        processes.from_first_process(refuse)
+    except (ConfigError, processes.FirstProcessError) as error:
+        outcomes.append(str(error))
+    processes.leave_processes()
+    return [*outcomes, calls, dist.is_initialized()]
+
+
+FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0, 1, 2])}"
+
+
+def test_processes_add_up_and_hear_what_the_first_one_did():
+    for rank, ended in enumerate(in_processes(3, meet)):
+        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], FROM_FIRST, "rank 0 refuses"]
+        assert ended.value == [*said, [0, 0] if rank == 0 else [], False], ended.errors
+        assert (ended.status, ended.errors) == (0, "")
+
+
+def test_a_process_alone_meets_nobody():
+    assert processes.join_processes("cpu") == (torch.device("cpu"), 0, 1)
+    assert not dist.is_initialized()
+    value = torch.tensor([3.0])
+    assert processes.sum_over_processes(value) is value
+    assert value.tolist() == [3.0]
+    assert processes.from_first_process(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        processes.from_first_process(lambda: 1 / 0)
+    processes.leave_processes()
+
+
+def die_in_the_middle(rank):
+    processes.GRACE = 0.1
+    processes.join_processes("cpu")
+    if rank == 1:
+        os._exit(7)
+    time.sleep(3600)  # as one that waits for its GPU
+
+
+def test_processes_end_one_after_the_other_when_one_is_gone():
+    first, second, third = in_processes(3, die_in_the_middle)
+    assert (first.status, second.status, third.status) == (1, 7, 1)
+    assert "error: the process of rank 1 is gone, and this one waits for it" in first.errors
+    assert "error: the process of rank 0 is gone, and this one waits for it" in third.errors
+
+
+def notice_by_itself(rank):
+    processes.GRACE = 30
+    processes.join_processes("cpu")
+    if rank == 1:
+        os._exit(7)
+    try:
+        processes.sum_over_processes(torch.zeros(1))
+    except RuntimeError:
+        return "noticed"
+
+
+def test_a_process_that_notices_by_itself_has_the_time_to_say_so():
+    first, _ = in_processes(2, notice_by_itself)
+    assert (first.value, first.status) == ("noticed", 0)
+    assert "is gone" not in first.errors
+
+
+def leave_late(rank):
+    processes.GRACE = 0
+    processes.join_processes("cpu")
+    time.sleep(rank)  # the last checkpoint, which one process writes
+    arrived = time.monotonic()
+    processes.leave_processes()
+    return arrived, time.monotonic()
+
+
+def test_no_process_leaves_before_all_have_come_to_the_end():
+    ended = in_processes(2, leave_late)
+    assert [(status, errors) for _, status, errors in ended] == [(0, "")] * 2
+    (_, first_left), (last_arrived, _) = (e.value for e in ended)
+    assert first_left >= last_arrived
+
+
+def restart(rank, count):
+    """As torchrun starts processes: it keeps the store in which they meet, and counts."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(count))
+    processes.join_processes("cpu")
+    total = processes.sum_over_processes(torch.ones(1)).item()
+    if count == 0:
+        os._exit(7)
+    processes.leave_processes()
+    return total
+
+
+def test_processes_started_again_do_not_find_those_of_before():
+    port = free_port()
+    _store = dist.TCPStore("localhost", port, is_master=True)
+    assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]
+    for ended in in_processes(2, restart, 1, port=port):
+        assert (ended.value, ended.status) == (2.0, 0), ended.errors
+
+
+def restart_alone(rank):
+    processes.RESTART = 0.5
+    if rank == 0:
+        restart(rank, 2)
+
+
+def test_a_process_that_is_started_again_alone_does_not_wait_for_ever():
+    port = free_port()
+    _store = dist.TCPStore("localhost", port, is_master=True)
+    assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]
+    alone, _ = in_processes(2, restart_alone, port=port)
+    assert alone.status == 1
+    assert "\nerror: not all 2 processes have been started again within 0.5 seconds: start the run" in alone.errors
