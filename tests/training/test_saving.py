@@ -137,23 +137,12 @@ def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
         assert checkpoint.saved_config(tmp_path / name) == {}
 
 
-def test_a_changed_byte_of_a_tensor_is_noticed(tmp_path):
-    checkpoint.save_checkpoint(PARTS | {"weights": torch.arange(1000)}, tmp_path / "last.pt")
-    content = bytearray((tmp_path / "last.pt").read_bytes())
-    content[content.index(torch.arange(500, 510).numpy().tobytes())] ^= 1
-    (tmp_path / "last.pt").write_bytes(content)
-    with pytest.raises(checkpoint.BrokenCheckpointError, match="last.pt cannot be read .* checksum"):
-        checkpoint.read_checkpoint(tmp_path / "last.pt")
-
-
 def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_for(tmp_path):
-    state = {"config": {}, "state_dict": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.ones(1)}}
-    checkpoint.save_checkpoint(state, tmp_path / "both.pt")
-    del state["state_dict_ema"]
+    state = {"config": {}, "state_dict": {"a": torch.zeros(1)}}
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
-    assert checkpoint.read_weights(tmp_path / "both.pt")["a"].item() == 1
-    assert checkpoint.read_weights(tmp_path / "both.pt", use_ema=False)["a"].item() == 0
-    assert checkpoint.read_weights(tmp_path / "one.pt")["a"].item() == 0
+    checkpoint.save_checkpoint(state | {"state_dict_ema": {"a": torch.ones(1)}}, tmp_path / "both.pt")
+    for name, use_ema, expected in (("both.pt", None, 1), ("both.pt", False, 0), ("one.pt", None, 0)):
+        assert checkpoint.read_weights(tmp_path / name, use_ema)["a"].item() == expected
     model = torch.nn.Module()
     model.a = torch.nn.Parameter(torch.full((1,), 5.0))
     for use_ema, expected in ((False, 0), (True, 1)):
@@ -180,26 +169,20 @@ def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not
 @pytest.mark.parametrize(
     ("present", "resume", "restarts", "found"),
     [
-        ("", None, "0", None),
-        ("", "auto", "0", None),
-        ("", None, "1", None),
-        ("last previous", "auto", "0", "last.pt"),
-        ("previous", "auto", "0", "previous.pt"),
-        ("last previous", None, "2", "last.pt"),  # torchrun started it again: its folder comes first
-        ("last", "other.pt", "1", "last.pt"),
+        ("", None, "0", None), ("", "auto", "0", None), ("", None, "1", None), ("", "other.pt", "1", "other.pt"),
+        ("last previous", "auto", "0", "last.pt"), ("previous", "auto", "0", "previous.pt"),
         ("last", "other.pt", "0", "other.pt"),
-        ("", "other.pt", "1", "other.pt"),
+        ("last previous", None, "2", "last.pt"), ("last", "other.pt", "1", "last.pt"),  # torchrun started it again
     ],
-)
+)  # fmt: skip
 def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "run"
-    folder.mkdir()
+    (tmp_path / "run").mkdir()
     for i, name in enumerate(present.split()):
-        save(folder / f"{name}.pt", i)
+        save(tmp_path / "run" / f"{name}.pt", i)
     save(tmp_path / "other.pt", 9)
-    result = find_resumed(resume, folder)
+    result = find_resumed(resume, tmp_path / "run")
     assert (result and result[0].name) == found
     if result:
         assert result[1]["epoch"] == checkpoint.read_checkpoint(result[0])["epoch"]
@@ -220,8 +203,7 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
     assert (path.name, saved["epoch"]) == ("previous.pt", 4)
     assert (tmp_path / "last.broken").read_bytes() == b"cut off"
     assert not (tmp_path / "last.pt").exists()
-    assert "going on from" in caplog.text
-    assert "last.broken" in caplog.text
+    assert re.search("going on from .*previous.pt.* is now .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
     with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: --experiment NAME starts another run"):
         find_resumed("auto", tmp_path)
