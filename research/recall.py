@@ -24,8 +24,6 @@ the seed decides on weights and dropout, whatever runs beside it. These differ:
   - Longhorn, which Zoology does not have, takes the place of Mamba's recurrence with the weights of this package's
     blocks and their initialisation; all else of it is Mamba's block;
   - learning rates: around those at which recurrent models learn, not 1e-4 to 1e-2.
-
-    B batch    T tokens    P key-value pairs    C model width    D inner width
 """
 
 from __future__ import annotations
@@ -37,263 +35,34 @@ import hashlib
 import json
 import math
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty
 
 import torch
 import torch.multiprocessing as multiprocessing
-import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
-from vil.kernels import longhorn_scan, selective_scan
+from torch import Tensor
 
-from research.causal_conv import silu_of_causal_conv
-from vil.block import LonghornDirection, MambaDirection
-from vil.evaluation.comparison import markdown_table
+from research.recall_model import MIXERS, RecallModel, recall_examples
+from research.recall_results import Run, merged, plot, report, write
 from vil.files import write_atomically
 from vil.info import git_commit
 from vil.training.gradients import FlatGradients
 
-VOCABULARY = 8192
 # Zoology's figure 2, which the Longhorn paper follows: pairs and batch size by the length of the sequence
 PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
-POWER = 0.01  # the distance i of a query has a probability proportional to i^(POWER - 1)
-LAYERS = 2
-DROPOUT = 0.1  # attention's
-LEARNED = 90.0  # percent: a run that ends above has learned the task
 DATA_SEED = 123
 PIECE = 8192  # parameters that a multiprocessor updates: AdamW's kernel would give it 65,536 of one tensor
 STEPS_A_TURN = 16  # steps that a run queues before the next run's turn
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()
-
-
-class Longhorn(nn.Module):
-    """The mixer of this package's blocks in one direction, first token to last: the same weights and operators."""
-
-    direction = LonghornDirection
-
-    def __init__(self, width: int, expand: int = 2, state_size: int = 16, conv_width: int = 4):
-        super().__init__()
-        inner, rank = expand * width, math.ceil(width / 16)
-        self.in_proj = nn.Linear(width, 2 * inner, bias=False)
-        self.weights = self.direction(inner, state_size, rank, conv_width, reverse=False)
-        self.out_proj = nn.Linear(inner, width, bias=False)
-        with torch.no_grad():
-            self.out_proj.weight.div_(math.sqrt(LAYERS))
-
-    def forward(self, h_BTC: Tensor, wanted_BP: Tensor | None = None) -> Tensor:
-        of_u, of_z = self.in_proj.weight.chunk(2)
-        u_BTD, z_BPD = F.linear(h_BTC, of_u), F.linear(tokens_at(h_BTC, wanted_BP), of_z)
-        conv = self.weights.conv1d
-        v_BTD = silu_of_causal_conv(u_BTD, conv.weight.squeeze(1), conv.bias)
-        # With zeros for a rank that is a multiple of 8 all rows start where the widest loads can
-        rank, *states = self.weights.split
-        zeros = -rank % 8
-        projected = F.linear(v_BTD, F.pad(self.weights.x_proj.weight, (0, 0, zeros, 0)))
-        step_BTR, k_BTN, q_BTN = projected.split((rank + zeros, *states), dim=-1)
-        step_logits_BTD = F.linear(step_BTR, F.pad(self.weights.step_proj.weight, (zeros, 0)))
-        y_BPD = tokens_at(self.scan(v_BTD, step_logits_BTD, k_BTN, q_BTN), wanted_BP)
-        return self.out_proj(y_BPD * F.silu(z_BPD))
-
-    def scan(self, v_BTD: Tensor, step_logits_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor) -> Tensor:
-        return longhorn_scan(v_BTD, step_logits_BTD, k_BTN, q_BTN, self.weights.skip, self.weights.step_proj.bias)
-
-
-class Mamba(Longhorn):
-    direction = MambaDirection
-
-    def scan(self, v_BTD: Tensor, step_logits_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor) -> Tensor:
-        A_DN = -self.weights.A_log.exp()
-        bias = self.weights.step_proj.bias
-        return selective_scan(v_BTD, step_logits_BTD, A_DN, k_BTN, q_BTN, self.weights.skip, bias)
-
-
-def tokens_at(t_BTC: Tensor, places_BP: Tensor | None) -> Tensor:
-    """The tokens at these places (B, P, C), or all of them."""
-    if places_BP is None:
-        return t_BTC
-    return t_BTC.gather(1, places_BP.unsqueeze(-1).expand(-1, -1, t_BTC.shape[-1]))
-
-
-class Attention(nn.Module):
-    """Causal attention with one head."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.in_proj = nn.Linear(width, 3 * width)
-        self.out_proj = nn.Linear(width, width)
-        for layer, std in ((self.in_proj, 0.02), (self.out_proj, 0.02 / math.sqrt(2 * LAYERS))):
-            nn.init.normal_(layer.weight, std=std)
-            nn.init.zeros_(layer.bias)
-
-    def forward(self, h_BTC: Tensor, wanted_BP: Tensor | None = None) -> Tensor:
-        q_B1TC, k_B1TC, v_B1TC = (part.unsqueeze(1) for part in self.in_proj(h_BTC).chunk(3, dim=-1))
-        dropout = DROPOUT if self.training else 0.0
-        y_B1TC = F.scaled_dot_product_attention(q_B1TC, k_B1TC, v_B1TC, dropout_p=dropout, is_causal=True)
-        return self.out_proj(tokens_at(y_B1TC.squeeze(1), wanted_BP))
-
-
-class RecurrentBlock(nn.Module):
-    """Mamba's block: x + mixer(norm(x)), with the residual stream x in fp32, of all tokens or the wanted ones."""
-
-    def __init__(self, mixer: nn.Module, width: int):
-        super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.mixer = mixer
-
-    def forward(self, x_BTC: Tensor, wanted_BP: Tensor | None = None) -> Tensor:
-        return tokens_at(x_BTC, wanted_BP) + self.mixer(self.norm(x_BTC), wanted_BP)
-
-
-class AttentionBlock(nn.Module):
-    """Zoology's transformer block whose MLP is the identity, so that a norm is what it adds."""
-
-    def __init__(self, mixer: nn.Module, width: int):
-        super().__init__()
-        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixer = mixer
-
-    def forward(self, x_BTC: Tensor, wanted_BP: Tensor | None = None) -> Tensor:
-        x_BPC = tokens_at(x_BTC, wanted_BP) + self.mixer(self.norm(x_BTC), wanted_BP)
-        return x_BPC + self.second_norm(x_BPC)
-
-
-MIXERS: dict[str, type[nn.Module]] = {"longhorn": Longhorn, "mamba": Mamba, "attention": Attention}
-
-
-class RecallModel(nn.Module):
-    """The model of sequences as `recall_examples` has them."""
-
-    def __init__(self, mixer: str, width: int, length: int, vocabulary: int = VOCABULARY):
-        super().__init__()
-        self.length, attends = length, mixer == "attention"
-        self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.positions = nn.Parameter(0.02 * torch.randn(length, width)) if attends else None
-        block = AttentionBlock if attends else RecurrentBlock
-        self.blocks = nn.ModuleList([block(MIXERS[mixer](width), width) for _ in range(LAYERS)])
-        self.norm = nn.LayerNorm(width)
-
-    def embedded(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Embeddings of the tokens (B, T, C).
-
-        Token 0, which most are, is not looked up: its gradient is then a sum, and no long queue of atomic additions.
-        """
-        x_BSC = self.embedding(pairs_BS)
-        keys_BPC = x_BSC[:, ::2]
-        rest = self.embedding.weight[0].expand(len(x_BSC), self.length - x_BSC.shape[1], -1)
-        places = (queries_BP - x_BSC.shape[1]).unsqueeze(-1).expand_as(keys_BPC)
-        return torch.cat([x_BSC, rest.scatter(1, places, keys_BPC)], dim=1)
-
-    def forward(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Logits of the next token at the queries (B, P, vocabulary)."""
-        queries_BP = queries_BP.long()
-        x_BTC = self.embedded(pairs_BS, queries_BP)
-        if self.positions is not None:
-            x_BTC = F.dropout(x_BTC + self.positions, DROPOUT, self.training)
-        *blocks, last = self.blocks
-        for block in blocks:
-            x_BTC = block(x_BTC)
-        return F.linear(self.norm(last(x_BTC, queries_BP)), self.embedding.weight)
-
-    def loss(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Mean cross-entropy of the values at the queries, in fp32."""
-        logits_BPV = self(pairs_BS, queries_BP).float()
-        return F.cross_entropy(logits_BPV.flatten(0, 1), pairs_BS[:, 1::2].flatten().long())
-
-
-def recall_examples(
-    count: int, length: int, pairs: int, seed: int, device: torch.device, vocabulary: int = VOCABULARY
-) -> tuple[Tensor, Tensor]:
-    """The pairs k1 v1 ... kP vP of sequences (count, 2P), and where their keys are repeated (count, P), both int32.
-
-    The sequence of T = `length` tokens is the pairs and then, at even distances behind them, every key once; the rest
-    is token 0. Keys are distinct tokens of the first half of the vocabulary, values of the second half.
-
-    Raises:
-        ValueError: The pairs and their queries do not fit into the sequence.
-    """
-    if 4 * pairs > length or length % 2:
-        raise ValueError(f"{pairs} pairs and their queries need an even length of at least {4 * pairs}, not {length}")
-    generator = torch.Generator(device).manual_seed(seed)
-    half, slots = vocabulary // 2, length // 2 - pairs
-    weights = torch.arange(1, slots + 1, device=device).pow(POWER - 1)
-    listed, queries = [], []
-    for start in range(0, count, 8192):
-        n = min(8192, count - start)
-        keys = 1 + distinct(torch.ones(half - 1, device=device), n, pairs, generator)
-        values = half + distinct(torch.ones(half, device=device), n, pairs, generator)
-        listed.append(torch.stack([keys, values], dim=-1).flatten(1).int())
-        queries.append((2 * pairs + 2 * distinct(weights, n, pairs, generator)).int())
-    return torch.cat(listed), torch.cat(queries)
-
-
-def distinct(weights: Tensor, count: int, pairs: int, generator: torch.Generator) -> Tensor:
-    """(count, pairs) indices, each row drawn one after the other without replacement (the Gumbel-top-k trick)."""
-    uniform = torch.rand(count, len(weights), generator=generator, device=weights.device)
-    return (weights.log() - uniform.clamp(min=1e-30).log().neg().log()).topk(pairs).indices
-
-
-@dataclass
-class Run:
-    """One training run: its settings, which are its key, and what came out after each epoch.
-
-    `accuracy` is that of all queries of the test sequences, in percent; `loss` the mean of the training steps and
-    `gradient_norm` the largest of theirs, None where it was not finite.
-    """
-
-    mixer: str
-    length: int
-    width: int
-    lr: float
-    seed: int
-    pairs: int
-    batch: int
-    epochs: int
-    train_examples: int
-    test_examples: int
-    weight_decay: float
-    stop_at: float
-    precision: str = "bf16"
-    parameters: int = 0
-    accuracy: list[float] = field(default_factory=list)
-    loss: list[float | None] = field(default_factory=list)
-    gradient_norm: list[float | None] = field(default_factory=list)
-    sittings: list[dict] = field(default_factory=list)  # commit, device, torch, epochs and seconds of each call
-
-    @property
-    def key(self) -> tuple:
-        return tuple(getattr(self, name) for name in SETTINGS)
-
-    @property
-    def finite(self) -> bool:
-        return None not in self.loss + self.gradient_norm
-
-    @property
-    def ended(self) -> bool:
-        if not self.accuracy:
-            return False
-        return len(self.accuracy) == self.epochs or self.accuracy[-1] > self.stop_at or not self.finite
-
-    @property
-    def cost(self) -> float:
-        """A guess of how long it takes."""
-        return self.train_examples * self.epochs * self.length * self.width
-
-    def __str__(self) -> str:
-        return f"{self.mixer}, T {self.length}, width {self.width}, lr {self.lr:g}, seed {self.seed}"
-
-
-SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("parameters")]
 
 
 @functools.cache
@@ -556,105 +325,6 @@ def to_do(runs: Iterable[Run], finished: Iterable[Run], out: Path | None) -> lis
         return not (state and state.exists()), run.seed, -run.cost
 
     return sorted((run for run in runs if run.key not in have), key=order)
-
-
-def merged(files: Iterable[Path]) -> list[Run]:
-    """The runs of several files; of a run that is in more than one, that of the first file."""
-    runs: dict[tuple, Run] = {}
-    for path in files:
-        for run in (Run(**run) for run in json.loads(path.read_text())["runs"]):
-            runs.setdefault(run.key, run)
-    return list(runs.values())
-
-
-def write(runs: list[Run], path: Path) -> None:
-    write_atomically(path, json.dumps({"runs": [asdict(run) for run in runs]}, allow_nan=False) + "\n")
-
-
-def experiments(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in the mixer, the learning rate and the seed alone, by what sets them apart from the others."""
-    free = ("mixer", "lr", "seed")
-    groups: dict[tuple, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(replace(run, mixer="", lr=0.0, seed=0).key, []).append(run)
-    differ = [i for i, name in enumerate(SETTINGS) if name not in free and len({key[i] for key in groups}) > 1]
-    shown = sorted({*differ, SETTINGS.index("length"), SETTINGS.index("width")})
-    return {", ".join(f"{SETTINGS[i]} {key[i]}" for i in shown): group for key, group in groups.items()}
-
-
-def learned(runs: list[Run]) -> int:
-    return sum(run.accuracy[-1] > LEARNED for run in runs)
-
-
-def shares(runs: list[Run]) -> str:
-    """A row for each mixer and learning rate, and one over all rates, of one experiment."""
-    from scipy.stats import binomtest
-
-    head = ["mixer", "learning rate", "runs", "median %", "best %", f"above {LEARNED:g}% (95% interval of the share)",
-            "finite", "epochs"]  # fmt: skip
-    table = [head]
-    for mixer in MIXERS:
-        of_mixer = [run for run in runs if run.mixer == mixer]
-        rates = sorted({run.lr for run in of_mixer})
-        for rate in [*rates, None] if rates else []:
-            some = [run for run in of_mixer if rate in (None, run.lr)]
-            ends, n = [run.accuracy[-1] for run in some], len(some)
-            low, high = binomtest(learned(some), n).proportion_ci(method="wilson")
-            epochs = sorted({min(counts := [len(run.accuracy) for run in some]), max(counts)})
-            cells = [mixer, "all" if rate is None else f"{rate:g}", str(n), f"{statistics.median(ends):.1f}",
-                     f"{max(ends):.1f}", f"{learned(some)} ({100 * low:.0f} to {100 * high:.0f}%)",
-                     str(sum(run.finite for run in some)), " to ".join(map(str, epochs))]  # fmt: skip
-            table.append(cells)
-    return markdown_table(table)
-
-
-def verdict(runs: list[Run]) -> str:
-    """Longhorn against Mamba over the learning rates and seeds that both have: Fisher's exact test of the shares.
-
-    Runs are pooled over rates. As the design is balanced, differences between rates make that test the more cautious.
-    """
-    from scipy.stats import fisher_exact
-
-    by_place = {mixer: {(r.lr, r.seed): r for r in runs if r.mixer == mixer} for mixer in ("longhorn", "mamba")}
-    both = by_place["longhorn"].keys() & by_place["mamba"].keys()
-    if not both:
-        return ""
-    n, counts = len(both), [learned([of[place] for place in both]) for of in by_place.values()]
-    p = fisher_exact([[count, n - count] for count in counts]).pvalue
-    first, second = counts
-    return (
-        f"Above {LEARNED:g}%: Longhorn {first} of {n} runs, Mamba {second} of {n}; "
-        f"Fisher's exact test, two-sided: p = {p:.2g}.\n"
-    )
-
-
-def report(runs: list[Run]) -> str:
-    parts = [f"{label}\n\n{shares(group)}\n{verdict(group)}" for label, group in experiments(runs).items()]
-    return "\n".join(parts)
-
-
-def plot(runs: list[Run], path: Path) -> None:
-    """A row for each experiment: where every run ended, by learning rate, and its accuracy by epoch."""
-    from matplotlib.figure import Figure
-
-    groups = experiments(runs)
-    colors = {mixer: f"C{i}" for i, mixer in enumerate(MIXERS)}
-    figure = Figure(figsize=(9, 0.6 + 3.2 * len(groups)), layout="constrained")
-    for (label, group), (ends, curves) in zip(groups.items(), figure.subplots(len(groups), 2, squeeze=False)):
-        rates = sorted({run.lr for run in group})
-        mixers = [mixer for mixer in MIXERS if any(run.mixer == mixer for run in group)]
-        seeds = max(run.seed for run in group) + 1
-        for run in group:
-            # mixers side by side, and within each its seeds from left to right
-            offset = 0.8 * ((mixers.index(run.mixer) + (run.seed + 0.5) / seeds) / len(mixers) - 0.5)
-            ends.plot(rates.index(run.lr) + offset, run.accuracy[-1], "o", color=colors[run.mixer], markersize=4)
-            curves.plot(range(1, len(run.accuracy) + 1), run.accuracy, color=colors[run.mixer], linewidth=0.7)
-        ends.set(title=label, xlabel="learning rate", ylabel="accuracy of recall (%)", ylim=(-3, 103))
-        ends.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
-        ends.axhline(LEARNED, color="grey", linewidth=0.5)
-        ends.legend(handles=[ends.plot([], [], "o", color=colors[m], label=m)[0] for m in mixers])
-        curves.set(xlabel="epoch", ylim=(-3, 103))
-    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from research import seeds, transfer
 from research.compare import holm, paired, spread, welch
-from research.recall import MIXERS
+from research.recall_model import MIXERS
 from vil.evaluation.comparison import markdown_table
 from vil.files import write_atomically
 

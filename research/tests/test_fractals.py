@@ -13,27 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from research import fractals as module
-from research.fractals import (
-    BURN_IN,
-    CHAINS,
-    CLASSES,
-    CLUTTER,
-    CLUTTER_SYSTEMS,
-    SPLITS,
-    Fractals,
-    Place,
-    at_once,
-    choices,
-    draw_systems,
-    filling_rate,
-    main,
-    play,
-    render,
-    render_images,
-    vary,
-    write_fractals,
-)
+from research import fractals
+from research.fractals import CHAINS, Fractals, Place, draw_systems, play, render_images, write_fractals
 from vil.config import Config, ConfigError
 from vil.data.encoded import is_plain_jpeg
 from vil.data.splits import class_names, open_splits
@@ -60,7 +41,7 @@ def drawn(systems, monkeypatch):
         asked.append((count, *of))
         return np.resize(systems, (count, 8, 7))
 
-    monkeypatch.setattr(module, "draw_systems", draw)
+    monkeypatch.setattr(fractals, "draw_systems", draw)
     return asked
 
 
@@ -69,15 +50,15 @@ def naive_play(system, start, points, table):
     steps, found = math.ceil(points / CHAINS), {}
     for chain in range(CHAINS):
         x = y = 0.0
-        for step in range(BURN_IN + steps):
+        for step in range(fractals.BURN_IN + steps):
             total, number = 0.0, table[start + step * CHAINS + chain]
             for chosen, (a, b, c, d, e, f, probability) in enumerate(system):  # noqa: B007
                 total += probability
                 if number <= total:
                     break
             x, y = a * x + b * y + e, c * x + d * y + f
-            if step >= BURN_IN:
-                found[step - BURN_IN, chain] = x, y, chosen
+            if step >= fractals.BURN_IN:
+                found[step - fractals.BURN_IN, chain] = x, y, chosen
     points = np.array([found[key] for key in sorted(found)])[:points]
     return points[:, :2], points[:, 2]
 
@@ -115,7 +96,7 @@ def files(folder):
 
 def test_chains_follow_the_chaos_game():
     starts, count = np.array([7, 123_456]), 2 * CHAINS - 100
-    table = choices(5, module.TABLE + 60 * CHAINS).double().numpy()
+    table = fractals.choices(5, fractals.TABLE + 60 * CHAINS).double().numpy()
     points, maps = (found.numpy() for found in play(np.array([SIERPINSKI, FERN]), starts, count, seed=5))
     assert points.shape == (2, count, 2)
     for system, start, points_of_one, maps_of_one in zip((SIERPINSKI, FERN), starts, points, maps):
@@ -129,11 +110,11 @@ def test_chains_follow_the_chaos_game():
 def test_patches_are_drawn_around_every_point_in_the_order_of_the_maps(mask):
     mask = [[pixel == "1" for pixel in row] for row in mask.split()]
     points, maps = play(np.array([FERN]), np.array([0]), 1000, seed=0)
-    drawn = render(points, maps, identity(), torch.tensor([mask]), 50)[0].numpy()
+    drawn = fractals.render(points, maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     expected = naive_render(points[0].double().numpy(), maps[0].numpy(), mask, 50)
     assert all((expected == number).sum() > 20 for number in (1, 2, 3))
     assert (drawn != expected).sum() <= 3 * np.sum(mask)  # of points that rounding put on the other side of a border
-    backwards = render(points, 2 - maps, identity(), torch.tensor([mask]), 50)[0].numpy()
+    backwards = fractals.render(points, 2 - maps, identity(), torch.tensor([mask]), 50)[0].numpy()
     assert ((drawn > 0) == (backwards > 0)).all()
     assert (drawn + backwards > 4).any()  # pixels of two maps, of which the last one wins
 
@@ -141,7 +122,7 @@ def test_patches_are_drawn_around_every_point_in_the_order_of_the_maps(mask):
 def test_the_sierpinski_triangle_is_empty_in_the_middle():
     middle = torch.tensor([[[False] * 3, [False, True, False], [False] * 3]])
     points = play(np.array([SIERPINSKI]), np.array([99]), 100_000, seed=1)
-    image, small = (render(*points, identity(), middle, size)[0].numpy() > 0 for size in (256, 64))
+    image, small = (fractals.render(*points, identity(), middle, size)[0].numpy() > 0 for size in (256, 64))
     rows, columns = np.nonzero(image)
     margin, inside = 3, 250
     x, y = (columns - margin) / inside, (rows - margin) / inside
@@ -180,8 +161,8 @@ def test_classes_are_drawn_and_judged_as_published(systems):
 
 
 def test_candidates_have_2_to_8_maps_with_uniform_coefficients(monkeypatch):
-    monkeypatch.setattr(module, "play", lambda systems, *_: (torch.zeros(len(systems), 1, 2), None))
-    monkeypatch.setattr(module, "filling_rate", lambda points, size: torch.ones(len(points)))  # all are classes
+    monkeypatch.setattr(fractals, "play", lambda systems, *_: (torch.zeros(len(systems), 1, 2), None))
+    monkeypatch.setattr(fractals, "filling_rate", lambda points, size: torch.ones(len(points)))  # all are classes
     candidates = draw_systems(7000, seed=0)
     exists = candidates[..., 6] > 0
     numbers = np.bincount(exists.sum(1), minlength=10)
@@ -196,7 +177,7 @@ def test_candidates_have_2_to_8_maps_with_uniform_coefficients(monkeypatch):
 
 def test_the_first_classes_do_not_depend_on_their_number(systems):
     assert np.array_equal(draw_systems(1, seed=0), systems[:1])
-    assert not np.isin(draw_systems(1, seed=0, purpose=CLUTTER)[..., 0], [0, *systems[..., 0].ravel()]).all()
+    assert not np.isin(draw_systems(1, seed=0, purpose=fractals.CLUTTER)[..., 0], [0, *systems[..., 0].ravel()]).all()
 
 
 def test_filling_rate_counts_pixels():
@@ -209,7 +190,7 @@ def test_filling_rate_counts_pixels():
     no_number = grid.clone()
     no_number[70, 0] = math.nan
     sets = torch.stack([grid, torch.cat([beside, beside[:10]]), spread, line, infinite, no_number])
-    rates = filling_rate(sets, 40)
+    rates = fractals.filling_rate(sets, 40)
     np.testing.assert_allclose(rates[:3] * 1600, [100, 90, 2])
     assert 0 < rates[3] < 0.03
     assert rates[4:].tolist() == [0, 0]
@@ -217,20 +198,20 @@ def test_filling_rate_counts_pixels():
 
 def test_a_weight_of_its_own_for_every_coefficient(systems):
     uniform = np.random.default_rng(0).random((500, 8, 6))
-    varied = vary(systems[:1], uniform, 0.3)
+    varied = fractals.vary(systems[:1], uniform, 0.3)
     exists = systems[0, :, 6] > 0
     weights = (varied[..., :6] / np.where(systems[:1, :, :6] == 0, 1, systems[:1, :, :6]))[:, exists]
     assert 0.7 <= weights.min() < 0.71
     assert 1.29 < weights.max() <= 1.3
     assert np.abs(np.corrcoef(weights.reshape(500, -1).T) - np.eye(6 * exists.sum())).max() < 0.25
     assert np.array_equal(varied[..., 6], np.broadcast_to(systems[:1, :, 6], (500, 8)))
-    assert np.array_equal(vary(systems, np.zeros((3, 8, 6)), 0), systems)
+    assert np.array_equal(fractals.vary(systems, np.zeros((3, 8, 6)), 0), systems)
 
 
 def test_an_image_does_not_depend_on_how_many_there_are_or_come_with_it(systems):
     options = SMALL | dict(variation=0.4, placement=True, colours=0.3, clutter=1)
     few, many = Fractals(**options), Fractals(**options | dict(per_class=9, classes=7))
-    wanted = [Place(split, number, image) for image in (3, 0) for split in SPLITS for number in (2, 0)]
+    wanted = [Place(split, number, image) for image in (3, 0) for split in fractals.SPLITS for number in (2, 0)]
     images = render_images(systems, systems, few, wanted)
     assert images.shape == (12, 32, 32, 3)
     assert len({image.numpy().tobytes() for image in images}) == 12
@@ -241,21 +222,21 @@ def test_an_image_does_not_depend_on_how_many_there_are_or_come_with_it(systems)
 
 def test_every_image_has_random_numbers_of_its_own():
     twins = np.stack([padded(FERN)] * 2)  # of one system, two classes
-    wanted = [Place(split, number, image) for split in SPLITS for number in (0, 1) for image in (0, 1)]
+    wanted = [Place(split, number, image) for split in fractals.SPLITS for number in (0, 1) for image in (0, 1)]
     images = render_images(twins, twins, Fractals(**SMALL), wanted)
     assert len({image.numpy().tobytes() for image in images}) == 12
-    parts = [module._uniform(0, wanted, part, 8) for part in range(3)]
+    parts = [fractals._uniform(0, wanted, part, 8) for part in range(3)]
     assert len(np.unique(parts)) == 12 * 8 * 3
-    again = module._uniform(0, wanted, 0, 8, [0, 1] * 6)
+    again = fractals._uniform(0, wanted, 0, 8, [0, 1] * 6)
     assert (again == parts[0]).all(1).tolist() == [True, False] * 6
 
 
 def test_memory_is_bounded_by_points_and_by_pixels():
     for points, size in ((100_000, 256), (100, 256), (1, 16), (100_000, 4096), (10**9, 16)):
-        count = at_once(points, size, "cuda")
+        count = fractals.at_once(points, size, "cuda")
         assert count >= 1
         assert count == 1 or max(40 * points, 20 * size**2) * count <= 40 * 2**26
-    assert at_once(20_000, 256, "cpu") > 100
+    assert fractals.at_once(20_000, 256, "cpu") > 100
 
 
 def test_images_that_diverge_are_drawn_again(monkeypatch):
@@ -265,12 +246,12 @@ def test_images_that_diverge_are_drawn_again(monkeypatch):
     edge = padded(edge)[None]
     options = Fractals(**SMALL | dict(per_class=40, variation=0.5))
     uniform = np.random.default_rng(0).random((40, 8, 6))
-    once = filling_rate(play(vary(edge, uniform, 0.5), np.arange(40), 2000, 0)[0], 32)
-    assert 5 < (once < module.KEPT).sum() < 35
+    once = fractals.filling_rate(play(fractals.vary(edge, uniform, 0.5), np.arange(40), 2000, 0)[0], 32)
+    assert 5 < (once < fractals.KEPT).sum() < 35
     images = render_images(edge, edge, options, places(40))
     assert ((images[..., 0] > 0).float().mean((1, 2)) > 0.05).all()
     assert torch.equal(render_images(edge, edge, options, places(40)[30:]), images[30:])
-    monkeypatch.setattr(module, "ATTEMPTS", 3)
+    monkeypatch.setattr(fractals, "ATTEMPTS", 3)
     two = np.stack([padded(SIERPINSKI), padded(DIVERGING)])
     with pytest.raises(ConfigError, match="class 1 has an image that fills nothing .* variation below 0.1"):
         render_images(two, edge, Fractals(**SMALL | dict(variation=0.1)), [*places(3), *places(3, number=1)])
@@ -279,12 +260,12 @@ def test_images_that_diverge_are_drawn_again(monkeypatch):
 def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     fern, count = padded(FERN)[None], 1200
     options = Fractals(**SMALL | dict(variation=0, points=count))
-    first, _ = module._points_that_fill(fern, options, places(40), "cpu")
-    rates = filling_rate(first, 32)
-    monkeypatch.setattr(module, "KEPT", float(rates.median()))  # which more points reach, and so are played at first
-    points, maps = module._points_that_fill(fern, options, places(40), "cpu")
-    assert (filling_rate(points, 32) >= module.KEPT).all()
-    assert ((points == first).all((1, 2)) == (rates >= module.KEPT)).all()
+    first, _ = fractals._points_that_fill(fern, options, places(40), "cpu")
+    rates = fractals.filling_rate(first, 32)
+    monkeypatch.setattr(fractals, "KEPT", float(rates.median()))  # which more points reach, and so are played at first
+    points, maps = fractals._points_that_fill(fern, options, places(40), "cpu")
+    assert (fractals.filling_rate(points, 32) >= fractals.KEPT).all()
+    assert ((points == first).all((1, 2)) == (rates >= fractals.KEPT)).all()
     a, b, c, d, e, f, _ = torch.from_numpy(fern[0]).float()[maps[:, CHAINS:].long()].unbind(-1)
     x, y = points[:, :-CHAINS].unbind(-1)  # a step before
     expected = torch.stack([a * x + b * y + e, c * x + d * y + f], dim=-1)
@@ -305,7 +286,7 @@ def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):
     corners = np.zeros((1, 8, 7))  # maps that take every point to one of three corners, where the patch is then seen
     corners[0, 1, 4] = corners[0, 2, 5] = 1
     corners[0, :3, 6] = 1 / 3
-    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(fractals, "KEPT", 0)
     options = Fractals(**SMALL | dict(size=128, variation=0, points=1000))
     images = render_images(corners, corners, options, places(200))[..., 0] > 0
     low, high = slice(3), slice(125, 128)
@@ -321,7 +302,7 @@ def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):
 
 
 def test_a_class_has_a_palette_from_which_its_images_keep_their_distance(systems):
-    wanted = [Place(split, number, image) for split in SPLITS for number in range(3) for image in range(10)]
+    wanted = [Place(split, number, image) for split in fractals.SPLITS for number in range(3) for image in range(10)]
     grey, pure, moved = (
         render_images(systems, systems, Fractals(**SMALL | dict(colours=colours)), wanted).int()
         for colours in (None, 0.0, 0.3)
@@ -350,7 +331,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
     system = padded(SIERPINSKI)[None]
     options = Fractals(**SMALL | dict(size=128, variation=0, colours=0.0, points=20_000))
     image = render_images(system, system, options, places(1))[0]
-    palette = module._palettes(options, places(1), np.zeros((1, 9, 3)), "cpu")[0]
+    palette = fractals._palettes(options, places(1), np.zeros((1, 9, 3)), "cpu")[0]
     drawn = [(image == colour).all(-1) for colour in palette]
     assert sum(where.sum() for where in drawn[:4]) == 128 * 128
     row, column = (torch.stack([where.nonzero()[:, axis].float().mean() for where in drawn[:4]]) for axis in (0, 1))
@@ -361,7 +342,7 @@ def test_a_point_has_the_colour_of_the_map_that_made_it():
 
 
 def test_placement_turns_shrinks_and_moves_but_cuts_nothing_off(systems):
-    frames = module._frames(np.random.default_rng(0).random((2000, 4)), 0.5, 1)
+    frames = fractals._frames(np.random.default_rng(0).random((2000, 4)), 0.5, 1)
     corners = np.array([[-1, -1, 1], [-1, 1, 1], [1, -1, 1], [1, 1, 1]]) @ frames
     assert np.abs(corners).max() <= 1 + 1e-9
     extents = np.ptp(corners, axis=1) / 2  # of the square that is turned
@@ -405,8 +386,8 @@ def test_clutter_is_behind(systems, colours):
 
 def test_training_opens_the_folder(tmp_path, drawn):
     small = ["--classes=3", "--per-class=4", "--val-per-class=2", "--test-per-class=1", "--size=32", "--points=2000"]
-    main([str(tmp_path / "out"), *small, "--device=cpu", "--seed=5", "--clutter=1", "--colours=0.2"])
-    assert [asked[:3] for asked in drawn] == [(3, 5, CLASSES), (CLUTTER_SYSTEMS, 5, CLUTTER)]
+    fractals.main([str(tmp_path / "out"), *small, "--device=cpu", "--seed=5", "--clutter=1", "--colours=0.2"])
+    assert [asked[:3] for asked in drawn] == [(3, 5, fractals.CLASSES), (fractals.CLUTTER_SYSTEMS, 5, fractals.CLUTTER)]
     train, val, classes = open_splits(Config(data_dir=str(tmp_path / "out")))
     assert (len(train), len(val), classes) == (12, 6, 3)
     test, _, _ = open_splits(Config(data_dir=str(tmp_path / "out"), train_split="test"))
@@ -433,17 +414,17 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     saved = itertools.count(1)
 
-    def stop(*arguments, save=module._save_jpeg):
+    def stop(*arguments, save=fractals._save_jpeg):
         if next(saved) == 10:  # as Ctrl-C does, once
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         save(*arguments)
 
-    monkeypatch.setattr(module, "AT_ONCE", dict(cpu=4000))
+    monkeypatch.setattr(fractals, "AT_ONCE", dict(cpu=4000))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_save_jpeg", stop)
+        patch.setattr(fractals, "_save_jpeg", stop)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a training in this process leaves its own
         with pytest.raises(SystemExit) as stopping:
-            main([str(stopped), *small, "--device=cpu"])
+            fractals.main([str(stopped), *small, "--device=cpu"])
         signal.signal(signal.SIGINT, before)
     assert stopping.value.code == 130
     assert "stopped: the same command goes on" in capsys.readouterr().err
@@ -456,7 +437,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
     assert not (stopped / ".unfinished").exists()
     assert json.loads((stopped / "fractals.json").read_text())["images"] == 18
-    monkeypatch.setattr(module, "render_images", None)  # nothing is made any more
+    monkeypatch.setattr(fractals, "render_images", None)  # nothing is made any more
     write_fractals(stopped, options)
     assert "all there already" in capsys.readouterr().out
 
@@ -477,9 +458,9 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
             raise OSError("broken")
         return render_images(*arguments)
 
-    monkeypatch.setattr(module, "_save_jpeg", save)
-    monkeypatch.setattr(module, "render_images", render_some)
-    monkeypatch.setattr(module, "AT_ONCE", dict(cpu=512 * 200))
+    monkeypatch.setattr(fractals, "_save_jpeg", save)
+    monkeypatch.setattr(fractals, "render_images", render_some)
+    monkeypatch.setattr(fractals, "AT_ONCE", dict(cpu=512 * 200))
     with pytest.raises(OSError, match="broken"):
         write_fractals(tmp_path / "out", Fractals(**SMALL | dict(per_class=80, size=16, points=512)))
     assert len(batches) == 2
@@ -511,9 +492,9 @@ def test_other_options_need_another_folder(tmp_path, drawn, capsys):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "holiday.jpg").touch()
     with pytest.raises(SystemExit):
-        main([str(tmp_path / "photos"), "--classes=2"])
+        fractals.main([str(tmp_path / "photos"), "--classes=2"])
     assert "holds something else (holiday.jpg): choose a new folder" in capsys.readouterr().err
-    with module.FileLock(tmp_path / "out" / ".lock"), pytest.raises(FolderInUseError, match="another process writes"):
+    with fractals.FileLock(tmp_path / "out" / ".lock"), pytest.raises(FolderInUseError, match="another process writes"):
         write_fractals(tmp_path / "out", Fractals(**SMALL))
 
 
@@ -533,9 +514,9 @@ def test_other_options_need_another_folder(tmp_path, drawn, capsys):
 )
 def test_wrong_options_are_named(option, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(module, "_write", None)
+    monkeypatch.setattr(fractals, "_write", None)
     with pytest.raises(SystemExit):
-        main([str(tmp_path / "out"), option])
+        fractals.main([str(tmp_path / "out"), option])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -551,6 +532,6 @@ def test_a_gpu_draws_what_a_cpu_draws(systems, tmp_path):
     assert (differ > 0.05).sum() <= 1
     for count in (2000, 40_000):  # whatever is rendered at a time
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "AT_ONCE", dict(cuda=count, cpu=1))
+            patch.setattr(fractals, "AT_ONCE", dict(cuda=count, cpu=1))
             write_fractals(tmp_path / str(count), Fractals(**SMALL), "cuda")
     assert files(tmp_path / "2000") == files(tmp_path / "40000")

@@ -18,6 +18,8 @@ from scipy.stats import hypergeom
 from vil.kernels import longhorn_scan, selective_scan
 
 from research import causal_conv, recall
+from research.recall_model import MIXERS, POWER, Attention, RecallModel, recall_examples
+from research.recall_results import Run, experiments, merged, plot, shares, verdict, write
 
 CPU = torch.device("cpu")
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -26,12 +28,12 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 def a_run(**changes):
     settings = dict(mixer="longhorn", length=16, width=16, lr=1e-2, seed=0, pairs=2, batch=16, epochs=2)
     settings |= dict(train_examples=64, test_examples=32, weight_decay=0.1, stop_at=99.0, precision="fp32")
-    return recall.Run(**{**settings, **changes})
+    return Run(**{**settings, **changes})
 
 
 def trained(run, deadline=math.inf, state=None, count=64, beside=()):
     """The run, in turns with those beside it."""
-    shown = recall.recall_examples(count, run.length, run.pairs, 0, CPU)
+    shown = recall_examples(count, run.length, run.pairs, 0, CPU)
     others = [recall.train(other, lambda _: (shown, shown), CPU, math.inf) for other in beside]
     for _ in recall.train(run, lambda _: (shown, shown), CPU, deadline, state):
         for other in others:
@@ -50,7 +52,7 @@ def sequences(pairs, queries, length):
 
 
 def test_a_recall_example_lists_pairs_and_then_asks_for_every_value_once():
-    pairs, queries = recall.recall_examples(50, 32, 4, seed=0, device=CPU)
+    pairs, queries = recall_examples(50, 32, 4, seed=0, device=CPU)
     assert pairs.shape == (50, 8)
     assert queries.shape == (50, 4)
     for listed, places in zip(pairs.tolist(), queries.tolist()):
@@ -61,15 +63,15 @@ def test_a_recall_example_lists_pairs_and_then_asks_for_every_value_once():
 
 
 def test_distances_follow_the_power_law():
-    _, queries = recall.recall_examples(6_000, 64, 4, seed=0, device=CPU)
+    _, queries = recall_examples(6_000, 64, 4, seed=0, device=CPU)
     first = (queries[:, 0] - 8) // 2  # the first of a draw without replacement has the plain distribution
     found = torch.bincount(first, minlength=28) / len(first)
-    expected = torch.arange(1.0, 29.0) ** (recall.POWER - 1)
+    expected = torch.arange(1.0, 29.0) ** (POWER - 1)
     torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
 
 
 def test_examples_follow_from_their_seed_and_differ_between_seeds():
-    same, again, other = (recall.recall_examples(20, 16, 2, seed, CPU)[0] for seed in (3, 3, 4))
+    same, again, other = (recall_examples(20, 16, 2, seed, CPU)[0] for seed in (3, 3, 4))
     assert torch.equal(same, again)
     assert not torch.equal(same, other)
 
@@ -84,13 +86,13 @@ def test_all_runs_share_their_examples_and_are_tested_on_others():
 
 def test_pairs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="5 pairs and their queries need an even length of at least 20, not 16"):
-        recall.recall_examples(1, 16, 5, 0, CPU)
+        recall_examples(1, 16, 5, 0, CPU)
 
 
 def test_embeddings_are_those_of_the_sequence_and_so_are_their_gradients():
     torch.manual_seed(0)
-    model = recall.RecallModel("longhorn", 8, 24, vocabulary=32)
-    pairs, queries = recall.recall_examples(5, 24, 3, 0, CPU, vocabulary=32)
+    model = RecallModel("longhorn", 8, 24, vocabulary=32)
+    pairs, queries = recall_examples(5, 24, 3, 0, CPU, vocabulary=32)
     found = model.embedded(pairs, queries)
     weight = model.embedding.weight.detach().clone().requires_grad_()
     expected = F.embedding(sequences(pairs, queries, 24), weight)
@@ -101,15 +103,15 @@ def test_embeddings_are_those_of_the_sequence_and_so_are_their_gradients():
     torch.testing.assert_close(model.embedding.weight.grad, weight.grad)
 
 
-@pytest.mark.parametrize("mixer", recall.MIXERS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
     """There a block adds what the one before it returns. The last one here computes queries alone, there everything."""
     torch.manual_seed(0)
-    model = recall.RecallModel(mixer, 16, 24).eval()
+    model = RecallModel(mixer, 16, 24).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # of which some would be all zeros or ones
             parameter.add_(0.1 * torch.randn_like(parameter))
-    pairs, queries = recall.recall_examples(4, 24, 3, 0, CPU)
+    pairs, queries = recall_examples(4, 24, 3, 0, CPU)
     loss = model.loss(pairs, queries)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     x = F.embedding(sequences(pairs, queries, 24), model.embedding.weight)
@@ -139,10 +141,10 @@ def test_the_loss_is_that_of_zoologys_model_at_the_queries(mixer):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, list(model.parameters())), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("mixer", recall.MIXERS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_every_mixer_is_causal(mixer):
     torch.manual_seed(0)
-    block = recall.RecallModel(mixer, 16, 12).eval().blocks[0]
+    block = RecallModel(mixer, 16, 12).eval().blocks[0]
     x = torch.randn(1, 12, 16)
     later = torch.cat([x[:, :8], torch.randn(1, 4, 16)], dim=1)
     before, after = block(x), block(later)
@@ -154,7 +156,7 @@ def test_every_mixer_is_causal(mixer):
 @pytest.mark.parametrize("width", [16, 136])  # ranks 1 and 9
 def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
     torch.manual_seed(0)
-    module = recall.MIXERS[mixer](width)
+    module = MIXERS[mixer](width)
     h = torch.randn(2, 9, width)
     u, z = module.in_proj(h).chunk(2, dim=-1)
     direction = module.weights
@@ -197,7 +199,7 @@ def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, s
 
 def test_attention_is_softmax_of_products():
     torch.manual_seed(0)
-    module = recall.Attention(4).eval()
+    module = Attention(4).eval()
     h = torch.randn(2, 5, 4)
     q, k, v = module.in_proj(h).chunk(3, dim=-1)
     weights = (q @ k.mT / 2).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf).softmax(-1)
@@ -206,7 +208,7 @@ def test_attention_is_softmax_of_products():
 
 def test_attention_drops_a_tenth_of_its_weights():
     """Queries of zeros attend evenly to all tokens up to theirs, and values that are unit vectors show it."""
-    module, count = recall.Attention(64), 64
+    module, count = Attention(64), 64
     with torch.no_grad():
         module.in_proj.weight.copy_(torch.cat([torch.zeros(2 * count, count), torch.eye(count)]))
         module.out_proj.weight.copy_(torch.eye(count))
@@ -220,11 +222,11 @@ def test_attention_drops_a_tenth_of_its_weights():
     torch.testing.assert_close(shown[kept], even[kept] / 0.9)
 
 
-@pytest.mark.parametrize("mixer", recall.MIXERS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_a_tenth_of_attentions_embeddings_is_dropped_and_none_of_others(mixer):
     torch.manual_seed(0)
-    examples = recall.recall_examples(16, 24, 3, 0, CPU)
-    model, seen = recall.RecallModel(mixer, 16, 24), []
+    examples = recall_examples(16, 24, 3, 0, CPU)
+    model, seen = RecallModel(mixer, 16, 24), []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model.eval()(*examples)
     model.train()(*examples)
@@ -237,7 +239,7 @@ def test_a_tenth_of_attentions_embeddings_is_dropped_and_none_of_others(mixer):
 
 def test_initialisation_is_zoologys():
     torch.manual_seed(0)
-    attention, mamba = (recall.RecallModel(mixer, 128, 64) for mixer in ("attention", "mamba"))
+    attention, mamba = (RecallModel(mixer, 128, 64) for mixer in ("attention", "mamba"))
     for model in (attention, mamba):
         assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert attention.positions.std().item() == pytest.approx(0.02, rel=0.03)
@@ -251,7 +253,7 @@ def test_initialisation_is_zoologys():
     assert mamba.blocks[1].mixer.out_proj.weight.abs().max().item() == pytest.approx(256**-0.5 / 2**0.5, rel=1e-2)
 
 
-@pytest.mark.parametrize("mixer", recall.MIXERS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_a_run_learns_what_it_is_shown_and_stops_there(mixer):
     run = trained(a_run(mixer=mixer, pairs=1, length=8, epochs=100, train_examples=32), count=32)
     assert run.ended
@@ -260,15 +262,15 @@ def test_a_run_learns_what_it_is_shown_and_stops_there(mixer):
     assert run.accuracy[-1] > 99
     assert len(run.accuracy) == len(run.loss) == len(run.gradient_norm) < 100
     assert run.loss[-1] < run.loss[0]
-    assert run.parameters == sum(p.numel() for p in recall.RecallModel(mixer, 16, 8).parameters())
+    assert run.parameters == sum(p.numel() for p in RecallModel(mixer, 16, 8).parameters())
 
 
 def test_the_first_epoch_is_adamw_on_the_batches_in_their_order():
     """Against a loop without graphs, flat gradients and rates on a device."""
     run = trained(a_run(epochs=2))
-    pairs, queries = recall.recall_examples(64, 16, 2, 0, CPU)
+    pairs, queries = recall_examples(64, 16, 2, 0, CPU)
     torch.manual_seed(0)
-    model = recall.RecallModel("longhorn", 16, 16)
+    model = RecallModel("longhorn", 16, 16)
     optimizer = torch.optim.AdamW(model.parameters(), 1.0, weight_decay=0.1)
     losses, norms = [], []
     for epoch, i in itertools.product(range(2), range(4)):
@@ -289,7 +291,7 @@ def test_the_first_epoch_is_adamw_on_the_batches_in_their_order():
 
 
 def test_accuracy_is_measured_in_fp32_and_without_dropout():
-    examples = recall.recall_examples(16, 16, 2, 0, CPU)
+    examples = recall_examples(16, 16, 2, 0, CPU)
     training = recall.Training(a_run(mixer="attention", precision="bf16"), examples, CPU)
     seen = []
     training.model.register_forward_hook(lambda model, _, logits: seen.append((model.training, logits.dtype)))
@@ -314,7 +316,7 @@ def test_a_value_that_is_not_finite_is_recorded_and_ends_the_run():
     json.dumps(asdict(run), allow_nan=False)
 
 
-@pytest.mark.parametrize("mixer", recall.MIXERS)
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer, tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "STEPS_A_TURN", 3)  # of the four that an epoch has
     whole = trained(a_run(mixer=mixer, epochs=4))
@@ -373,9 +375,9 @@ def test_what_is_finished_is_not_run_again_and_what_was_begun_comes_first(tmp_pa
 
 def test_files_are_merged_by_their_runs(tmp_path):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
-    recall.write([a_run(accuracy=[1.0]), a_run(seed=1, accuracy=[2.0], loss=[None])], first)
-    recall.write([a_run(accuracy=[3.0]), a_run(epochs=3, accuracy=[4.0])], second)
-    runs = recall.merged([first, second])
+    write([a_run(accuracy=[1.0]), a_run(seed=1, accuracy=[2.0], loss=[None])], first)
+    write([a_run(accuracy=[3.0]), a_run(epochs=3, accuracy=[4.0])], second)
+    runs = merged([first, second])
     assert [run.accuracy for run in runs] == [[1.0], [2.0], [4.0]]
     assert [run.finite for run in runs] == [True, False, True]
 
@@ -400,7 +402,7 @@ def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
     monkeypatch.undo()
     run_main(monkeypatch, *settings, "--plot", plot)
     assert not list(states.iterdir())
-    runs = recall.merged([out])
+    runs = merged([out])
     assert [len(run.accuracy) for run in runs] == [2, 2]
     assert all([sitting["epochs"] for sitting in run.sittings] == [1, 1] for run in runs)
     assert Image.open(plot).format == "PNG"
@@ -414,7 +416,7 @@ def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
 
 def test_a_file_is_written_by_one_call_at_a_time(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
-    monkeypatch.setattr(recall, "run_all", lambda options, finished: recall.write([a_run(accuracy=[1.0])], options.out))
+    monkeypatch.setattr(recall, "run_all", lambda options, finished: write([a_run(accuracy=[1.0])], options.out))
     with FileLock(tmp_path / "out.lock"), pytest.raises(SystemExit):
         run_main(monkeypatch, "--out", out)
     assert f"another call writes to {out}: wait for it, or give another --out" in capsys.readouterr().err
@@ -441,8 +443,8 @@ def in_this_process(runs, device, at_a_time, minutes, out, done):
 
 def test_reports_come_from_several_files(tmp_path, monkeypatch, capsys):
     paths = [tmp_path / name for name in ("a.json", "b.json", "both.json")]
-    recall.write([a_run(accuracy=[95.0])], paths[0])
-    recall.write([a_run(mixer="mamba", accuracy=[5.0])], paths[1])
+    write([a_run(accuracy=[95.0])], paths[0])
+    write([a_run(mixer="mamba", accuracy=[5.0])], paths[1])
     run_main(monkeypatch, "--report", paths[0], paths[1], "--out", paths[2])
     assert (
         "Above 90%: Longhorn 1 of 1 runs, Mamba 0 of 1; Fisher's exact test, two-sided: p = 1."
@@ -468,7 +470,7 @@ def wilson(k, n, z=1.959964):
 
 def test_the_table_has_medians_shares_and_their_intervals():
     runs = study(longhorn=([91.0, 93.0, 90.0, 99.5], [0.0, 50.0, 96.0]), mamba=([0.0, 2.0, 95.0, 1.0],))
-    lines = recall.shares(runs).splitlines()
+    lines = shares(runs).splitlines()
     assert lines[0] == (
         "| mixer | learning rate | runs | median % | best % | above 90% (95% interval of the share) | finite | epochs |"
     )
@@ -492,15 +494,15 @@ def test_mixers_are_compared_over_the_rates_and_seeds_that_both_have():
     tables = [hypergeom.pmf(k, 8, 5, 4) for k in range(5)]
     p = sum(probability for probability in tables if probability <= tables[4] * (1 + 1e-9))
     text = f"Above 90%: Longhorn 4 of 4 runs, Mamba 1 of 4; Fisher's exact test, two-sided: p = {p:.2g}.\n"
-    assert recall.verdict(runs) == text
-    assert recall.verdict(study(longhorn=([1.0],))) == ""
+    assert verdict(runs) == text
+    assert verdict(study(longhorn=([1.0],))) == ""
 
 
 def test_experiments_differ_in_settings_that_are_named():
     runs = study(longhorn=([1.0, 2.0], [3.0]), mamba=([4.0],))
-    assert list(recall.experiments(runs)) == ["length 16, width 16"]
+    assert list(experiments(runs)) == ["length 16, width 16"]
     shorter = [replace(run, epochs=1) for run in runs[:2]]
-    groups = recall.experiments(runs + shorter)
+    groups = experiments(runs + shorter)
     assert {label: len(group) for label, group in groups.items()} == {
         "length 16, width 16, epochs 2": 4,
         "length 16, width 16, epochs 1": 2,
@@ -510,7 +512,7 @@ def test_experiments_differ_in_settings_that_are_named():
 def test_every_run_is_a_point_and_a_line(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     runs = study(longhorn=([91.0, 93.0], [60.0]), mamba=([4.0], [5.0]))
-    recall.plot(runs, tmp_path / "plot.png")
+    plot(runs, tmp_path / "plot.png")
     ends, curves = figures[0].axes
     points = [point for line in ends.lines if line.get_marker() == "o" for point in line.get_xydata().tolist()]
     assert sorted(y for _, y in points) == [4, 5, 60, 91, 93]

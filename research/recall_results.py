@@ -1,0 +1,167 @@
+"""Runs of the study of associative recall (research/recall.py): their files, tables, tests and plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from research.recall_model import MIXERS
+from vil.evaluation.comparison import markdown_table
+from vil.files import write_atomically
+
+LEARNED = 90.0  # percent: a run that ends above has learned the task
+
+
+@dataclass
+class Run:
+    """One training run: its settings, which are its key, and what came out after each epoch.
+
+    `accuracy` is that of all queries of the test sequences, in percent; `loss` the mean of the training steps and
+    `gradient_norm` the largest of theirs, None where it was not finite.
+    """
+
+    mixer: str
+    length: int
+    width: int
+    lr: float
+    seed: int
+    pairs: int
+    batch: int
+    epochs: int
+    train_examples: int
+    test_examples: int
+    weight_decay: float
+    stop_at: float
+    precision: str = "bf16"
+    parameters: int = 0
+    accuracy: list[float] = field(default_factory=list)
+    loss: list[float | None] = field(default_factory=list)
+    gradient_norm: list[float | None] = field(default_factory=list)
+    sittings: list[dict] = field(default_factory=list)  # commit, device, torch, epochs and seconds of each call
+
+    @property
+    def key(self) -> tuple:
+        return tuple(getattr(self, name) for name in SETTINGS)
+
+    @property
+    def finite(self) -> bool:
+        return None not in self.loss + self.gradient_norm
+
+    @property
+    def ended(self) -> bool:
+        if not self.accuracy:
+            return False
+        return len(self.accuracy) == self.epochs or self.accuracy[-1] > self.stop_at or not self.finite
+
+    @property
+    def cost(self) -> float:
+        """A guess of how long it takes."""
+        return self.train_examples * self.epochs * self.length * self.width
+
+    def __str__(self) -> str:
+        return f"{self.mixer}, T {self.length}, width {self.width}, lr {self.lr:g}, seed {self.seed}"
+
+
+SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("parameters")]
+
+
+def merged(files: Iterable[Path]) -> list[Run]:
+    """The runs of several files; of a run that is in more than one, that of the first file."""
+    runs: dict[tuple, Run] = {}
+    for path in files:
+        for run in (Run(**run) for run in json.loads(path.read_text())["runs"]):
+            runs.setdefault(run.key, run)
+    return list(runs.values())
+
+
+def write(runs: list[Run], path: Path) -> None:
+    write_atomically(path, json.dumps({"runs": [asdict(run) for run in runs]}, allow_nan=False) + "\n")
+
+
+def experiments(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in the mixer, the learning rate and the seed alone, by what sets them apart from the others."""
+    free = ("mixer", "lr", "seed")
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(replace(run, mixer="", lr=0.0, seed=0).key, []).append(run)
+    differ = [i for i, name in enumerate(SETTINGS) if name not in free and len({key[i] for key in groups}) > 1]
+    shown = sorted({*differ, SETTINGS.index("length"), SETTINGS.index("width")})
+    return {", ".join(f"{SETTINGS[i]} {key[i]}" for i in shown): group for key, group in groups.items()}
+
+
+def learned(runs: list[Run]) -> int:
+    return sum(run.accuracy[-1] > LEARNED for run in runs)
+
+
+def shares(runs: list[Run]) -> str:
+    """A row for each mixer and learning rate, and one over all rates, of one experiment."""
+    from scipy.stats import binomtest
+
+    head = ["mixer", "learning rate", "runs", "median %", "best %", f"above {LEARNED:g}% (95% interval of the share)",
+            "finite", "epochs"]  # fmt: skip
+    table = [head]
+    for mixer in MIXERS:
+        of_mixer = [run for run in runs if run.mixer == mixer]
+        rates = sorted({run.lr for run in of_mixer})
+        for rate in [*rates, None] if rates else []:
+            some = [run for run in of_mixer if rate in (None, run.lr)]
+            ends, n = [run.accuracy[-1] for run in some], len(some)
+            low, high = binomtest(learned(some), n).proportion_ci(method="wilson")
+            epochs = sorted({min(counts := [len(run.accuracy) for run in some]), max(counts)})
+            cells = [mixer, "all" if rate is None else f"{rate:g}", str(n), f"{statistics.median(ends):.1f}",
+                     f"{max(ends):.1f}", f"{learned(some)} ({100 * low:.0f} to {100 * high:.0f}%)",
+                     str(sum(run.finite for run in some)), " to ".join(map(str, epochs))]  # fmt: skip
+            table.append(cells)
+    return markdown_table(table)
+
+
+def verdict(runs: list[Run]) -> str:
+    """Longhorn against Mamba over the learning rates and seeds that both have: Fisher's exact test of the shares.
+
+    Runs are pooled over rates. As the design is balanced, differences between rates make that test the more cautious.
+    """
+    from scipy.stats import fisher_exact
+
+    by_place = {mixer: {(r.lr, r.seed): r for r in runs if r.mixer == mixer} for mixer in ("longhorn", "mamba")}
+    both = by_place["longhorn"].keys() & by_place["mamba"].keys()
+    if not both:
+        return ""
+    n, counts = len(both), [learned([of[place] for place in both]) for of in by_place.values()]
+    p = fisher_exact([[count, n - count] for count in counts]).pvalue
+    first, second = counts
+    return (
+        f"Above {LEARNED:g}%: Longhorn {first} of {n} runs, Mamba {second} of {n}; "
+        f"Fisher's exact test, two-sided: p = {p:.2g}.\n"
+    )
+
+
+def report(runs: list[Run]) -> str:
+    parts = [f"{label}\n\n{shares(group)}\n{verdict(group)}" for label, group in experiments(runs).items()]
+    return "\n".join(parts)
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """A row for each experiment: where every run ended, by learning rate, and its accuracy by epoch."""
+    from matplotlib.figure import Figure
+
+    groups = experiments(runs)
+    colors = {mixer: f"C{i}" for i, mixer in enumerate(MIXERS)}
+    figure = Figure(figsize=(9, 0.6 + 3.2 * len(groups)), layout="constrained")
+    for (label, group), (ends, curves) in zip(groups.items(), figure.subplots(len(groups), 2, squeeze=False)):
+        rates = sorted({run.lr for run in group})
+        mixers = [mixer for mixer in MIXERS if any(run.mixer == mixer for run in group)]
+        seeds = max(run.seed for run in group) + 1
+        for run in group:
+            # mixers side by side, and within each its seeds from left to right
+            offset = 0.8 * ((mixers.index(run.mixer) + (run.seed + 0.5) / seeds) / len(mixers) - 0.5)
+            ends.plot(rates.index(run.lr) + offset, run.accuracy[-1], "o", color=colors[run.mixer], markersize=4)
+            curves.plot(range(1, len(run.accuracy) + 1), run.accuracy, color=colors[run.mixer], linewidth=0.7)
+        ends.set(title=label, xlabel="learning rate", ylabel="accuracy of recall (%)", ylim=(-3, 103))
+        ends.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+        ends.axhline(LEARNED, color="grey", linewidth=0.5)
+        ends.legend(handles=[ends.plot([], [], "o", color=colors[m], label=m)[0] for m in mixers])
+        curves.set(xlabel="epoch", ylim=(-3, 103))
+    figure.savefig(path, dpi=150)
