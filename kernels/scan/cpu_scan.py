@@ -1,4 +1,4 @@
-"""The scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `op` says what is around.
+"""The scan on CPUs: launches the kernels of `cpu_kernels`, which Numba compiles at first use. `operator` says the rest.
 
 States and sums are in fp32 whatever the inputs have. Every task writes what is its own, and sums over tasks are in a
 fixed order: the result does not depend on the number of threads.
@@ -11,52 +11,52 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cpu.compiler import LANES, Kernel, unavailable
+from ..cpu.compiler import LANES, Kernel
 from .chunks import CHUNK, chunk_state_count
 
-__all__ = ["backward", "forward", "unavailable"]
 LOG2_E = 1.4426950408889634
 
 
 def forward(
-    recurrence: str, x: Tensor, logits: Tensor, k: Tensor, q: Tensor, rates: Tensor | None, skip: Tensor | None,
-    bias: Tensor | None, reverse: tuple[bool, ...], keep: bool,
+    recurrence: str, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, skip: Tensor | None,
+    step_bias: Tensor | None, reverse: tuple[bool, ...], keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y_GBLD, and the states between chunks of `CHUNK` tokens if `keep`."""
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
-    inputs = [_readable(t) for t in (x, logits, k, q)]
-    parameters = _parameters(inputs[0], rates, skip, bias)
+    inputs = [_readable(t) for t in (x, step_logits, k, q)]
+    parameters = _parameters(inputs[0], A, skip, step_bias)
     y = torch.empty((G, B, L, D), dtype=torch.float32)
     states = torch.empty((G, B, chunk_state_count(L), N, D) if keep else 0, dtype=torch.float32)
     _kernel(f"{recurrence}_forward", N, CHUNK).launch(
-        G * B * blocks, *_sizes(x, reverse), *_places(inputs), *_addresses(parameters),
+        G * B * blocks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
         *_addresses((y, states)), chunk_state_count(L) if keep else 0,
     )  # fmt: skip
     return y.to(x.dtype), states
 
 
 def backward(
-    recurrence: str, dy: Tensor, x: Tensor, logits: Tensor, k: Tensor, q: Tensor, rates: Tensor | None,
-    skip: Tensor | None, bias: Tensor | None, states: Tensor, reverse: tuple[bool, ...],
+    recurrence: str, dy: Tensor, x: Tensor, step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None,
+    skip: Tensor | None, step_bias: Tensor | None, states: Tensor, reverse: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of x, logits, k, q, rates (empty without them), and of skip and bias as one tensor (G, 2, D)."""
+    """Gradients of x, step_logits, k, q, A (empty without A), and of skip and step_bias as one tensor (G, 2, D)."""
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
-    inputs, dy = [_readable(t) for t in (x, logits, k, q)], _readable(dy)
-    parameters = _parameters(inputs[0], rates, skip, bias)
-    dx, dlogits = torch.empty((2, G, B, L, D), dtype=torch.float32)
+    inputs, dy = [_readable(t) for t in (x, step_logits, k, q)], _readable(dy)
+    parameters = _parameters(inputs[0], A, skip, step_bias)
+    dx, dstep_logits = torch.empty((2, G, B, L, D), dtype=torch.float32)
     dk, dq = torch.empty((2, blocks, G, B, L, N), dtype=torch.float32)  # parts of sums over channels
     dchannels = torch.empty((B, G, 2, D), dtype=torch.float32)  # and over images
-    drates = torch.empty((B, G, N, D) if rates is not None else 0, dtype=torch.float32)
+    dA = torch.empty((B, G, N, D) if A is not None else 0, dtype=torch.float32)
     tasks = G * B * blocks
     scratch = torch.empty(
-        min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if rates is None else 2 * N) + 2, dtype=torch.float32
+        min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if A is None else 2 * N) + 2, dtype=torch.float32
     )
     _kernel(f"{recurrence}_backward", N, CHUNK).launch(
-        tasks, *_sizes(x, reverse), *_places(inputs), *_addresses(parameters), *_places([dy]), states.data_ptr(),
-        chunk_state_count(L), *_addresses((dx, dlogits, dk, dq, drates, dchannels, scratch)), 0,
+        tasks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
+        *_addresses_and_strides([dy]), states.data_ptr(), chunk_state_count(L),
+        *_addresses((dx, dstep_logits, dk, dq, dA, dchannels, scratch)), 0,
     )  # fmt: skip
-    per_token = [t.to(x.dtype) for t in (dx, dlogits, dk.sum(0), dq.sum(0))]
-    return *per_token, drates if rates is None else drates.sum(0).mT.contiguous(), dchannels.sum(0)
+    per_token = [t.to(x.dtype) for t in (dx, dstep_logits, dk.sum(0), dq.sum(0))]
+    return *per_token, dA if A is None else dA.sum(0).mT.contiguous(), dchannels.sum(0)
 
 
 @functools.cache
@@ -74,10 +74,10 @@ def _readable(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _parameters(x: Tensor, rates: Tensor | None, skip: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-    zeros = x.new_zeros(x.shape[0], x.shape[-1]) if skip is None or bias is None else None
-    rates = None if rates is None else (rates * LOG2_E).mT.contiguous()
-    return [rates, zeros if skip is None else skip, zeros if bias is None else bias]
+def _parameters(x: Tensor, A: Tensor | None, skip: Tensor | None, step_bias: Tensor | None) -> list[Tensor | None]:
+    zeros = x.new_zeros(x.shape[0], x.shape[-1]) if skip is None or step_bias is None else None
+    A = None if A is None else (A * LOG2_E).mT.contiguous()
+    return [A, zeros if skip is None else skip, zeros if step_bias is None else step_bias]
 
 
 def _sizes(x: Tensor, reverse: tuple[bool, ...]) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def _sizes(x: Tensor, reverse: tuple[bool, ...]) -> tuple[int, ...]:
     return G * B * blocks, blocks, B, L, D, sum(r << g for g, r in enumerate(reverse))
 
 
-def _places(tensors: list[Tensor]) -> list[int]:
+def _addresses_and_strides(tensors: list[Tensor]) -> list[int]:
     return [number for t in tensors for number in (t.data_ptr(), *(4 * s for s in t.stride()[:3]))]
 
 
