@@ -41,12 +41,12 @@ FIELD_CONVENTION = 9
 
 
 @register_flop_formula(torch.ops.vil.scan)
-def scan(backend, recurrence, x_GBLD, logits, k_GBLN, *_, **__) -> int:
+def scan(backend, recurrence, x_GBLD, step_logits, k_GBLN, *_, **__) -> int:
     return FORWARD * prod(x_GBLD) * k_GBLN[-1]
 
 
 @register_flop_formula(torch.ops.vil.scan_backward)
-def scan_backward(backend, recurrence, dy, x_GBLD, logits, k_GBLN, *_, **__) -> int:
+def scan_backward(backend, recurrence, dy, x_GBLD, step_logits, k_GBLN, *_, **__) -> int:
     return BACKWARD[recurrence] * prod(x_GBLD) * k_GBLN[-1]
 
 
@@ -56,7 +56,7 @@ def reference_scan(recurrence, q_GLBN, inputs, *_, **__) -> int:
 
 
 @register_flop_formula(torch.ops.vil.reference_scan_backward)
-def reference_scan_backward(recurrence, dy_GLBD, kept, q_GLBN, *_, **__) -> int:
+def reference_scan_backward(recurrence, dy_GLBD, chunk_states, q_GLBN, *_, **__) -> int:
     return BACKWARD[recurrence] * prod(dy_GLBD) * q_GLBN[-1]
 
 
