@@ -61,7 +61,10 @@ def reference_scan_backward(recurrence, dy_GLBD, chunk_states, q_GLBN, *_, **__)
 
 
 @register_flop_formula(torch.ops.vil.block)
-def block(recurrence, x_BLC, normed, scale, eps, norm, in_proj, out_proj, directions, *_, **__) -> int:
+def block(
+    recurrence, eps, dtype, class_token_only, norm_next, x_BLC, normed, scale, norm, in_proj, out_proj, directions,
+    *_, **__,
+) -> int:  # fmt: skip
     B, L, C = x_BLC
     products, scans = _block_products(B, L, C, directions)
     return products + FORWARD * scans
@@ -69,7 +72,7 @@ def block(recurrence, x_BLC, normed, scale, eps, norm, in_proj, out_proj, direct
 
 @register_flop_formula(torch.ops.vil.block_backward)
 def block_backward(
-    recurrence, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj, directions, class_token_only, prenormed,
+    recurrence, class_token_only, prenormed, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj, directions,
     saved, **_,
 ) -> int:  # fmt: skip
     B, L, _U = saved[0]

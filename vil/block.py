@@ -5,6 +5,7 @@ B batch    L tokens    C model width    D inner width    N states of a channel  
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from .kernels import longhorn_scan, selective_scan
-from .kernels.block import cpu as cpu_block
-from .kernels.block import operator as block_operator
+from .kernels.block.fused import fused_operator
+from .kernels.block.weights import BlockWeights, DirectionWeights, Options
 
 
 @register_notrace_function
@@ -187,9 +188,10 @@ class Block(nn.Module):
     def forward(self, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
         """All tokens, or the class token in the middle alone (B, 1, C), for which fused kernels read half of them."""
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
-            weights = fused_weights(self, x_BLC)
-            if weights is not None:
-                return fused_block(self, weights, x_BLC, class_token_only=class_token_only)[0]
+            fused = fused_block(self, x_BLC)
+            if fused is not None:
+                run, weights = fused
+                return run(x_BLC, weights, options(self, weights, class_token_only), path_scale(self, x_BLC))[0]
         x_BLC = x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
         return middle_token(x_BLC) if class_token_only else x_BLC
 
@@ -214,39 +216,42 @@ def run_blocks(blocks: nn.Module, x_BLC: Tensor, class_token_only: bool = False,
         x_BLC = blocks(x_BLC)
         return middle_token(x_BLC) if class_token_only else x_BLC
     modules = list(blocks)
-    fused = [fused_weights(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
+    fused = [fused_block(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
     normed = None
-    for i, (block, weights) in enumerate(zip(modules, fused)):
+    for i, (block, found) in enumerate(zip(modules, fused)):
         last = i + 1 == len(modules)
-        only = class_token_only and last and weights is not None
+        only = class_token_only and last and found is not None
         if checkpointing:
             x_BLC = checkpointed(block, x_BLC, only)
-        elif weights is None:
+        elif found is None:
             x_BLC, normed = block(x_BLC), None
         else:
+            run, weights = found
             norm_next = not last and fused[i + 1] is not None and modules[i + 1].norm.eps == block.norm.eps
-            x_BLC, normed = fused_block(block, weights, x_BLC, normed, only, norm_next)
+            how = options(block, weights, only, norm_next)
+            x_BLC, normed = run(x_BLC, weights, how, path_scale(block, x_BLC), normed)
     return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-def weights_of_both(count: int) -> list[int]:
-    """Where in the parameters of norm, mixer and two directions with `count` of their own those are that kernels take.
+def checkpointed(block: nn.Module, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
+    """The block, which backward computes once more.
 
-    That is norm, in_proj, out_proj and, of each direction, conv1d, x_proj and step_proj and then its own.
+    A fused one draws nothing again: a CUDA graph could not go back to the random numbers of forward.
     """
-    first = [*range(3 + count, 8 + count), *range(3, 3 + count)]
-    return [0, 1, 2, *first, *(i + 5 + count for i in first)]
+    found = fused_block(block, x_BLC) if type(block) is Block and not watched(block) else None
+    if found is None:
+        return checkpoint(block, x_BLC, class_token_only=True) if class_token_only else checkpoint(block, x_BLC)
+    run, weights = found
+    arguments = x_BLC, weights, options(block, weights, class_token_only), path_scale(block, x_BLC)
+    return checkpoint(run, *arguments, preserve_rng_state=False)[0]
 
 
-# of a mixer that runs fused: the types of its parts in their order, with the norm ahead, and where its weights are
 _DIRECTION = [TokenConv1d, nn.Linear, nn.Linear]
+# for each mixer that runs fused, the types of a block's parts in their order
 FUSED = {
-    mixer: (
-        [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]],
-        weights_of_both(own),
-    )
-    for mixer, own in ((LonghornMixer, 1), (MambaMixer, 2))
-}  # fmt: skip
+    mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]
+    for mixer in (LonghornMixer, MambaMixer)
+}
 _fused = True
 
 
@@ -256,90 +261,69 @@ def set_fused(enable: bool) -> None:
     _fused = enable
 
 
-def watched(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says: hooks, or a forward of its own."""
-    own = module.__dict__
-    return bool(
+def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | None:
+    """The operator that stands for this block here, and its weights; None if its parts are to run by themselves.
+
+    It stands for a block with every part as it was built, whatever the weights in them have become since, where
+    `fused_operator` has one: on an NVIDIA GPU or, in fp32, on a CPU.
+    """
+    if not _fused or not isinstance(x_BLC, Tensor):
+        return None
+    weights = weights_as_built(block)
+    run = None if weights is None else fused_operator(x_BLC, weights)
+    return None if run is None else (run, weights)
+
+
+def weights_as_built(block: Block) -> BlockWeights | None:
+    """The weights by name, unless a part was replaced or is watched, or a bias was added."""
+    norm, mixer, drop_path = (block._modules[name] for name in ("norm", "mixer", "drop_path"))
+    if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity):
+        return None
+    parts = [norm, mixer, *mixer._modules.values()]
+    for direction in mixer._modules["directions"]._modules.values():
+        parts += [direction, *direction._modules.values()]
+    if [type(part) for part in parts] != FUSED[type(mixer)] or watched(drop_path, *parts):
+        return None
+    norm, _, in_proj, _, out_proj, *both = [part._parameters for part in parts]
+    first, second = _direction_weights(*both[:4]), _direction_weights(*both[4:])
+    if first is None or second is None or in_proj["bias"] is not None or out_proj["bias"] is not None:
+        return None
+    return BlockWeights(norm["weight"], in_proj["weight"], out_proj["weight"], (first, second))
+
+
+def _direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> DirectionWeights | None:
+    if x_proj["bias"] is not None:
+        return None
+    return DirectionWeights(
+        conv["weight"], conv["bias"], x_proj["weight"], step_proj["weight"], step_proj["bias"], own["skip"],
+        own.get("A_log"),
+    )  # fmt: skip
+
+
+def watched(*modules: nn.Module) -> bool:
+    """Whether calling one of them does more than its class says: hooks, or a forward of its own."""
+    return any_global_hook() or any([  # noqa: C419  faster
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
-        or any_global_hook()
-    )
+        for own in [module.__dict__ for module in modules]
+    ])  # fmt: skip
 
 
-def fused_weights(block: Block, x_BLC: Tensor) -> list[Tensor] | None:
-    """The weights in the order in which `vil::block` takes them, or None if it does not stand for this block here.
-
-    It does on an NVIDIA GPU or, in fp32, on a CPU, with every part as it was built, whatever the weights in them have
-    become since.
-    """
-    if not _fused or not isinstance(x_BLC, Tensor):
-        return None
-    norm, mixer = block._modules["norm"], block._modules["mixer"]
-    if type(mixer) not in FUSED:
-        return None
-    on_gpu = block_operator.supports(x_BLC, mixer.state_size)
-    if not on_gpu and not cpu_block.supports(x_BLC, mixer.state_size):
-        return None
-    types, order = FUSED[type(mixer)]
-    parts = [norm, mixer, *mixer._modules.values()]
-    for direction in mixer._modules["directions"]._modules.values():
-        parts += [direction, *direction._modules.values()]
-    drop_path = block._modules["drop_path"]
-    if [type(part) for part in parts] != types or type(drop_path) not in (DropPath, nn.Identity):
-        return None
-    if watched(drop_path) or any([watched(part) for part in parts]):  # noqa: C419  faster
-        return None
-    weights = [weight for part in parts for weight in part._parameters.values() if weight is not None]
-    if len(weights) != len(order):  # with a bias more it would be another function
-        return None
-    weights = [weights[i] for i in order]
-    if not on_gpu:
-        return weights if cpu_block.supports_weights(weights, weights[3].shape[-1]) else None
-    return weights if block_operator.supports_weights(weights, weights[3].shape[-1], x_BLC.device) else None
+def options(block: Block, weights: BlockWeights, class_token_only: bool, norm_next: bool = False) -> Options:
+    """How the operator computes the block: products in the dtype of autocast if that is on, else in the weights'."""
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else weights.norm.dtype
+    return Options(block._modules["mixer"].recurrence, block._modules["norm"].eps, dtype, class_token_only, norm_next)
 
 
 def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
     """Draws what stochastic depth multiplies each image's branch by, 0 or 1 / (1 - rate); None for 1."""
-    if not block.training or not isinstance(drop := block.drop_path, DropPath):
+    if not block.training or not isinstance(drop := block._modules["drop_path"], DropPath):
         return None
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
     keep = 1 - drop.drop_prob
     return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # the same in half of the host's time
-
-
-def fused_block(
-    block: Block, weights: list[Tensor], x_BLC: Tensor, normed: tuple[Tensor, Tensor] | None = None,
-    class_token_only: bool = False, norm_next: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """The block by `vil::block`: the same function of the same parameters by fewer kernels, in less memory."""
-    return _fused_block(block, weights, x_BLC, normed, path_scale(block, x_BLC), class_token_only, norm_next)
-
-
-def _fused_block(block, weights, x_BLC, normed, scale_B, class_token_only, norm_next):
-    norm_C, in_proj, out_proj, *directions = weights
-    mixer, eps = block._modules["mixer"], block._modules["norm"].eps
-    recurrence = mixer.recurrence
-    if x_BLC.device.type == "cpu" and not block_operator.supports(x_BLC, mixer.state_size):
-        x_BLC = cpu_block.block(recurrence, x_BLC, scale_B, eps, norm_C, in_proj, out_proj, directions)
-        return middle_token(x_BLC) if class_token_only else x_BLC, None
-    autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else norm_C.dtype
-    return block_operator.block(
-        recurrence, x_BLC, normed, scale_B, eps, norm_C, in_proj, out_proj, directions, dtype, class_token_only,
-        norm_next,
-    )  # fmt: skip
-
-
-def checkpointed(block: nn.Module, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
-    """The block, which backward computes once more.
-
-    Of a fused one nothing is drawn again: a CUDA graph could not go back to the random numbers of forward.
-    """
-    if type(block) is Block and not watched(block) and (weights := fused_weights(block, x_BLC)) is not None:
-        arguments = block, weights, x_BLC, None, path_scale(block, x_BLC), class_token_only, False
-        return checkpoint(_fused_block, *arguments, preserve_rng_state=False)[0]
-    return checkpoint(block, x_BLC, class_token_only=True) if class_token_only else checkpoint(block, x_BLC)

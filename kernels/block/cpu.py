@@ -1,7 +1,7 @@
-"""The bidirectional block on CPUs: what `vil.block.Block` computes, by few passes over memory, and its gradient.
+"""The bidirectional block on CPUs in fp32, by few passes over memory, and its gradient.
 
-Convolutions of both directions, norm, gate and the scan are kernels that Numba compiles; products are PyTorch's. Only
-for tensors in fp32 that nobody but autograd looks at: compilers, modes and transformations see the block's parts.
+Convolutions of both directions, norm, gate and the scan are kernels that Numba compiles; products are PyTorch's.
+`fused_operator` says for which tensors: compilers, modes and transformations see the block's parts in its place.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 P columns of x_proj, R + 2N
@@ -11,157 +11,170 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import backends
 from ..cpu.compiler import LANES, Kernel
 from ..scan import cpu_scan as scans
+from .tokens import Tokens
+from .weights import BlockWeights, DirectionWeights, Normed, Options
 
-TAPS = (2, 3, 4)
 REVERSE = (False, True)
 ROWS = 16  # tokens of a task
 
 
-def supports(x_BLC: Tensor, state_size: int) -> bool:
-    """Whether `block` takes this residual stream and this number of states, here and now."""
-    return (
-        type(x_BLC) is Tensor
-        and x_BLC.device.type == "cpu"
-        and x_BLC.dtype == torch.float32
-        and x_BLC.numel() > 0
-        and state_size in backends.STATE_SIZES
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.is_autocast_enabled("cpu")
-        and backends.backend_for(x_BLC.device) == "cpu"
-    )
+class Saved(NamedTuple):
+    """What forward keeps for backward, beside its inputs."""
+
+    rstd: Tensor  # (T,) of the norm
+    h: Tensor  # (T, C), normed
+    uz: Tensor  # (T, 2D)
+    v: Tensor  # (2, T, D), convolved
+    projected: Tensor  # (2, T, P)
+    step_logits: Tensor  # (2, T, D)
+    y: Tensor  # (2, B, L, D), what both directions put out
+    states: Tensor  # (2, B, S, N, D), between chunks
 
 
-def supports_weights(weights: list[Tensor], taps: int) -> bool:
-    """Whether `block` takes these, and this many taps."""
-    return taps in TAPS and all([t.dtype == torch.float32 and t.device.type == "cpu" for t in weights])  # noqa: C419
+class Scanned(NamedTuple):
+    """What the scan reads."""
+
+    x: Tensor
+    step_logits: Tensor
+    k: Tensor
+    q: Tensor
+    A: Tensor | None
+    skip: Tensor
+    step_bias: Tensor
 
 
 def block(
-    recurrence: str, x_BLC: Tensor, scale_B: Tensor | None, eps: float, norm_C: Tensor, in_proj: Tensor,
-    out_proj: Tensor, directions: list[Tensor],
-) -> Tensor:  # fmt: skip
-    """x + scale * out_proj(mixer(norm(x))); the arguments are those of `op.block`, all in fp32."""
-    arguments = recurrence, eps, x_BLC, scale_B, norm_C, in_proj, out_proj, *directions
-    if torch.is_grad_enabled() and any([t.requires_grad for t in (x_BLC, *arguments[4:])]):  # noqa: C419
-        return _Block.apply(*arguments)
-    with torch.no_grad():
-        return _forward(*arguments, keep=False)[0]
-
-
-def _forward(recurrence, eps, x_BLC, scale_B, norm_C, in_proj, out_proj, *directions, keep):
-    """x', and what backward needs."""
-    x_BLC, norm_C, scale_B = x_BLC.contiguous(), norm_C.contiguous(), None if scale_B is None else scale_B.contiguous()
-    (B, L, C), D, T = x_BLC.shape, out_proj.shape[1], x_BLC.shape[0] * x_BLC.shape[1]
-    x_TC = x_BLC.view(T, C)
-    h_TC, rho_T = torch.empty_like(x_TC), x_TC.new_empty(T)
-    _rows("norm_forward", T, C, T, _bits(eps), *_addresses(x_TC, norm_C, h_TC, rho_T))
-    uz_TE = torch.mm(h_TC, in_proj.t())
-    v_2TD, projected_2TP, logits_2TD, scanned = _project(uz_TE, B, L, *_halves(directions))
-    y_2BLD, states = scans.forward(recurrence, *scanned, REVERSE, keep)
-    gated_TD = torch.empty_like(y_2BLD[0]).view(T, D)
-    _rows("gate_forward", T, D, T, L, *_gate(uz_TE, y_2BLD, scale_B, gated_TD))
-    out_TC = torch.addmm(x_TC, gated_TD, out_proj.t())
-    kept = [rho_T, h_TC, uz_TE, v_2TD, projected_2TP, logits_2TD, y_2BLD, states] if keep else []
-    return out_TC.view(B, L, C), kept
-
-
-def _project(uz_TE: Tensor, B: int, L: int, *halves: list[Tensor]):
-    """v, what x_proj makes of it, the logits, and all that the scan reads."""
-    T, D = uz_TE.shape[0], uz_TE.shape[1] // 2
-    taps, R = halves[0][0].shape[-1], halves[0][3].shape[1]
-    v_2TD = uz_TE.new_empty(2, T, D)
-    filters = [t.contiguous() for weights in halves for t in weights[:2]]
-    _channels("conv_forward", taps, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
-    x_proj_2PD, step_proj_2DR = (torch.stack([weights[i] for weights in halves]) for i in (2, 3))
-    projected_2TP = torch.bmm(v_2TD, x_proj_2PD.mT)
-    logits_2TD = torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT)
-    return v_2TD, projected_2TP, logits_2TD, _scanned(v_2TD, projected_2TP, logits_2TD, B, L, *halves)
-
-
-def _scanned(v_2TD, projected_2TP, logits_2TD, B, L, *halves):
-    """x, logits, k, q, rates, skip and bias of the scan."""
-    R = halves[0][3].shape[1]
-    N = (projected_2TP.shape[2] - R) // 2
-    per_token = [
-        t.unflatten(1, (B, L)) for t in (v_2TD, logits_2TD, projected_2TP[..., R : R + N], projected_2TP[..., R + N :])
-    ]
-    rates = -torch.stack([weights[6] for weights in halves]).exp() if len(halves[0]) > 6 else None
-    return *per_token, rates, *(torch.stack([weights[i] for weights in halves]) for i in (5, 4))
+    x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
+) -> tuple[Tensor, None]:
+    """As `operator.block`, but in fp32 whatever the options, and with no norm for the next block."""
+    flat = weights.flat()
+    if torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in flat])):  # noqa: C419
+        y_BLC = _Block.apply(options, x_BLC, scale_B, *flat)
+    else:
+        y_BLC, _ = _forward(options, x_BLC, scale_B, weights, keep=False)
+    return Tokens(y_BLC.shape[1], options.class_token_only).wanted(y_BLC), None
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, recurrence, eps, *tensors):
-        ctx.recurrence = recurrence
-        out_BLC, kept = _forward(recurrence, eps, *tensors, keep=True)
-        ctx.count = len(tensors)
-        ctx.save_for_backward(*tensors, *kept)
-        return out_BLC
+    def forward(ctx, options, x_BLC, scale_B, *flat):
+        y_BLC, saved = _forward(options, x_BLC, scale_B, BlockWeights.of(flat), keep=True)
+        ctx.options = options
+        ctx.save_for_backward(x_BLC, scale_B, *saved, *flat)
+        return y_BLC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout_BLC):
-        saved = ctx.saved_tensors
-        tensors, kept = saved[: ctx.count], saved[ctx.count :]
-        return None, None, *_backward(ctx.recurrence, dout_BLC.contiguous(), *tensors, kept=kept)
+    def backward(ctx, dy_BLC):
+        x_BLC, scale_B, *tensors = ctx.saved_tensors
+        saved, weights = Saved(*tensors[: len(Saved._fields)]), BlockWeights.of(tensors[len(Saved._fields) :])
+        dx_BLC, dweights = _backward(ctx.options, dy_BLC.contiguous(), x_BLC, scale_B, weights, saved)
+        return None, dx_BLC, None, *dweights.flat()
 
 
-def _backward(recurrence, dout_BLC, x_BLC, scale_B, norm_C, in_proj, out_proj, *directions, kept):
-    """Gradients of all tensors in their order, None of scale."""
-    rho_T, h_TC, uz_TE, v_2TD, projected_2TP, logits_2TD, y_2BLD, states = kept
-    (B, L, C), D, T = x_BLC.shape, out_proj.shape[1], x_BLC.shape[0] * x_BLC.shape[1]
-    x_TC, dout_TC, norm_C = x_BLC.contiguous().view(T, C), dout_BLC.view(T, C), norm_C.contiguous()
-    scale_B, halves = None if scale_B is None else scale_B.contiguous(), _halves(directions)
-    R, taps = directions[3].shape[1], directions[0].shape[-1]
+def _forward(
+    options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
+) -> tuple[Tensor, Saved]:
+    """x', and what backward needs, with the states if `keep`."""
+    x_BLC, norm_C, scale_B = x_BLC.contiguous(), weights.norm.contiguous(), _contiguous(scale_B)
+    (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
+    x_TC = x_BLC.view(T, C)
+    h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
+    _rows("norm_forward", T, C, T, _bits(options.eps), *_addresses(x_TC, norm_C, h_TC, rstd_T))
+    uz_TE = torch.mm(h_TC, weights.in_proj.t())
+    v_2TD, projected_2TP, step_logits_2TD = _project(uz_TE, B, L, weights)
+    scanned = _scanned(v_2TD, projected_2TP, step_logits_2TD, B, L, weights)
+    y_2BLD, states = scans.forward(options.recurrence, *scanned, REVERSE, keep)
+    gated_TD = torch.empty_like(y_2BLD[0]).view(T, -1)
+    _rows("gate_forward", T, gated_TD.shape[1], T, L, *_gate(uz_TE, y_2BLD, scale_B, gated_TD))
+    y_TC = torch.addmm(x_TC, gated_TD, weights.out_proj.t())
+    return y_TC.view(B, L, C), Saved(rstd_T, h_TC, uz_TE, v_2TD, projected_2TP, step_logits_2TD, y_2BLD, states)
 
-    duz_TE, gated_TD, dy_TD = torch.empty_like(uz_TE), torch.empty_like(v_2TD[0]), torch.empty_like(v_2TD[0])
-    dgated_TD = torch.mm(dout_TC, out_proj)
-    gate = *_gate(uz_TE, y_2BLD, scale_B, gated_TD), *_addresses(dgated_TD, dy_TD), duz_TE.data_ptr() + 4 * D
-    _rows("gate_backward", T, D, T, L, *gate)
-    dout_proj = torch.mm(dout_TC.t(), gated_TD)
 
-    scanned = _scanned(v_2TD, projected_2TP, logits_2TD, B, L, *halves)
-    dy_2BLD = dy_TD.view(1, B, L, D).expand(2, B, L, D)
-    dv_2BLD, dlogits_2BLD, dk_2BLN, dq_2BLN, drates, dchannels_22D = scans.backward(
-        recurrence, dy_2BLD, *scanned, states, REVERSE
+def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """v, what x_proj makes of it, and the step's logits, of both directions."""
+    T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes
+    v_2TD = uz_TE.new_empty(2, T, D)
+    _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*_filters(weights), v_2TD))
+    projected_2TP = torch.bmm(v_2TD, _both(weights, "x_proj").mT)
+    return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
+
+
+def _both(weights: BlockWeights, name: str) -> Tensor:
+    return torch.stack([getattr(direction, name) for direction in weights.directions])
+
+
+def _filters(weights: BlockWeights) -> list[Tensor]:
+    return [t.contiguous() for direction in weights.directions for t in (direction.conv, direction.conv_bias)]
+
+
+def _scanned(v_2TD, projected_2TP, step_logits_2TD, B: int, L: int, weights: BlockWeights) -> Scanned:
+    _, _, N, R, _ = weights.sizes
+    k_2TN, q_2TN = projected_2TP[..., R : R + N], projected_2TP[..., R + N :]
+    per_token = (t.unflatten(1, (B, L)) for t in (v_2TD, step_logits_2TD, k_2TN, q_2TN))
+    A_2DN = None if weights.directions[0].A_log is None else -_both(weights, "A_log").exp()
+    return Scanned(*per_token, A_2DN, _both(weights, "skip"), _both(weights, "step_bias"))
+
+
+def _backward(
+    options: Options, dy_BLC: Tensor, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, saved: Saved
+) -> tuple[Tensor, BlockWeights]:
+    """Gradients of x and of all weights."""
+    (B, L, C), D, T = x_BLC.shape, weights.out_proj.shape[1], len(saved.uz)
+    x_TC, dout_TC, norm_C = x_BLC.contiguous().view(T, C), dy_BLC.view(T, C), weights.norm.contiguous()
+    duz_TE, gated_TD, dy_TD = (torch.empty_like(t) for t in (saved.uz, saved.v[0], saved.v[0]))
+    dgated_TD = torch.mm(dout_TC, weights.out_proj)
+    gate = _gate(saved.uz, saved.y, _contiguous(scale_B), gated_TD)
+    dz = duz_TE.data_ptr() + 4 * D
+    _rows("gate_backward", T, D, T, L, *gate, *_addresses(dgated_TD, dy_TD), dz)
+    directions = _through_directions(options.recurrence, dy_TD.view(B, L, D), weights, saved, duz_TE)
+    dh_TC, dx_TC, dnorm = torch.mm(duz_TE, weights.in_proj), torch.empty_like(x_TC), x_TC.new_empty(-(-T // ROWS), C)
+    _rows("norm_backward", T, C, T, *_addresses(x_TC, norm_C, saved.rstd, dh_TC, dout_TC, dx_TC, dnorm))
+    din_proj, dout_proj = torch.mm(duz_TE.t(), saved.h), torch.mm(dout_TC.t(), gated_TD)
+    return dx_TC.view(B, L, C), BlockWeights(dnorm.sum(0), din_proj, dout_proj, directions)
+
+
+def _through_directions(
+    recurrence: str, dy_BLD: Tensor, weights: BlockWeights, saved: Saved, duz_TE: Tensor
+) -> tuple[DirectionWeights, DirectionWeights]:
+    """Scan, projections and convolutions: the gradients of both directions' weights; writes that of u."""
+    (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes.R, weights.sizes.K
+    scanned = _scanned(saved.v, saved.projected, saved.step_logits, B, L, weights)
+    dv_2BLD, dstep_logits_2BLD, dk_2BLN, dq_2BLN, dA_2DN, dchannels_22D = scans.backward(
+        recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE
     )
-    dv_2TD, dlogits_2TD = dv_2BLD.view(2, T, D), dlogits_2BLD.view(2, T, D)
-    ddirections = []
-    for g, weights in enumerate(halves):
-        dstep_TR = torch.mm(dlogits_2TD[g], weights[3])
+    dv_2TD, dstep_logits_2TD = dv_2BLD.view(2, T, D), dstep_logits_2BLD.view(2, T, D)
+    dx_proj, dstep_proj = [], []
+    for g, direction in enumerate(weights.directions):
+        dstep_TR = torch.mm(dstep_logits_2TD[g], direction.step_proj)
         dprojected_TP = torch.cat([dstep_TR, dk_2BLN[g].view(T, -1), dq_2BLN[g].view(T, -1)], dim=1)
-        dx_proj = torch.mm(dprojected_TP.t(), v_2TD[g])
-        dstep_proj = torch.mm(dlogits_2TD[g].t(), projected_2TP[g, :, :R])
-        dv_2TD[g].addmm_(dprojected_TP, weights[2])
-        drates_DN = [] if drates.numel() == 0 else [drates[g] * scanned[4][g]]  # d(-exp(A_log)) / dA_log is itself
-        ddirections.append([dx_proj, dstep_proj, dchannels_22D[g, 1], dchannels_22D[g, 0], *drates_DN])
-    filters = [t.contiguous() for weights in halves for t in weights[:2]]
-    dfilters = uz_TE.new_empty(B, 2, taps + 1, D)
-    _channels("conv_backward", taps, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, dv_2TD, duz_TE, dfilters))
-    dfilters = dfilters.sum(0)
-    for g in (0, 1):
-        ddirections[g][:0] = [dfilters[g, :taps].t().unsqueeze(1), dfilters[g, taps]]
+        dx_proj.append(torch.mm(dprojected_TP.t(), saved.v[g]))
+        dstep_proj.append(torch.mm(dstep_logits_2TD[g].t(), saved.projected[g, :, :R]))
+        dv_2TD[g].addmm_(dprojected_TP, direction.x_proj)
+    dfilters = duz_TE.new_empty(B, 2, K + 1, D)
+    tensors = *_filters(weights), dv_2TD, duz_TE, dfilters
+    _channels("conv_backward", K, B, L, D, *_token_places(saved.uz, L), *_addresses(*tensors))
+    dfilters_2KD, (dskip_2D, dstep_bias_2D) = dfilters.sum(0), dchannels_22D.unbind(1)
+    dA_log = (None, None) if scanned.A is None else dA_2DN * scanned.A  # the derivative of -exp(A_log) is itself
+    first, second = (
+        DirectionWeights(
+            dfilters_2KD[g, :K].t().unsqueeze(1), dfilters_2KD[g, K], dx_proj[g], dstep_proj[g], dstep_bias_2D[g],
+            dskip_2D[g], dA_log[g],
+        ) for g in (0, 1)
+    )  # fmt: skip
+    return first, second
 
-    din_proj, dh_TC = torch.mm(duz_TE.t(), h_TC), torch.mm(duz_TE, in_proj)
-    dx_TC, dnorm = torch.empty_like(x_TC), x_TC.new_empty(-(-T // ROWS), C)
-    _rows("norm_backward", T, C, T, *_addresses(x_TC, norm_C, rho_T, dh_TC, dout_TC, dx_TC, dnorm))
-    return dx_TC.view(B, L, C), None, dnorm.sum(0), din_proj, dout_proj, *ddirections[0], *ddirections[1]
 
-
-def _halves(directions) -> tuple[list[Tensor], list[Tensor]]:
-    half = len(directions) // 2
-    return directions[:half], directions[half:]
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
 
 
 def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:

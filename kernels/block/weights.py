@@ -9,7 +9,7 @@ E columns of uz, 2D, or D for the class token alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ class BlockWeights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a block is computed; what is the same for every call of it, and of blocks like it."""
+    """How a block is computed."""
 
     recurrence: str  # "longhorn" or "selective"
     eps: float  # of the norm
@@ -99,11 +99,37 @@ class Options(NamedTuple):
     norm_next: bool = False  # the norm of the output, too, if that costs nothing
 
 
+class BackwardOptions(NamedTuple):
+    """What backward asks of how forward has computed the block."""
+
+    recurrence: str
+    class_token_only: bool
+    prenormed: bool  # the norm was given, so that its gradient is a result
+
+
 class Normed(NamedTuple):
     """The norm of a residual stream but for its weight, as a fused add-norm hands it on."""
 
     xhat: Tensor  # (T, C): rstd x, in the dtype of products
     rstd: Tensor  # (T,): 1 / sqrt(mean(x^2) + eps), in fp32
+
+
+class Inputs(NamedTuple):
+    """The tensors of forward."""
+
+    x: Tensor  # (B, L, C)
+    scale: Tensor | None  # (B,), of stochastic depth
+    normed: Normed | None  # of x, if the block before has handed it on
+    weights: BlockWeights
+
+    def flat(self) -> list[Tensor | None]:
+        return [self.x, self.scale, *(self.normed or (None, None)), *self.weights.flat()]
+
+    @classmethod
+    def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
+        """From what `flat` returns."""
+        x, scale, xhat, rstd, *weights = flat
+        return cls(x, scale, None if xhat is None else Normed(xhat, rstd), BlockWeights.of(weights))
 
 
 class SavedForBackward(NamedTuple):
@@ -122,7 +148,8 @@ class SavedForBackward(NamedTuple):
         return [t for t in self if t is not None]
 
     @classmethod
-    def of(cls, flat: Sequence[Tensor], recurrence: str) -> SavedForBackward:
-        """From what `flat` returns of a block with its own norm, or of another with that added."""
-        uz, mean, states, packed, *A, xhat, rstd = flat
-        return cls(uz, mean, states, packed, A[0] if recurrence == "selective" else None, xhat, rstd)
+    def of(cls, flat: Sequence[Tensor], recurrence: str, prenormed: bool = False) -> SavedForBackward:
+        """From what `flat` returns."""
+        uz, mean, states, packed, *others = flat
+        A = others.pop(0) if recurrence == "selective" else None
+        return cls(uz, mean, states, packed, A, *((None, None) if prenormed else others))

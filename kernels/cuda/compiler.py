@@ -104,15 +104,15 @@ def _kernel(name: str, entry: str, device_index: int, macros: tuple[tuple[str, o
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, driver.CUdevice(device_index))
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{entry} needs {shared_bytes} bytes of shared memory a block: {error.name}")
+            raise RuntimeError(f"{entry} needs {shared_bytes} bytes of shared memory a CTA: {error.name}")
     return kernel
 
 
 @functools.cache
-def _config(grid: int, block: int, shared_bytes: int):
+def _config(ctas: int, threads: int, shared_bytes: int):
     from cuda.core import LaunchConfig
 
-    return LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+    return LaunchConfig(grid=ctas, block=threads, shmem_size=shared_bytes)
 
 
 class Parameter(NamedTuple):
@@ -159,15 +159,15 @@ def _dtype(name: str, pointee: str, macros: tuple[tuple[str, object], ...]) -> t
 
 
 class Launch:
-    """A kernel of `name`.cu with its grid, its numbers and where its pointers go: what can run again and again.
+    """A kernel of `name`.cu with its CTAs, its numbers and where its pointers go: what can run again and again.
 
     Args:
         name, entry: The file, without its ending, and the kernel in it.
         macros: What the file is compiled with.
-        grid, block: Thread blocks, and threads of one.
+        ctas, threads: Thread blocks, and threads of one.
         arguments: By the names that the kernel's own list of parameters has: a tensor or None for each pointer, of the
             dtype that it points to, an int for each `i64` and a float for each `double`.
-        shared_bytes: Dynamic shared memory of a thread block.
+        shared_bytes: Dynamic shared memory of a CTA.
 
     Raises:
         TypeError: An argument is missing, is none of the kernel's, or is of another type than its parameter.
@@ -175,10 +175,10 @@ class Launch:
     """
 
     def __init__(
-        self, name: str, entry: str, macros: dict, grid: int, block: int, arguments: dict, shared_bytes: int = 0
+        self, name: str, entry: str, macros: dict, ctas: int, threads: int, arguments: dict, shared_bytes: int = 0
     ):  # fmt: skip
         self.name, self.entry, self.macros = name, entry, macros
-        self.grid, self.block, self.shared_bytes = grid, block, shared_bytes
+        self.ctas, self.threads, self.shared_bytes = ctas, threads, shared_bytes
         self.kernel = self.config = None  # until it runs
         self.values: list[int | float] = []
         self.tensors: list[tuple[int, torch.Tensor]] = []  # with their places among the values
@@ -224,16 +224,16 @@ class Launch:
         """With these values, addresses among them, on this stream of the current GPU."""
         if self.kernel is None:
             device = torch.cuda.current_device()
-            self.config = _config(self.grid, self.block, self.shared_bytes)  # first: other threads ask for the kernel
+            self.config = _config(self.ctas, self.threads, self.shared_bytes)  # first: other threads ask for the kernel
             self.kernel = _kernel(self.name, self.entry, device, tuple(self.macros.items()), self.shared_bytes)
         _launcher()(stream, self.config, self.kernel, *values)
 
 
 def launch(
-    name: str, entry: str, macros: dict, grid: int, block: int, arguments: dict, shared_bytes: int = 0
+    name: str, entry: str, macros: dict, ctas: int, threads: int, arguments: dict, shared_bytes: int = 0
 ) -> None:  # fmt: skip
     """Runs a kernel: `Launch` says what the arguments are. While a plan is recorded, it becomes a part of that."""
-    one = Launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    one = Launch(name, entry, macros, ctas, threads, arguments, shared_bytes)
     if recording := getattr(_thread, "recording", None):
         recording.launch(one)
     else:

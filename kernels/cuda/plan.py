@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def place(t: Tensor) -> torch.device:
 
 
 def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
-    """The same function of tensors, lists of them and hashable values, by plans where they are on NVIDIA's GPUs.
+    """The same function of tensors, lists of them and None, and hashable values, by plans on NVIDIA's GPUs.
 
     `check`, of the same arguments, runs before a plan is made, for tensors of that kind alone.
     """
@@ -76,7 +76,8 @@ def planned(check: Callable | None = None) -> Callable[[Callable], Callable]:
                     values.append(argument)
             # of each tensor what a plan depends on
             key = tuple(values), tuple([
-                (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors
+                None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15)
+                for t in tensors
             ])  # fmt: skip
             plan = plans.get(key)
             if plan is None:
@@ -111,12 +112,13 @@ class Plan:
 
     Args:
         function: Of `arguments`; it returns a list of tensors and None.
-        arguments: Tensors, lists and tuples of them, and values.
+        arguments: Tensors, lists of them and None, and values.
         device: That the tensors are on.
     """
 
     def __init__(self, function: Callable, arguments: tuple, device: torch.device):
         recording = Recording(device)
+        given = [leaf for a in arguments for leaf in (a if isinstance(a, list) else [a] * isinstance(a, Tensor))]
         standing_in = tree_map(lambda a: recording.input(a) if isinstance(a, Tensor) else a, arguments)
         outer = getattr(compiler._thread, "recording", None)
         compiler._thread.recording = recording
@@ -125,19 +127,23 @@ class Plan:
                 results = function(*standing_in)
         finally:
             compiler._thread.recording = outer
-        self.device, self.inputs, self.offsets = device, recording.inputs, recording.input_offsets
+        self.device = device
+        self.inputs = [
+            (i, *into) for i, into in zip([i for i, t in enumerate(given) if t is not None], recording.inputs)
+        ]
         self.steps, self.outputs = recording.finish(results)
         self.buffers = len(recording.bases)
 
-    def __call__(self, inputs: list[Tensor]) -> list[Tensor | None]:
-        """The function's results for its tensors, one after the other."""
+    def __call__(self, given: list[Tensor | None]) -> list[Tensor | None]:
+        """The function's results for its tensors, those of lists with None among them, one after the other."""
         if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
             with on(self.device.index):
-                return self(inputs)
+                return self(given)
         tensors: list[Tensor | None] = [None] * self.buffers
         addresses = [0] * self.buffers
-        for buffer, offset, t in zip(self.inputs, self.offsets, inputs):
-            tensors[buffer], addresses[buffer] = t, t.data_ptr() - offset
+        for i, buffer, behind in self.inputs:
+            t = tensors[buffer] = given[i]
+            addresses[buffer] = t.data_ptr() - behind
         # neither autograd nor autocast has a part in this, and both take the host time
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             stream = compiler.current_stream(self.device)
@@ -161,6 +167,31 @@ class Buffer(NamedTuple):
     kind: str  # "input", "result" of an operator, or "empty"
 
 
+class Empty(NamedTuple):
+    """A step that allocates a buffer."""
+
+    buffer: int
+
+
+class Call(NamedTuple):
+    """A step that calls one of PyTorch's operators. Launches of kernels are steps, too."""
+
+    operator: Callable
+    args: tuple
+    kwargs: dict
+    result: Any
+    read: list[Tensor]
+    made: list[tuple[Tensor, int]]  # tensors of the result in memory of their own, with their buffers
+
+
+class Allocation(NamedTuple):
+    """Memory that buffers share."""
+
+    buffers: list[int]
+    size: int  # bytes
+    dtype: torch.dtype  # as operators see it
+
+
 class Recording(TorchDispatchMode):
     """Writes down what is done with stand-ins for tensors on `device`."""
 
@@ -169,9 +200,9 @@ class Recording(TorchDispatchMode):
         self.device = device
         self.bases: list[Buffer] = []  # which also keeps every storage, and so its number, in use
         self.numbers: dict[int, int] = {}  # of buffers, by their storage
-        self.inputs: list[int] = []
-        self.input_offsets: list[int] = []  # bytes that they lie behind a multiple of 16
-        self.steps: list[tuple] = []
+        self.inputs: list[tuple[int, int]] = []  # buffers, and the bytes that they lie behind a multiple of 16
+        self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
+        self.steps: list[Empty | Call | Launch] = []
 
     def input(self, t: Tensor) -> Tensor:
         """A stand-in of the same layout, as far behind a multiple of 16 bytes."""
@@ -180,8 +211,7 @@ class Recording(TorchDispatchMode):
         reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
         memory = torch.empty(offset + reach, dtype=t.dtype, device="meta")
         standing_in = memory.as_strided(t.shape, t.stride(), offset)
-        self.inputs.append(self._add(standing_in, "input"))
-        self.input_offsets.append(offset * t.element_size())
+        self.inputs.append((self._add(standing_in, "input"), offset * t.element_size()))
         return standing_in
 
     def _add(self, t: Tensor, kind: str) -> int:
@@ -199,68 +229,66 @@ class Recording(TorchDispatchMode):
         new = [t for t in tree_leaves(result) if t.untyped_storage()._cdata not in self.numbers]
         if operator in ALLOCATIONS:
             for t in new:
-                self.steps.append(("empty", self._add(t, "empty")))
+                self.steps.append(Empty(self._add(t, "empty")))
         elif new or operator._schema.is_mutable:
             read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             made = [(t, self._add(t, "result")) for t in new]
-            self.steps.append(("call", operator, args, kwargs, read, result, made))
+            self.steps.append(Call(operator, args, kwargs, result, read, made))
         return result
 
     def launch(self, one: Launch) -> None:
-        self.steps.append(("launch", one))
+        self.steps.append(one)
 
     def finish(self, results: list) -> tuple[list[Callable], list]:
         """The steps as functions of tensors and addresses by buffer, and where results are then."""
         kept = {self.number_of(t) for t in results if isinstance(t, Tensor)}
-        uses = [self._used(step) for step in self.steps]
-        last = {buffer: i for i, used in enumerate(uses) for buffer in used}
-        # an allocation: small buffers, or large ones made and freed at once; of one dtype, if operators see them
-        seen = {self.number_of(t) for kind, *of_step in self.steps if kind == "call" for t in of_step[3]}
-        together: dict[tuple, list[int]] = {}
-        done = 0
-        for kind, *of_step in self.steps:
-            if kind != "empty":
-                done += 1
-            elif (buffer := of_step[0]) in last and buffer not in kept:
-                t = self.bases[buffer].tensor
-                time = () if t.untyped_storage().nbytes() <= SMALL else (done, last[buffer])
-                together.setdefault((*time, t.dtype if buffer in seen else torch.uint8), []).append(buffer)
-        self.starts: dict[int, int] = {}  # of buffers in their allocations, in bytes
-        sizes: dict[int, int] = {}  # of allocations, by the first buffer
-        dtypes: dict[int, torch.dtype] = {}
-        for (*_, dtype), buffers in together.items():
-            end = 0
-            for buffer in buffers:
-                self.starts[buffer] = end
-                t = self.bases[buffer].tensor
-                end += -(-max(1, t.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
-                last[buffer] = max(last[b] for b in buffers)
-            sizes[buffers[0]], dtypes[buffers[0]] = end, dtype
-        members = {buffers[0]: buffers for buffers in together.values()}
+        last = {buffer: i for i, step in enumerate(self.steps) for buffer in self._used(step)}
+        allocations = self._allocations(last, kept)
         steps: list[Callable] = []
         for i, step in enumerate(self.steps):
-            kind, *of_step = step
-            if kind == "launch":
-                steps.append(self._launching(*of_step))
-            elif kind == "call":
-                steps.append(self._calling(*of_step))
-            elif of_step[0] in sizes:
-                first = of_step[0]
-                steps.append(self._allocating(members[first], sizes[first], dtypes[first]))
-            elif of_step[0] in kept:
-                steps.append(self._making(of_step[0]))
+            if isinstance(step, Launch):
+                steps.append(self._launching(step))
+            elif isinstance(step, Call):
+                steps.append(self._calling(step))
+            elif step.buffer in allocations:
+                steps.append(self._allocating(allocations[step.buffer]))
+            elif step.buffer in kept:
+                steps.append(self._making(step.buffer))
             ended = [b for b, end in last.items() if end == i and b not in kept and self.bases[b].kind != "input"]
             if ended:
                 steps.append(functools.partial(_free, ended))
         return steps, [self._view(t) if isinstance(t, Tensor) else t for t in results]
 
-    def _used(self, step: tuple) -> set[int]:
-        kind, *of_step = step
-        if kind == "launch":
-            return {self.number_of(t) for _, t in of_step[0].tensors}
-        if kind == "call":
-            *_, read, _, made = of_step
-            return {self.number_of(t) for t in read} | {buffer for _, buffer in made}
+    def _allocations(self, last: dict[int, int], kept: set[int]) -> dict[int, Allocation]:
+        """What is allocated for buffers that are not kept, by the first: small ones, or large ones of the same time.
+
+        All of an allocation are of one dtype, if operators see them, and are freed with that which is used last.
+        """
+        seen = {self.number_of(t) for step in self.steps if isinstance(step, Call) for t in step.read}
+        together: dict[tuple, list[int]] = {}
+        done = 0
+        for step in self.steps:
+            if not isinstance(step, Empty):
+                done += 1
+            elif step.buffer in last and step.buffer not in kept:
+                t = self.bases[step.buffer].tensor
+                time = () if t.untyped_storage().nbytes() <= SMALL else (done, last[step.buffer])
+                together.setdefault((*time, t.dtype if step.buffer in seen else torch.uint8), []).append(step.buffer)
+        allocations = {}
+        for (*_, dtype), buffers in together.items():
+            end = 0
+            for buffer in buffers:
+                self.starts[buffer] = end
+                end += -(-max(1, self.bases[buffer].tensor.untyped_storage().nbytes()) // ALIGNMENT) * ALIGNMENT
+                last[buffer] = max(last[b] for b in buffers)
+            allocations[buffers[0]] = Allocation(buffers, end, dtype)
+        return allocations
+
+    def _used(self, step: Empty | Call | Launch) -> set[int]:
+        if isinstance(step, Launch):
+            return {self.number_of(t) for _, t in step.tensors}
+        if isinstance(step, Call):
+            return {self.number_of(t) for t in step.read} | {buffer for _, buffer in step.made}
         return set()
 
     def _view(self, t: Tensor) -> View:
@@ -287,7 +315,8 @@ class Recording(TorchDispatchMode):
 
         return launch
 
-    def _calling(self, operator, args, kwargs, read, result, made) -> Callable:
+    def _calling(self, step: Call) -> Callable:
+        operator, args, kwargs, result, _, made = step
         call = BINDINGS.get(operator, operator)
         args = tree_map(self._at_run_time, args)
         kwargs = tree_map(self._at_run_time, kwargs)
@@ -337,8 +366,8 @@ class Recording(TorchDispatchMode):
             return self._view(leaf)
         return self.device if isinstance(leaf, torch.device) else leaf
 
-    def _allocating(self, buffers: list[int], size: int, dtype: torch.dtype) -> Callable:
-        device = self.device
+    def _allocating(self, allocation: Allocation) -> Callable:
+        device, (buffers, size, dtype) = self.device, allocation
         count, starts = size // dtype.itemsize, [(buffer, self.starts[buffer]) for buffer in buffers]
 
         def allocate(tensors, addresses, _):

@@ -133,9 +133,9 @@ def compiling():
         _needed = None
 
 
-def launch(name, entry, macros, grid, block, arguments, shared_bytes=0, *, blocks=None):
+def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0, *, blocks=None):
     """`blocks`: how many of the grid's last ones run, for tensors that are too large for all."""
-    checked = compiler.Launch(name, entry, macros, grid, block, arguments, shared_bytes)
+    checked = compiler.Launch(name, entry, macros, ctas, threads, arguments, shared_bytes)
     if _needed is not None:
         _needed.append((name, tuple(sorted(macros.items()))))
         return
@@ -150,13 +150,13 @@ def run_with(checked, values, stream=None, *, blocks=None):
     """As `Launch.run_with`: on addresses, around which nobody watches."""
     library, entries = _library(checked.name, tuple(sorted(checked.macros.items())))
     first, shared_bytes = (
-        0 if blocks is None else max(0, checked.grid - blocks),
+        0 if blocks is None else max(0, checked.ctas - blocks),
         ctypes.c_longlong(checked.shared_bytes),
     )
     array = (ctypes.c_longlong * len(values))(*map(_bits, values))
     library.launch.restype = ctypes.c_char_p
     failure = library.launch(
-        entries.index(checked.entry), array, len(values), first, checked.grid, checked.block, shared_bytes
+        entries.index(checked.entry), array, len(values), first, checked.ctas, checked.threads, shared_bytes
     )
     if failure:
         raise RuntimeError(f"{checked.entry}: {failure.decode()}")

@@ -318,7 +318,7 @@ def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
     attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert gpu.asked == [(attribute, 48 * 1024 + 1, "handle of entry", 1)]
     gpu.answer = type(gpu.answer).CUDA_ERROR_INVALID_VALUE
-    with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a block: CUDA_ERROR_INVALID"):
+    with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a CTA: CUDA_ERROR_INVALID"):
         launch(shared_bytes=999999)
     assert len(gpu.launches) == 2
 

@@ -1,0 +1,130 @@
+"""Backward of the fused block on NVIDIA GPUs: it computes convolutions, projections and gate once more.
+
+B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
+M tokens whose output was wanted    H tokens that a direction read for it    E columns of uz
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import aligned
+from ..cuda.plan import planned
+from ..scan import cuda_scan as scans
+from . import launch as kernels
+from .forward import REVERSE, project, split
+from .launch import Weights
+from .tokens import Tokens
+from .weights import BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
+
+
+class DirectionGradients(NamedTuple):
+    """Of both directions' weights as kernels compute them: in parts, to be summed."""
+
+    filters: Tensor
+    x_proj: Tensor
+    step_proj: Tensor
+    channels: Tensor  # of skip and step_bias
+    A: Tensor  # (2, D, N); empty if there is none
+
+
+@planned()
+def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of x, xhat (None unless it was given), out_proj, both A_log or None, and what `unpack_gradients` has.
+
+    Args:
+        options: How forward has run.
+        sizes: The weights', which are packed among what was saved, as they were.
+        in_one: Whether `unpack_gradients` is to have one tensor.
+        flat: The gradients of x' and, or None, of xhat'; xhat' and its factors, or None twice; the scale or None; norm
+            and in_proj, for the gradients of their product; and `SavedForBackward`.
+    """
+    dx_BMC, dnext_TC, next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *saved = map(aligned, flat)
+    saved = SavedForBackward(*saved)
+    (B, L, _), C, dtype = saved.uz.shape, sizes.C, saved.uz.dtype
+    tokens, selective = Tokens(L, options.class_token_only), saved.A is not None
+    # shapes alone
+    like = BlockWeights.of([norm_C.new_empty(shape) for shape in sizes.shapes(selective).flat()])
+    w = Weights.of(saved.packed, *kernels.packed_sizes(like.out_proj, like.flat()[3:]))
+    if dnext_TC is None:
+        dx_TC = dx_BMC.view(-1, C)
+        dout_TC = dx_TC.to(dtype)
+    else:
+        dx_TC, dout_TC = kernels.norm_backward(dnext_TC, next_xhat_TC, next_rstd_T, dx_BMC.view(-1, C))
+
+    u_BLD, z_BMD = split(saved.uz, saved.xhat, w, tokens)
+    if options.class_token_only:
+        duz_BLE = du_BLD = torch.zeros_like(saved.uz)
+        dz_BMD = torch.empty_like(z_BMD)
+    else:
+        duz_BLE = torch.empty_like(saved.uz)
+        du_BLD, dz_BMD = duz_BLE.chunk(2, dim=-1)
+    dy_BLD = du_BLD  # which is free until the convolutions' gradient
+    gated_BMD = kernels.gate_outproj_backward(
+        dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
+    )
+    dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
+    of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
+    dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, saved, tokens)
+    *per_weight, dA_2DN = of_directions
+    dweights = kernels.unpack_gradients(norm_C, in_proj, like.flat()[3:], dfolded, *per_weight, dtype, in_one)
+
+    if options.class_token_only:  # zeros for the residual stream of the other tokens
+        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.middle, L // 2)).view(-1, C)
+    if not options.prenormed:
+        dx_TC, _ = kernels.norm_backward(dxhat_TC, saved.xhat, saved.rstd, dx_TC)
+    # the derivative of -exp(A_log) is itself
+    dA_log = (dA_2DN * saved.A).to(norm_C.dtype) if selective else None
+    return [
+        dx_TC.view(B, L, C), dxhat_TC if options.prenormed else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
+    ]  # fmt: skip
+
+
+def _through_directions(
+    recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: Weights, saved: SavedForBackward, tokens: Tokens
+) -> DirectionGradients:
+    """Scan, projections and convolutions of both directions; writes du."""
+    p = project(u_BLD, w, tokens.H)
+    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
+        recurrence, tokens.read_by_both(dy_BLD), p.v, p.step_logits, p.k, p.q, saved.A, w.skip,
+        w.step_bias, saved.states, REVERSE, overwrite_step_logits=True,
+    )  # fmt: skip
+    v_2TD, dlogits_2TD, step_2TR, dk_2TN, dq_2TN = (
+        t.flatten(1, 2) for t in (p.v, dlogits_2BHD, p.step, dk_2BHN, dq_2BHN)
+    )
+    dprojected_2TP, dstep_proj = kernels.dt_proj_backward(dlogits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
+    dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
+    dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
+    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)
+
+
+def _through_in_proj(
+    duz_BLE: Tensor, dz_BMD: Tensor, w: Weights, saved: SavedForBackward, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the projection that contains the norm's weight, and of xhat."""
+    (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
+    dfolded, dxhat_TC = _mm(duz_TE.t(), saved.xhat), torch.mm(duz_TE, w.in_proj[:E])
+    if tokens.class_token_only:  # what z adds
+        dz_BD = dz_BMD.squeeze(1)
+        xhat_BC, dxhat_BC = (tokens.wanted(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (saved.xhat, dxhat_TC))
+        dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
+        dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
+    return dfolded, dxhat_TC
+
+
+def named_gradients(
+    dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
+) -> BlockWeights:
+    """The gradients of all weights: those of both A_log, if there are, and what `unpack_gradients` has."""
+    first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
+    return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32."""
+    return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,134 @@
+"""What the fused operators of a block take: their limits, and checks of calls that name what does not fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..checks import check, check_choice, check_given, once_a_kind
+from ..scan.chunks import chunk_state_count
+from . import launch as kernels
+from .tokens import Tokens
+from .weights import BlockWeights, DirectionWeights, Inputs, Normed, Options, SavedForBackward
+
+FP32 = torch.float32
+TAPS = (2, 3, 4)  # of the convolutions that there are kernels for
+WEIGHTS = 2**32 - 1  # elements of in_proj, counted in 32 bits
+
+# The letters of dimensions: E 2D, P R + 2N, K taps, S states between chunks, U columns of uz, W of packed weights; and
+# the dtype where it is not that of the weights, or of products.
+DIRECTION = DirectionWeights("D1K", "D", "PD", "DR", "D", "D", "DN")
+SAVED = SavedForBackward("BLU", "BMD", "2BSND", "W", "2DN", "TC", "T")
+SAVED_DTYPES = SavedForBackward(None, None, FP32, None, FP32, None, FP32)
+
+
+def unobserved(t: Tensor) -> bool:
+    """Whether nobody is to see an operator but autograd: no compiler, no mode, no transformation, no kind of tensor."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or type(t) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def check_lists(recurrence: str, **lists: list[Tensor]) -> None:
+    """Raises a ValueError unless these arguments of a schema hold as many tensors as there are names for."""
+    check_choice("recurrence", recurrence, backends.RECURRENCES)
+    selective = recurrence == "selective"
+    lengths = dict(directions=[14 if selective else 12], saved=[7 if selective else 6])
+    for name, tensors in lists.items():
+        expected = lengths.get(name, [0, 2])
+        if len(tensors) not in expected:
+            raise ValueError(f"{name} must hold {' or '.join(map(str, expected))} tensors; it holds {len(tensors)}")
+
+
+def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> None:
+    """Raises a ValueError that names what does not fit, unless there are kernels for these inputs."""
+    x_BLC, scale_B, normed, weights = Inputs.of(flat)
+    residual = "x_BLC", x_BLC, "BLC", FP32
+    sizes = _check_weights(residual, scale_B, weights)
+    check_choice("dtype", options.dtype, backends.DTYPES)
+    sizes["T"] = sizes["B"] * sizes["L"]
+    check(sizes, residual, *_norm_rows("normed", normed, "T", options.dtype))
+
+
+@once_a_kind
+def check_backward(
+    recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, weights: list[Tensor], saved
+) -> None:  # fmt: skip
+    """The same for backward, of the schema's lists and all weights in one."""
+    _, _, _, *directions = weights
+    check_lists(recurrence, directions=directions, saved=saved, next_normed=next_normed)
+    residual, weights = ("dx_BMC", dx_BMC, "BMC", FP32), BlockWeights.of(weights)
+    sizes = _check_weights(residual, scale_B, weights)
+    next_normed = Normed(*next_normed) if next_normed else None
+    if dnext_TC is not None and (next_normed is None or class_token_only):
+        raise ValueError("dnext_TC is the gradient of next_normed[0], which is not given or has none")
+    dtype = saved[0].dtype
+    check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
+    sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
+    sizes["W"] = kernels.packed_size(*kernels.packed_sizes(weights.out_proj, weights.flat()[3:]), dtype)
+    rows = [
+        (f"saved[{i}] ({name})", t, layout, own or dtype)
+        for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence)))
+    ]
+    check(
+        sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *_norm_rows("next_normed", next_normed, "t", dtype),
+        rows[0],
+    )  # fmt: skip
+    tokens = Tokens(sizes["L"], class_token_only)
+    expected = tokens.M, tokens.columns(sizes["D"])
+    if (sizes["M"], sizes["U"]) != expected:
+        found = f"{sizes['M']} and {sizes['U']}"
+        need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
+        raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, not {found}")
+    sizes.update(T=sizes["B"] * tokens.L, S=chunk_state_count(tokens.H))
+    check(sizes, residual, *rows)
+
+
+def _saved_fields(recurrence: str) -> list[tuple[str, str, torch.dtype | None]]:
+    rows = zip(SavedForBackward._fields, SAVED, SAVED_DTYPES)
+    return [row for row in rows if row[0] != "A" or recurrence == "selective"]
+
+
+def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype) -> list[tuple]:
+    if normed is None:
+        return []
+    return [(f"{name}[0]", normed.xhat, tokens + "C", dtype), (f"{name}[1]", normed.rstd, tokens, FP32)]
+
+
+def _check_weights(residual: tuple, scale_B: Tensor | None, weights: BlockWeights) -> dict[str, int]:
+    """The sizes of a block whose kernels there are, by their letters.
+
+    residual is the row of the residual stream, or of its gradient, in a table that `check` takes.
+    """
+    norm_C, in_proj, out_proj, directions = weights
+    check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{residual[0]: residual[1]})
+    dtype = norm_C.dtype
+    check_choice("the dtype of norm_C,", dtype, backends.DTYPES)
+    fields = len([t for t in directions[0] if t is not None])
+    sizes = {"1": 1}
+    check(
+        sizes, residual, ("scale_B", scale_B, "B", FP32), ("norm_C", norm_C, "C", dtype),
+        ("out_proj", out_proj, "CD", dtype), ("in_proj", in_proj, "EC", dtype),
+        *(
+            (f"directions[{g * fields + i}] ({name})", t, layout, dtype)
+            for g, direction in enumerate(directions)
+            for i, (name, t, layout) in enumerate(zip(DirectionWeights._fields, direction, DIRECTION))
+        ),
+    )  # fmt: skip
+    C, D, E, P, R = (sizes[letter] for letter in "CDEPR")
+    N = sizes.setdefault("N", (P - R) // 2)
+    if 0 in (residual[1].numel(), D, R):
+        raise ValueError(f"{residual[0]}, out_proj and step_proj must not be empty")
+    if E != 2 * D or P != R + 2 * N:
+        raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, not {E} and {P}")
+    check_choice("the number of states in x_proj,", N, backends.STATE_SIZES)
+    check_choice("the number of taps in conv,", sizes["K"], TAPS)
+    if D > backends.CHANNELS or E * C > WEIGHTS:
+        limits = f"{backends.CHANNELS} channels and in_proj of {WEIGHTS} elements"
+        raise ValueError(f"the kernels take up to D = {limits}, not {D} and {E * C}")
+    return sizes

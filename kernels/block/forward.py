@@ -1,0 +1,95 @@
+"""Forward of the fused block on NVIDIA GPUs: a few kernels and products, whose order is recorded once and replayed.
+
+B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
+M tokens whose output is wanted    H tokens that a direction reads for it    E columns of uz
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import aligned
+from ..cuda.plan import planned
+from ..scan import cuda_scan as scans
+from . import launch as kernels
+from .contract import check_forward
+from .launch import Weights
+from .tokens import Tokens
+from .weights import BlockWeights, Inputs, Options, SavedForBackward
+
+REVERSE = (False, True)
+
+
+class Projected(NamedTuple):
+    """What the recurrence reads of H tokens, for both directions."""
+
+    v: Tensor  # (2, B, H, D)
+    k: Tensor  # (2, B, H, N)
+    q: Tensor  # (2, B, H, N)
+    step: Tensor  # (2, B, H, R)
+    step_logits: Tensor | None  # (2, B, H, D)
+
+
+@planned(check_forward)
+def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
+    """x'; xhat' and its factors, or None twice; and `SavedForBackward` if `keep`. Of the tensors of `Inputs`."""
+    x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
+    (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
+    tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
+    tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
+    # a product that is no part of a kernel is written over the residual stream
+    copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
+    flat = weights.flat()
+    packed, own_norm = kernels.pack_weights(
+        *flat[:3], flat[3:], dtype, tiles, None if normed else x_TC, options.eps, copy
+    )
+    w, A_2DN = Weights.of(packed, *kernels.packed_sizes(weights.out_proj, flat[3:])), rates(weights)
+    if normed:
+        own_norm = *normed, x_TC.clone() if copy else x_TC
+    xhat_TC, rstd_T, x_TC = own_norm
+    uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
+    u_BLD, z_BMD = split(uz_BLE, xhat_TC, w, tokens)
+    schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
+    p = project(u_BLD, w, tokens.H, logits=not from_step)
+    y_2BHD, states = scans.scan_forward(
+        options.recurrence, p.v, p.step if from_step else p.step_logits, p.k, p.q, A_2DN,
+        w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
+    )  # fmt: skip
+    if options.class_token_only:
+        x_TC = tokens.wanted(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
+    eps = options.eps if options.norm_next and not options.class_token_only else None
+    out_TC, mean_BMD, next_normed = kernels.gate_outproj(
+        x_TC, tokens.wanted_of_both(y_2BHD), z_BMD, scale_B, w.out_proj, tiles, keep, eps
+    )
+    results = [out_TC.view(B, -1, C), *(next_normed or (None, None))]
+    if not keep:
+        return results
+    kept = (None, None) if normed else (xhat_TC, rstd_T)
+    return [*results, *SavedForBackward(uz_BLE, mean_BMD, states, packed, A_2DN, *kept)]
+
+
+def rates(weights: BlockWeights) -> Tensor | None:
+    """A (2, D, N), if the recurrence has rates."""
+    forward, backward = (direction.A_log for direction in weights.directions)
+    return None if forward is None else -torch.stack([forward.float(), backward.float()]).exp()
+
+
+def split(uz_BLE: Tensor, xhat_TC: Tensor, w: Weights, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """u of all tokens and z of those that are put out."""
+    if not tokens.class_token_only:
+        return uz_BLE.chunk(2, dim=-1)
+    B, L, D = uz_BLE.shape
+    xhat_BC = tokens.wanted(xhat_TC.view(B, L, -1)).squeeze(1)
+    return uz_BLE, torch.mm(xhat_BC, w.in_proj[D:].t()).unsqueeze(1)
+
+
+def project(u_BLD: Tensor, w: Weights, H: int, logits: bool = True) -> Projected:
+    """Convolutions and projections of the H tokens that each direction reads; the step's logits if wanted."""
+    B, R, P = len(u_BLD), w.step_proj.shape[2], w.x_proj.shape[1]
+    v_2BHD, projected_2TP, logits_2TD = kernels.conv_xproj(u_BLD, w.conv, w.conv_bias, w.x_proj, w.step_proj, H, logits)
+    parts = projected_2TP.tensor_split((R, (R + P) // 2), dim=-1)
+    step_2BHR, k_2BHN, q_2BHN = (t.unflatten(1, (B, -1)) for t in parts)
+    return Projected(v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2TD.unflatten(1, (B, -1)) if logits else None)

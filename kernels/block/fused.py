@@ -1,0 +1,32 @@
+"""The one question whether a block runs fused, and by which operator: that for NVIDIA GPUs, that for CPUs, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from . import cpu, operator
+from .contract import FP32, TAPS, unobserved
+from .weights import BlockWeights
+
+
+def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
+    """The operator that computes a block of these weights over this residual stream on this machine, or None.
+
+    It takes (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None: `operator.block` says more.
+    """
+    dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes
+    fits = [t is not None and t.dtype == dtype and t.device == device for t in weights.flat()]
+    if x_BLC.dtype != FP32 or x_BLC.numel() == 0 or dtype not in backends.DTYPES or not all(fits):
+        return None
+    if sizes.N not in backends.STATE_SIZES or sizes.K not in TAPS:
+        return None
+    backend = backends.backend_for(device)
+    if backend == "cuda":
+        return operator.block
+    # compilers and whoever else looks on are shown the parts of a block on a CPU
+    hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
+    return cpu.block if backend == "cpu" and hidden else None
