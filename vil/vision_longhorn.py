@@ -422,17 +422,11 @@ class VisionLonghorn(nn.Module):
         # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
         return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # in fp32
 
-    def forward_blocks(self, x: Tensor, class_token_only: bool = False) -> Tensor:
-        """Images (B, 3, H, W) to tokens (B, L, C), which are not normed yet; or to the middle one alone (B, 1, C)."""
-        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
-            # of which nobody else keeps anything
-            return run_blocks(self.blocks, self.embed(x), class_token_only, self.grad_checkpointing)
-        x = self.blocks(self.embed(x))
-        return middle_token(x) if class_token_only else x
-
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to normed tokens (B, L, C)."""
-        return self.norm(self.forward_blocks(x))
+        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
+            return self.norm(run_blocks(self.blocks, self.embed(x), checkpointing=self.grad_checkpointing))
+        return self.norm(self.blocks(self.embed(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (B, L, C) to logits (B, num_classes), or to the pooled features if `pre_logits`."""
@@ -444,9 +438,12 @@ class VisionLonghorn(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        # the head's class token is the middle one: no need of the others from the last block, nor to norm and keep them
-        x = self.forward_blocks(x, class_token_only=self.global_pool == "token")
-        return self.forward_head(self.norm(x))
+        if not torch.jit.is_scripting():
+            # the head's class token is the middle one: nobody needs the others of the last block, nor their norm
+            only = self.global_pool == "token"
+            x = run_blocks(self.blocks, self.embed(x), class_token_only=only, checkpointing=self.grad_checkpointing)
+            return self.forward_head(self.norm(x))
+        return self.forward_head(self.forward_features(x))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """As PyTorch's, also for ViM's published names and for other grids and sizes of patches.

@@ -57,12 +57,11 @@ def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> No
 
 @once_a_kind
 def check_backward(
-    recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, weights: list[Tensor], saved
+    recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, saved
 ) -> None:  # fmt: skip
-    """The same for backward, of the schema's lists and all weights in one."""
-    _, _, _, *directions = weights
+    """The same for backward, of the schema's arguments."""
     check_lists(recurrence, directions=directions, saved=saved, next_normed=next_normed)
-    residual, weights = ("dx_BMC", dx_BMC, "BMC", FP32), BlockWeights.of(weights)
+    residual, weights = ("dx_BMC", dx_BMC, "BMC", FP32), BlockWeights.of([norm_C, in_proj, out_proj, *directions])
     sizes = _check_weights(residual, scale_B, weights)
     next_normed = Normed(*next_normed) if next_normed else None
     if dnext_TC is not None and (next_normed is None or class_token_only):

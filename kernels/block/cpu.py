@@ -102,8 +102,8 @@ def _forward(
 def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
     """v, what x_proj makes of it, and the step's logits, of both directions."""
     T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes
-    v_2TD = uz_TE.new_empty(2, T, D)
-    _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*_filters(weights), v_2TD))
+    v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
+    _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
     projected_2TP = torch.bmm(v_2TD, _both(weights, "x_proj").mT)
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
 
@@ -132,7 +132,8 @@ def _backward(
     x_TC, dout_TC, norm_C = x_BLC.contiguous().view(T, C), dy_BLC.view(T, C), weights.norm.contiguous()
     duz_TE, gated_TD, dy_TD = (torch.empty_like(t) for t in (saved.uz, saved.v[0], saved.v[0]))
     dgated_TD = torch.mm(dout_TC, weights.out_proj)
-    gate = _gate(saved.uz, saved.y, _contiguous(scale_B), gated_TD)
+    scale_B = _contiguous(scale_B)
+    gate = _gate(saved.uz, saved.y, scale_B, gated_TD)
     dz = duz_TE.data_ptr() + 4 * D
     _rows("gate_backward", T, D, T, L, *gate, *_addresses(dgated_TD, dy_TD), dz)
     directions = _through_directions(options.recurrence, dy_TD.view(B, L, D), weights, saved, duz_TE)

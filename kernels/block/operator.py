@@ -70,7 +70,7 @@ def block(
         y_BMC, next_normed, _ = torch.ops.vil.block(*_listed(options, needed, flat))
         return y_BMC, Normed(*next_normed) if next_normed else None
     if needed:
-        y_BMC, xhat_TC, rstd_T = _apply(True, options, weights.sizes, *flat)
+        y_BMC, xhat_TC, rstd_T = _apply(weights.sizes, options, *flat)
     else:
         y_BMC, xhat_TC, rstd_T = forward(options, False, flat)
     return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
@@ -109,7 +109,19 @@ def _block_backward(
 ):  # fmt: skip
     """Gradients of x, of xhat (an empty tensor unless `prenormed`) and of the weights as they are given."""
     weights = [norm_C, in_proj, out_proj, *directions]
-    check_backward(recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, weights, saved)
+    check_backward(
+        recurrence,
+        class_token_only,
+        dx_BMC,
+        dnext_TC,
+        next_normed,
+        scale_B,
+        norm_C,
+        in_proj,
+        out_proj,
+        directions,
+        saved,
+    )
     options = BackwardOptions(recurrence, class_token_only, prenormed)
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
@@ -154,17 +166,33 @@ def _fake_block_backward(
     directions, saved,
 ):  # fmt: skip
     weights = [norm_C, in_proj, out_proj, *directions]
-    check_backward(recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, weights, saved)
+    check_backward(
+        recurrence,
+        class_token_only,
+        dx_BMC,
+        dnext_TC,
+        next_normed,
+        scale_B,
+        norm_C,
+        in_proj,
+        out_proj,
+        directions,
+        saved,
+    )
     (B, L, _), xhat_TC = saved[0].shape, saved[-2]
     gradients = [t.new_empty(t.shape) for t in weights]
     return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if prenormed else 0), *gradients]
 
 
 class _Block(torch.autograd.Function):
-    """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer."""
+    """The operator with its gradient. PyTorch's `register_autograd` would do, but takes the host longer.
+
+    It runs at once if it is told the sizes of the weights, else by the dispatcher.
+    """
 
     @staticmethod
-    def forward(ctx, at_once, options, sizes, *flat):
+    def forward(ctx, sizes, options, *flat):
+        at_once = sizes is not None
         run = forward if at_once else _below_autograd
         y_BMC, next_xhat_TC, next_rstd_T, *saved = run(options, True, list(flat))
         outputs = next_xhat_TC, next_rstd_T, *(() if at_once else saved)
@@ -175,7 +203,7 @@ class _Block(torch.autograd.Function):
         if prenormed:
             saved = *saved[:-2], xhat_TC, rstd_T
         ctx.options = BackwardOptions(options.recurrence, options.class_token_only, prenormed)
-        ctx.at_once, ctx.sizes, ctx.shape = at_once, sizes, y_BMC.shape
+        ctx.sizes, ctx.shape = sizes, y_BMC.shape
         # the other weights are packed, but the operator's schema has them
         kept = () if at_once else others
         ctx.save_for_backward(next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *saved, *kept)
@@ -187,7 +215,7 @@ class _Block(torch.autograd.Function):
         if dx_BMC is None:
             dx_BMC = torch.zeros(ctx.shape, device=dnext_TC.device)
         flat = [dx_BMC, dnext_TC, *ctx.saved_tensors]
-        if ctx.at_once:
+        if ctx.sizes is not None:
             dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(ctx.options, ctx.sizes, True, flat)
             dweights = kernels.unflatten(dweights, _stand_ins(ctx.sizes))
             gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights).flat()
@@ -198,7 +226,7 @@ class _Block(torch.autograd.Function):
                 *ctx.options, dx_BMC, dnext_TC, [] if xhat_TC is None else [xhat_TC, rstd_T], scale_B, norm_C, in_proj,
                 out_proj, directions, saved.flat(),
             )  # fmt: skip
-        return None, None, None, dx_BLC, None, dxhat_TC if ctx.options.prenormed else None, None, *gradients
+        return None, None, dx_BLC, None, dxhat_TC if ctx.options.prenormed else None, None, *gradients
 
 
 # `_Block.apply` without its question whether functions are transformed, which `unobserved` has answered
@@ -227,7 +255,7 @@ def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> 
 def _differentiable_block(*arguments):
     options, keep, flat = _unlisted(*arguments)
     if keep:
-        y_BMC, *others = _Block.apply(False, options, Inputs.of(flat).weights.sizes, *flat)
+        y_BMC, *others = _Block.apply(None, options, *flat)
     else:
         y_BMC, *others = _below_autograd(options, keep, flat)
     return y_BMC, [t for t in others[:2] if t is not None], [t for t in others[2:] if t is not None]

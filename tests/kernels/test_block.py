@@ -1,238 +1,32 @@
 """The fused block against the plain one: its algebra on a CPU with plain kernels, and on a GPU as it is."""
 
-import contextlib
 import copy
-import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import emulator
 import naive_model
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 import torch.nn.utils.prune
 import torch.utils.checkpoint
+from blocks import MIXERS, Scale, close, make_block, operator_on_a_cpu, options_of, outcome, relative_error, weights_of
+from models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
+from plain_kernels import PlainKernels, in_tiles
 from test_cuda import NVRTC, assert_no_spills
-from test_models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
 from torch.utils._pytree import tree_leaves
-from vil.kernels import backends, longhorn_scan, selective_scan
+from vil.kernels import backends
+from vil.kernels.block import backward, contract, forward, naive, operator
+from vil.kernels.block import fused as fused_operators
 from vil.kernels.block import launch as kernels
-from vil.kernels.block import naive as reference
-from vil.kernels.block import operator as operator
+from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import heuristics as variants
 
 from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
-
-MIXERS = [LonghornMixer, MambaMixer]
-
-
-def make_block(mixer, dim, drop_path=0.0, seed=0, **dd):
-    """A block none of whose parameters is at a special value."""
-    torch.manual_seed(seed)
-    block = Block(dim, mixer, drop_path=drop_path)
-    with torch.no_grad():
-        for name, parameter in block.named_parameters():
-            if name.endswith(("bias", "skip", "norm.weight")):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return block.to(**dd)
-
-
-def outcome(block, x, dy, autocast=None, **kwargs):
-    """Output and every gradient, by name."""
-    x = x.detach().clone().requires_grad_()
-    block.zero_grad()
-    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
-        y = block(x, **kwargs)
-    y.backward(dy[:, : y.shape[1]].to(y.dtype))
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
-
-
-def directions_of(block):
-    """The weights of both directions as `vil::block` takes them."""
-    return [
-        parameter for d in block.mixer.directions
-        for parameter in (*d.conv1d.parameters(), d.x_proj.weight, *d.step_proj.parameters(), *d._parameters.values())
-    ]  # fmt: skip
-
-
-def relative_error(value, truth):
-    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
-
-
-def gradients(function, inputs, dy):
-    """Gradients of `function(*inputs)` by autograd, None for inputs that are None."""
-    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
-    with torch.enable_grad():
-        y = function(*inputs)
-    found = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
-    return [None if t is None else next(found) for t in inputs]
-
-
-class Scale(torch.nn.Module):
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, y):
-        return y * self.scale[:, None, None]
-
-
-class PlainKernels:
-    """The kernels that the fused block calls, in plain PyTorch; their gradients by autograd."""
-
-    @staticmethod
-    def fuses_product(x, D, dtype):
-        return False
-
-    @staticmethod
-    def runs_hopper_kernels(T, C, D, dtype, device):
-        return True
-
-    @staticmethod
-    def empty_tiles(T, out_proj, dtype):
-        return None
-
-    @staticmethod
-    def rms_norm(x, eps, dtype, copy):
-        scale = (x.square().mean(-1) + eps).rsqrt()
-        return (x * scale[:, None]).to(dtype), scale, x.clone()
-
-    @staticmethod
-    def pack(norm, in_proj, out_proj, directions, dtype):
-        half = len(directions) // 2
-        conv, conv_bias, x_proj, step, step_bias, skip = [
-            torch.stack(pair).to(dtype) for pair in list(zip(directions[:half], directions[half:]))[:6]
-        ]
-        rank = step.shape[2]
-        x_proj = torch.cat([F.pad(x_proj[:, :rank], (0, 0, 0, -rank % 8)), x_proj[:, rank:]], 1)
-        step = F.pad(step, (0, -rank % 8))
-        return [in_proj * norm, out_proj.clone(), x_proj, step, conv.squeeze(2), conv_bias, step_bias, skip]
-
-    packed_sizes, packed_size = staticmethod(kernels.packed_sizes), staticmethod(kernels.packed_size)
-    unflatten = staticmethod(kernels.unflatten)
-
-    @classmethod
-    def pack_weights(cls, norm, in_proj, out_proj, directions, dtype, tiles, x, eps, copy):
-        sizes = kernels.packed_sizes(out_proj, directions)
-        packed = out_proj.new_zeros(kernels.packed_size(*sizes, dtype), dtype=dtype)
-        for part, value in zip(
-            kernels.Weights.of(packed, *sizes), cls.pack(norm, in_proj, out_proj, directions, dtype)
-        ):
-            part.copy_(value)
-        return packed, [None] * 3 if x is None else list(cls.rms_norm(x, eps, dtype, copy))
-
-    @classmethod
-    def unpack_gradients(
-        cls, norm, in_proj, directions, dfolded, dfilters, dx_proj, dstep, dchannels, dtype, flat=False
-    ):
-        half = len(directions) // 2
-
-        def one(norm, in_proj, *directions):
-            folded, _, *rest = cls.pack(norm, in_proj, in_proj, directions, dtype)
-            return torch.cat([t.flatten() for t in (folded, *rest)])
-
-        dfilters, dx_proj, dstep = dfilters.sum(0), dx_proj.sum(1), dstep.sum(1)
-        dskip, dstep_bias = dchannels.unbind(1)
-        packed = dfolded, dx_proj, dstep, dfilters[:, :-1].mT, dfilters[:, -1], dstep_bias, dskip
-        weights = [norm, in_proj, *directions[:6], *directions[half : half + 6]]
-        found = gradients(one, weights, torch.cat([t.flatten() for t in packed]))
-        return [torch.cat([t.flatten() for t in found])] if flat else found
-
-    @staticmethod
-    def norm_backward(dxhat, xhat, scale, dresidual):
-        dx = dresidual + scale[:, None] * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))
-        return dx, dx
-
-    @staticmethod
-    def convolve(u, conv, conv_bias):
-        def one(u, weight, bias):
-            taps = weight.shape[1]
-            return F.silu(F.conv1d(F.pad(u.mT, (taps - 1, 0)), weight[:, None], bias, groups=len(weight)).mT)
-
-        return torch.stack([one(u, conv[0], conv_bias[0]), one(u.flip(1), conv[1], conv_bias[1]).flip(1)])
-
-    @classmethod
-    def conv_xproj(cls, u, conv, conv_bias, x_proj, step_proj, H, logits=True):
-        v = cls.convolve(u, conv, conv_bias)
-        v = torch.stack([v[0, :, :H], v[1, :, -H:]])
-        projected = v.flatten(1, 2) @ x_proj.mT
-        return v, projected, projected[..., : step_proj.shape[2]] @ step_proj.mT
-
-    @staticmethod
-    def schedule_scan(recurrence, u, H, x_proj, step_proj):
-        return None, False
-
-    @staticmethod
-    def dt_proj_backward(dlogits, step, step_proj, dk, dq):
-        return torch.cat([dlogits @ step_proj, dk, dq], dim=-1), (dlogits.mT @ step)[:, None]
-
-    @staticmethod
-    def products_over_tokens(a, b):
-        return (a.mT @ b)[:, None]
-
-    @classmethod
-    def conv_backward(cls, u, dv, dprojected, x_proj, conv, conv_bias, du):
-        dv = dv + (dprojected @ x_proj).view_as(dv)
-        others = u.shape[1] - dv.shape[2]
-        dv = torch.stack([F.pad(dv[0], (0, 0, 0, others)), F.pad(dv[1], (0, 0, others, 0))])
-        found, dconv, dconv_bias = gradients(cls.convolve, [u, conv, conv_bias], dv)
-        du.copy_(found)
-        return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]
-
-    @staticmethod
-    def gate(y, z, scale, keep):
-        mean = y.mean(0)
-        return mean * F.silu(z) * (1 if scale is None else scale[:, None, None]), mean
-
-    @classmethod
-    def gate_outproj(cls, x, y, z, scale, out_proj, tiles, keep, eps):
-        gated, mean = cls.gate(y, z, scale, keep)
-        out = x + gated.flatten(0, 1) @ out_proj.t()
-        return out, mean, [] if eps is None else list(cls.rms_norm(out, eps, out.dtype, False)[:2])
-
-    @classmethod
-    def gate_backward(cls, dgated, mean, z, scale, dy, dz):
-        def one(mean, z):
-            return cls.gate(mean[None], z, scale, True)[0]
-
-        dmean, found = gradients(one, [mean, z], dgated)
-        dy.copy_(dmean / 2)
-        dz.copy_(found)
-        return one(mean, z)
-
-    @classmethod
-    def gate_outproj_backward(cls, dout, out_proj, mean, z, scale, dy, dz):
-        return cls.gate_backward((dout @ out_proj).view_as(mean), mean, z, scale, dy, dz)
-
-    @staticmethod
-    def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, schedule=None, step_proj_GDR=None):
-        if recurrence == "longhorn":
-            return longhorn_scan(x, logits, k, q, skip, bias, reverse=reverse, backend="reference"), x.new_empty(0)
-        y = selective_scan(x, logits, rates, k, q, skip, bias, reverse=reverse, backend="reference")
-        return y, x.new_empty(0)
-
-    @classmethod
-    def scan_backward(
-        cls, recurrence, dy, x, logits, k, q, rates, skip, bias, states, reverse, overwrite_step_logits=False
-    ):
-        def one(*inputs):
-            return cls.scan_forward(recurrence, *inputs, reverse, False)[0]
-
-        *found, dskip, dbias = gradients(one, [x, logits, k, q, rates, skip, bias], dy)
-        return *found, torch.stack([dskip, dbias], 1)
-
-
-@contextlib.contextmanager
-def operator_on_a_cpu():
-    """The operator takes tensors on a CPU, for what is to stand for its kernels there."""
-    with torch.library._scoped_library("vil", "IMPL") as library:
-        library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
-        library.impl("block_backward", lambda *arguments: operator._block_backward(*arguments), "CPU")
-        yield
 
 
 @pytest.fixture
@@ -240,11 +34,16 @@ def plain_kernels(monkeypatch):
     """The operator on a CPU, in fp64, with plain kernels; a list of whether a block, in turn, was handed its norm."""
     handed, pack_weights = [], PlainKernels.pack_weights
     monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[6] is None) or pack_weights(*a))
-    monkeypatch.setattr(operator, "kernels", PlainKernels)
-    monkeypatch.setattr(operator, "scans", PlainKernels)
+    for module in (operator, forward, backward):
+        monkeypatch.setattr(module, "kernels", PlainKernels)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "scans", PlainKernels)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    for name in ("supports", "supports_weights", "_check_forward", "_check_backward"):  # which know of no fp64
-        monkeypatch.setattr(operator, name, lambda *_: True)
+    as_on_a_gpu = dict(DTYPES=(torch.float32, torch.float64), backend_for=lambda device: "cuda")
+    for module in (contract, fused_operators):
+        monkeypatch.setattr(module, "FP32", torch.float64)
+        monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
+    monkeypatch.setattr(operator, "check_backward", lambda *_: None)  # there are no states
     with operator_on_a_cpu():
         yield handed
 
@@ -268,13 +67,13 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_k
     def whole(x):
         return model.forward_head(model.forward_features(x))
 
-    for checkpointing, forward, handed in (
+    for checkpointing, function, handed in (
         (False, model, [False, True, True]), (True, model, [False] * 3), (False, whole, [False, True, True]),
     ):  # fmt: skip
         model.set_grad_checkpointing(checkpointing)
         plain_kernels.clear()
         torch.manual_seed(3)
-        y = forward(x)
+        y = function(x)
         assert plain_kernels == handed
         assert_same_output_and_gradients(model, y, naive_model.model(x, weights, scales=scales))
     with torch.no_grad():
@@ -304,7 +103,7 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
     """As in a penalty of gradients, whose own gradient would lack a part."""
-    monkeypatch.setattr(operator, "runs_at_once", lambda t: at_once)
+    monkeypatch.setattr(operator, "at_once", lambda t: at_once)
     model = with_random_parameters(small(depth=2, img_size=32)).eval()
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x)
@@ -406,18 +205,13 @@ def test_block_operator_has_the_gradients_of_the_plain_block(
         block.drop_path = Scale(scale)
     expected = outcome(block, x, dy, class_token_only=middle)
 
-    norm, m = block.norm, block.mixer
-    directions = directions_of(block)
     block.zero_grad()
     x.requires_grad_()
     block_operator = operator.block
     if compiled:
         torch.compiler.reset()
         block_operator = torch.compile(block_operator, fullgraph=True, backend="aot_eager")
-    y, _ = block_operator(
-        m.recurrence, x, None, scale, norm.eps, norm.weight, m.in_proj.weight, m.out_proj.weight, directions, x.dtype,
-        middle,
-    )  # fmt: skip
+    y, _ = block_operator(x, weights_of(block), options_of(block, x.dtype, middle), scale)
     y.backward(dy[:, : y.shape[1]])
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
@@ -434,9 +228,7 @@ def test_the_definition_of_the_operator_is_the_block(mixer, scaled):
     expected = outcome(block, x, dy)
     block.zero_grad()
     x.requires_grad_()
-    norm, m = block.norm, block.mixer
-    weights = norm.weight, m.in_proj.weight, m.out_proj.weight, directions_of(block)
-    y = reference.block(m.recurrence, x, scale, norm.eps, *weights)
+    y = naive.block(x, weights_of(block), options_of(block, x.dtype), scale)
     y.backward(dy)
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
@@ -470,10 +262,6 @@ def test_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(compiled, mi
     assert plain_kernels == [False, True, True]
 
 
-def test_the_operator_is_not_taken_without_a_gpu():
-    assert not operator.supports(torch.randn(1, 5, 16), 16)
-
-
 @pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward"])
 def test_a_block_runs_fused_only_with_every_part_as_it_was_built(hook, monkeypatch, plain):
     """What users attach or put in the place of a part has to run."""
@@ -483,7 +271,7 @@ def test_a_block_runs_fused_only_with_every_part_as_it_was_built(hook, monkeypat
     def runs_fused(change=lambda block: None, x=x, mixer=LonghornMixer):
         block = Block(16, mixer, drop_path=0.1)
         change(block)
-        return vil_block.fused_weights(block, x) is not None
+        return vil_block.fused_block(block, x) is not None
 
     def attach(part):
         getattr(part, f"register_{hook}_hook")(lambda *args: None)
@@ -550,16 +338,6 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
             for name, all_macros in named.items() for macros in all_macros
         ]
     )  # fmt: skip
-
-
-def close(value, truth, dtype, name, roundings=1):
-    """But for rounding: of the result, of products that are kept, and of the factors that `conv_xproj` multiplies."""
-    own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
-    if name == "conv_xproj":
-        own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
-    assert value.shape == truth.shape, name
-    rounded = relative_error(truth.to(value.dtype), truth)
-    assert relative_error(value, truth) <= math.hypot(rounded * math.sqrt(roundings), own), name
 
 
 # B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
@@ -671,16 +449,6 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
         assert entry(**case) == "gate_backward"
 
 
-def in_tiles(out_proj):
-    """The weights as wgmma reads them: 32 channels of all outputs after another, in rows of 64 bytes."""
-    (C, D), outputs = out_proj.shape, torch.arange(len(out_proj))
-    place = outputs // 16 * 16 + outputs % 4 // 2 * 8 + outputs % 16 // 4 * 2 + outputs % 2
-    eighths = torch.arange(4) ^ place[:, None] // 2 % 4
-    tiles = torch.empty(D // 32, C, 4, 8, device=out_proj.device, dtype=out_proj.dtype)
-    tiles[:, place[:, None], eighths] = out_proj.view(C, D // 32, 4, 8).transpose(0, 1)
-    return tiles.view(C, D)
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     "shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
@@ -747,8 +515,8 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
         compare("gate", tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True)
     block = make_block(LonghornMixer, C)
-    directions = [p.detach() for p in directions_of(block)]
-    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    norm, in_proj, out_proj, *directions = [p.detach() for p in weights_of(block).flat()]
+    weights = norm, in_proj, out_proj
     for x in (tokens(B * L, C, dtype=torch.float32), None):
         compare("pack_weights", *weights, directions, dtype, None, x, 1e-5, True, rounded=torch.float64)
     packed = PlainKernels.pack(*weights, directions, dtype)
@@ -792,7 +560,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
     x, dy = torch.randn(2, *shape, device="cuda")
     truth = outcome(copy.deepcopy(block).double(), x.double(), dy.double(), class_token_only=middle)
     for autocast, tolerance in TOLERANCE.items():
-        assert vil_block.fused_weights(block, x) is not None
+        assert vil_block.fused_block(block, x) is not None
         fused, again = [outcome(block, x, dy, autocast, class_token_only=middle) for _ in range(2)]
         plain()
         reference = outcome(block, x, dy, autocast, class_token_only=middle)
@@ -879,14 +647,14 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     monkeypatch.setattr(
         variants, "choose", lambda kind, *a: projecting if long and kind == "forward" else choose(kind, *a)
     )
-    from_step, scan_forward = [], operator.scans.scan_forward
+    from_step, scan_forward = [], forward.scans.scan_forward
 
     def scan_and_note(*arguments, schedule, step_proj_GDR):
         from_step.append(step_proj_GDR is not None)
         return scan_forward(*arguments, schedule=schedule, step_proj_GDR=step_proj_GDR)
 
-    monkeypatch.setattr(operator.scans, "scan_forward", scan_and_note)
-    monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(forward.scans, "scan_forward", scan_and_note)
+    monkeypatch.setattr(backward, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
     monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
     for name in ("block", "block_backward"):
@@ -913,9 +681,11 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
         leaf, normed = x.clone().requires_grad_(), None
         if hopper:
             xhat, factors, _ = PlainKernels.rms_norm(leaf.flatten(0, 1), 1e-3, dtype, False)
-            normed = xhat, factors.detach()
+            normed = Normed(xhat, factors.detach())
         torch.manual_seed(1)
-        y, given = vil_block.fused_block(block, vil_block.fused_weights(block, leaf), leaf, normed, middle, hopper)
+        run, weights = vil_block.fused_block(block, leaf)
+        options = vil_block.options(block, weights, middle, hopper)
+        y, given = run(leaf, weights, options, vil_block.path_scale(block, leaf), normed)
         results, gradients = [y], [dy[:, : y.shape[1]]]
         if given:
             results, gradients = [y, given[0]], [*gradients, dnext.flatten(0, 1).to(dtype)]
@@ -982,10 +752,10 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle):
     block = make_block(mixer, 32, device="cuda")
-    weights = [block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight]
-    directions = directions_of(block)
     x = torch.randn(2, 70, 32, device="cuda", requires_grad=True)
-    arguments = (mixer.recurrence, x, [], None, 1e-5, *weights, directions, torch.float32, middle, True, True)
+    norm, in_proj, out_proj, *directions = weights_of(block).flat()
+    options = options_of(block, torch.float32, middle, norm_next=True)
+    arguments = *options, x, [], None, norm, in_proj, out_proj, directions, True
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
 
@@ -1063,7 +833,7 @@ def test_model_in_every_dtype_and_layout_and_a_part_replaced_or_hooked(plain):
     fused = model(x)
     torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), fused)
     half = copy.deepcopy(model).bfloat16()
-    assert vil_block.fused_weights(half.blocks[0], half.embed(x.bfloat16())) is not None
+    assert vil_block.fused_block(half.blocks[0], half.embed(x.bfloat16())) is not None
     assert relative_error(half(x.bfloat16()), fused) < 3e-2
     called = []
     handle = model.blocks[0].mixer.in_proj.register_forward_hook(lambda *_: called.append(1))

@@ -7,7 +7,8 @@ import shutil
 import emulator
 import pytest
 import torch
-from test_block import PlainKernels, close, directions_of, in_tiles, make_block
+from blocks import close, make_block, weights_of
+from plain_kernels import PlainKernels, in_tiles
 from vil.kernels.block import launch as kernels
 from vil.kernels.cuda import hardware
 
@@ -44,7 +45,7 @@ def normed(x, eps):
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
 def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
     block, x = make_block(LonghornMixer, 8), small_tokens(21, 8)
-    directions = [p.detach() for p in directions_of(block)]
+    directions = [p.detach() for p in weights_of(block).flat()[3:]]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     for dtype in (torch.float32, BF16):
         for copy in (True, False):
@@ -63,7 +64,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     """The weights of a block as its kernels want them."""
     C, dtype = 8, BF16
     block = make_block(LonghornMixer, C, dtype=BF16)
-    directions = [p.detach() for p in directions_of(block)]
+    directions = [p.detach() for p in weights_of(block).flat()[3:]]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     sizes = _, D, P, R, taps = kernels.packed_sizes(weights[2], directions)
     doubles = *exactly(*weights), exactly(*directions)
@@ -363,7 +364,7 @@ def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
 def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     C, T = 8, 2**29 + 41
     block = make_block(LonghornMixer, C)
-    directions = [p.detach() for p in directions_of(block)]
+    directions = [p.detach() for p in weights_of(block).flat()[3:]]
     weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     x = large(T, C, dtype=torch.float32)
     of_x = put(x)

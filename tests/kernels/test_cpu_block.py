@@ -47,8 +47,8 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
     B, L, C = shape
     block, x = a_block(mixer, C), torch.randn(B, L, C).requires_grad_()
     scale = torch.tensor([1.5, 0.0, 2.0])[:B] if scaled else None
-    weights = vil_block.fused_weights(block, x)
-    y, normed = vil_block._fused_block(block, weights, x, None, scale, False, False)
+    run, weights = vil_block.fused_block(block, x)
+    y, normed = run(x, weights, vil_block.options(block, weights, False), scale)
     exact = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
     x_exact = x.detach().double().requires_grad_()
     truth = naive_model.block(x_exact, exact, naive_model.OURS, None if scale is None else scale.double())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from blocks import options_of, weights_of
 from torch.utils.flop_counter import FlopCounterMode
 from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import operator as block_operator
@@ -229,19 +230,10 @@ def test_the_fused_block_counts_what_its_parts_do(kind, class_token_only):
     with torch.device("meta"):
         block = timm.create_model(kind, embed_dim=48, depth=1).blocks[0]
         x = torch.empty(3, 21, 48, requires_grad=True)
-    mixer = block.mixer
-    directions = [
-        weight
-        for d in mixer.directions
-        for weight in (
-            d.conv1d.weight, d.conv1d.bias, d.x_proj.weight, d.step_proj.weight, d.step_proj.bias, d.skip,
-            *([d.A_log] if kind == "vim_tiny" else []),
-        )
-    ]  # fmt: skip
     y, by_parts = counted(block, x, class_token_only)
     by_parts = by_parts, counted(y.sum().backward)[1]
-    arguments = mixer.recurrence, x, None, None, 1e-5, block.norm.weight, mixer.in_proj.weight, mixer.out_proj.weight
-    (y, _), fused = counted(block_operator.block, *arguments, directions, torch.bfloat16, class_token_only)
+    options = options_of(block, torch.bfloat16, class_token_only)
+    (y, _), fused = counted(block_operator.block, x, weights_of(block), options)
     assert y.shape == (3, 1 if class_token_only else 21, 48)
     assert (fused, counted(y.sum().backward)[1]) == by_parts
 

@@ -14,6 +14,7 @@ from scans import StandIn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from vil.kernels import backends
+from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
 from vil.kernels.cuda import compiler, hardware
@@ -79,9 +80,9 @@ def block_call(recurrence, L=5):
     one = [(D, 1, K), (D,), (R + 2 * N, D), (D, R), (D,), (D,), (D, N)]
     directions = [new(*size) / 4 for size in 2 * one[: 7 if recurrence == "selective" else 6]]
     return dict(
-        recurrence=recurrence, x_BLC=new(B, L, C), normed=[new(B * L, C), new(B * L)], scale_B=new(B), eps=1e-5,
-        norm_C=new(C), in_proj=new(2 * D, C), out_proj=new(C, D), directions=directions, dtype=torch.float32,
-        class_token_only=False, norm_next=True, keep=True,
+        recurrence=recurrence, eps=1e-5, dtype=torch.float32, class_token_only=False, norm_next=True,
+        x_BLC=new(B, L, C), normed=[new(B * L, C), new(B * L)], scale_B=new(B), norm_C=new(C), in_proj=new(2 * D, C),
+        out_proj=new(C, D), directions=directions, keep=True,
     )  # fmt: skip
 
 
@@ -95,8 +96,8 @@ def block_backward_call(recurrence, class_token_only=False, prenormed=False):
     after = [] if class_token_only else [new(B * M, C), new(B * M)]
     given = dict(dnext_TC=new(B * M, C) if after else None, next_normed=after)
     given |= {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions")}
-    given |= dict(class_token_only=class_token_only, prenormed=prenormed, saved=saved)
-    return dict(recurrence=recurrence, dx_BMC=new(B, M, C)) | given
+    how = dict(recurrence=recurrence, class_token_only=class_token_only, prenormed=prenormed)
+    return how | dict(dx_BMC=new(B, M, C)) | given | dict(saved=saved)
 
 
 CALLS = {
@@ -576,10 +577,10 @@ def test_a_block_with_a_weight_elsewhere_is_not_fused(mixer, takes_a_cpu_for_a_g
     names = [name for name, _ in Block(16, mixer).named_parameters()]
     for name in names:
         block = Block(16, mixer)
-        assert vil_block.fused_weights(block, x) is not None
+        assert vil_block.fused_block(block, x) is not None
         part, _, weight = name.rpartition(".")
         setattr(block.get_submodule(part), weight, torch.nn.Parameter(block.get_parameter(name).to("meta")))
-        assert vil_block.fused_weights(block, x) is None, name
+        assert vil_block.fused_block(block, x) is None, name
     assert len(names) == (15 if mixer is LonghornMixer else 17)
 
 
@@ -592,12 +593,12 @@ def test_a_block_that_the_kernels_cannot_compute_takes_the_plain_path(takes_a_cp
         for name, part in parts.items():
             place, _, last = name.replace("__", ".").rpartition(".")
             block.get_submodule(place).add_module(last, part)
-        found = vil_block.fused_weights(block, x) is not None
+        found = vil_block.fused_block(block, x) is not None
         assert found or block(x).shape == x.shape
         return found
 
     assert fused()
-    assert vil_block.fused_weights(Block(16, LonghornMixer).double(), x) is None
+    assert vil_block.fused_block(Block(16, LonghornMixer).double(), x) is None
     for taps in (1, 2, 3, 4, 5):
         assert fused(lambda dim, taps=taps, **dd: LonghornMixer(dim, conv_width=taps, **dd)) == (taps in (2, 3, 4))
     assert not fused(mixer__in_proj=torch.nn.Linear(16, 64))  # with a bias
@@ -647,7 +648,7 @@ def in_dtype(call, named, dtype):
     if call == "block":
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
-        of = [(row[2] or dtype) for row in operator._SAVED[named["recurrence"]]]
+        of = [own or dtype for _, _, own in contract._saved_fields(named["recurrence"])]
         saved, sizes = list(named["saved"]), kernels.packed_sizes(named["out_proj"], named["directions"])
         packed = saved[3].new_zeros(kernels.packed_size(*sizes, dtype), dtype=dtype)
         for part, value in zip(kernels.Weights.of(packed, *sizes), kernels.Weights.of(saved[3], *sizes)):

@@ -5,9 +5,10 @@ import shutil
 import emulator
 import pytest
 import torch
-from test_block import directions_of, make_block
+from blocks import make_block, weights_of
+from vil.kernels.block import backward, forward
 from vil.kernels.block import launch as kernels
-from vil.kernels.block import operator as operator
+from vil.kernels.block.weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import compiler, hardware, plan
 from vil.kernels.cuda.plan import Plan
 
@@ -152,7 +153,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(operator, "_mm", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(backward, "_mm", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
     monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
     monkeypatch.setattr(compiler.Launch, "run_with", emulator.run_with)
@@ -164,33 +165,34 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
         emulator.run_with(one, values)
 
     monkeypatch.setattr(compiler.Launch, "run", at_once)
-    forward, backward = operator._forward.__wrapped__, operator._backward.__wrapped__
+    run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
 
     def calls(seed, given):
         block = make_block(mixer, C, seed=seed)
-        weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
-        directions = [p.detach() for p in directions_of(block)]
+        weights = BlockWeights.of([p.detach() for p in weights_of(block).flat()])
         x, dy, dnext = torch.randn(3, B, L, C)
-        normed = [torch.randn(B * L, C).to(dtype), torch.rand(B * L)] if given else []
-        M, recurrence = 1 if class_token_only else L, block.mixer.recurrence
-        yield (recurrence, x, normed, torch.rand(B), 1e-5, *weights, directions, dtype, class_token_only, hopper, True)
-        _, xhat, factors, *saved = forward(
-            recurrence, x, normed, torch.rand(B), 1e-5, *weights, directions, dtype, class_token_only, hopper, True
+        normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
+        options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
+        yield options, True, Inputs(x, torch.rand(B), normed, weights).flat()
+        _, *after, uz, mean, states, packed, A, xhat, rstd = run_forward(
+            options, True, Inputs(x, torch.rand(B), normed, weights).flat()
         )
-        after = [] if xhat is None else [xhat, factors]
-        yield (
-            recurrence, dy[:, :M].contiguous(), dnext.flatten(0, 1).to(dtype) if after else None, after, torch.rand(B),
-            *weights[:2], operator._shapes(weights[2], directions), class_token_only, given, True, [*saved, *normed],
-        )  # fmt: skip
+        saved = SavedForBackward(uz, mean, states, packed, A, *(normed or (xhat, rstd)))
+        dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
+        dy = dy[:, : 1 if class_token_only else L].contiguous()
+        how = BackwardOptions(block.mixer.recurrence, class_token_only, given)
+        yield how, weights.sizes, True, [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
 
+    functions = run_forward, run_backward
     for given in (False, True):
-        plans = [Plan(function, call, CPU) for function, call in zip((forward, backward), calls(0, given), strict=True)]
+        plans = [Plan(function, call, CPU) for function, call in zip(functions, calls(0, given), strict=True)]
         for seed in (0, 1):
-            for function, replayed, call in zip((forward, backward), plans, calls(seed, given), strict=True):
-                tensors = [t for a in call for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
-                for i, (found, expected) in enumerate(zip(replayed(tensors), function(*call), strict=True)):
-                    if function is forward and i == 6:  # packed weights, between which there may be anything
-                        sizes = kernels.packed_sizes(call[7], call[8])
+            for function, replayed, call in zip(functions, plans, calls(seed, given), strict=True):
+                results = zip(replayed(call[-1]), function(*call), strict=True)
+                for i, (found, expected) in enumerate(results):
+                    if function is run_forward and i == 6:  # packed weights, between which there may be anything
+                        flat = weights_of(make_block(mixer, C)).flat()
+                        sizes = kernels.packed_sizes(flat[2], flat[3:])
                         found, expected = (torch.cat([
                             part.double().flatten() for part in kernels.Weights.of(t, *sizes)
                         ]) for t in (found, expected))  # fmt: skip

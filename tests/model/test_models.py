@@ -9,9 +9,19 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from models import (
+    KINDS,
+    assert_same_output_and_gradients,
+    gradients,
+    random_images,
+    small,
+    stochastic_depth,
+    with_random_parameters,
+)
 from timm.models import _registry, group_parameters
 from timm.models._features_fx import create_feature_extractor
 from timm.optim import create_optimizer_v2
+from vil.kernels.block.naive import block as naive_block
 from vil.kernels.scan import naive
 
 import vil
@@ -19,40 +29,6 @@ from vil import block as vil_block
 from vil import vision_longhorn
 from vil.block import Block, LonghornMixer, MambaMixer, middle_token
 from vil.vision_longhorn import insert_class_token, resample_pos_embed, split_class_token
-
-SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # a grid of 3 x 3
-KINDS = pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
-
-
-def small(name="vil_tiny", **kwargs):
-    torch.manual_seed(0)
-    return timm.create_model(name, **{**SMALL, **kwargs})
-
-
-def random_images(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-
-
-def with_random_parameters(module):
-    """So that no bias is zero and no scale one."""
-    g = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for p in module.double().parameters():
-            p += 0.1 * torch.randn(p.shape, generator=g, dtype=torch.float64)
-    return module
-
-
-def gradients(output, module):
-    dy = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=output.dtype)
-    return torch.autograd.grad(output, list(module.parameters()), dy)
-
-
-def assert_same_output_and_gradients(module, actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
-    names = [name for name, _ in module.named_parameters()]
-    for name, a, e in zip(names, gradients(actual, module), gradients(expected, module)):
-        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10, msg=name)
-
 
 # against the independent implementation
 
@@ -99,13 +75,6 @@ def test_a_model_equals_the_independent_one(name, kwargs):
     weights = dict(model.named_parameters())
     stride, pool = kwargs.get("stride", 16), kwargs.get("global_pool", "token")
     assert_same_output_and_gradients(model, model(x), naive_model.model(x, weights, stride=stride, pool=pool))
-
-
-def stochastic_depth(rates, images, seed, dtype=torch.float64):
-    """What multiplies each image's update in each block: 0 or 1 / (1 - rate), drawn as timm's layers do."""
-    torch.manual_seed(seed)
-    kept = [torch.empty(images, dtype=dtype).bernoulli_(1 - rate) if rate else None for rate in rates]
-    return [k if k is None else k / (1 - rate) for k, rate in zip(kept, rates)]
 
 
 @KINDS
@@ -176,14 +145,12 @@ def fused(monkeypatch):
     """Blocks run as on a GPU, by plain modules; a list of whether each, in turn, computed the middle token alone."""
     middles = []
 
-    def fused_block(block, weights, x, normed, scale_B, class_token_only, norm_next):
-        middles.append(class_token_only)
-        branch = block.mixer(block.norm(x))
-        x = x + (branch if scale_B is None else scale_B[:, None, None] * branch)
-        return middle_token(x) if class_token_only else x, None
+    def operator(x, weights, options, scale, normed=None):
+        middles.append(options.class_token_only)
+        x = naive_block(x, weights, options, scale)
+        return middle_token(x) if options.class_token_only else x, None
 
-    monkeypatch.setattr(vil_block, "fused_weights", lambda block, x: [])
-    monkeypatch.setattr(vil_block, "_fused_block", fused_block)
+    monkeypatch.setattr(vil_block, "fused_operator", lambda x, weights: operator)
     return middles
 
 

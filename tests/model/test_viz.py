@@ -9,8 +9,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from matplotlib.colors import LogNorm
+from models import random_images, with_random_parameters
 from PIL import Image
-from test_models import random_images, with_random_parameters
 from torchvision import transforms
 
 from vil import viz

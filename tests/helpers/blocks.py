@@ -1,0 +1,81 @@
+"""Blocks for tests, and the fused operator on a CPU."""
+
+import contextlib
+import math
+
+import torch
+from vil.kernels.block import operator
+from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
+
+from vil.block import Block, LonghornMixer, MambaMixer
+
+MIXERS = [LonghornMixer, MambaMixer]
+
+
+def make_block(mixer, dim, drop_path=0.0, seed=0, **dd):
+    """A block none of whose parameters is at a special value."""
+    torch.manual_seed(seed)
+    block = Block(dim, mixer, drop_path=drop_path)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if name.endswith(("bias", "skip", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return block.to(**dd)
+
+
+def outcome(block, x, dy, autocast=None, **kwargs):
+    """Output and every gradient, by name."""
+    x = x.detach().clone().requires_grad_()
+    block.zero_grad()
+    with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        y = block(x, **kwargs)
+    y.backward(dy[:, : y.shape[1]].to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+def weights_of(block):
+    """The weights as the operators take them."""
+    mixer = block.mixer
+    first, second = (
+        DirectionWeights(
+            d.conv1d.weight, d.conv1d.bias, d.x_proj.weight, d.step_proj.weight, d.step_proj.bias, d.skip,
+            getattr(d, "A_log", None),
+        ) for d in mixer.directions
+    )  # fmt: skip
+    return BlockWeights(block.norm.weight, mixer.in_proj.weight, mixer.out_proj.weight, (first, second))
+
+
+def options_of(block, dtype, class_token_only=False, norm_next=False):
+    return Options(block.mixer.recurrence, block.norm.eps, dtype, class_token_only, norm_next)
+
+
+def relative_error(value, truth):
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, y):
+        return y * self.scale[:, None, None]
+
+
+@contextlib.contextmanager
+def operator_on_a_cpu():
+    """The operator takes tensors on a CPU, for what is to stand for its kernels there."""
+    with torch.library._scoped_library("vil", "IMPL") as library:
+        library.impl("block", lambda *arguments: operator._block(*arguments), "CPU")
+        library.impl("block_backward", lambda *arguments: operator._block_backward(*arguments), "CPU")
+        yield
+
+
+def close(value, truth, dtype, name, roundings=1):
+    """But for rounding: of the result, of products that are kept, and of the factors that `conv_xproj` multiplies."""
+    own = {torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 2e-5}[value.dtype]
+    if name == "conv_xproj":
+        own = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    assert value.shape == truth.shape, name
+    rounded = relative_error(truth.to(value.dtype), truth)
+    assert relative_error(value, truth) <= math.hypot(rounded * math.sqrt(roundings), own), name
