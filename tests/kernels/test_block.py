@@ -683,9 +683,9 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
             xhat, factors, _ = PlainKernels.rms_norm(leaf.flatten(0, 1), 1e-3, dtype, False)
             normed = Normed(xhat, factors.detach())
         torch.manual_seed(1)
-        run, weights = vil_block.fused_block(block, leaf)
-        options = vil_block.options(block, weights, middle, hopper)
-        y, given = run(leaf, weights, options, vil_block.path_scale(block, leaf), normed)
+        run, named = vil_block.fused_block(block, leaf)
+        options = vil_block.options(block, named, middle, hopper)
+        y, given = run(leaf, named, options, vil_block.path_scale(block, leaf), normed)
         results, gradients = [y], [dy[:, : y.shape[1]]]
         if given:
             results, gradients = [y, given[0]], [*gradients, dnext.flatten(0, 1).to(dtype)]
