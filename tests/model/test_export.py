@@ -21,6 +21,7 @@ from vil.kernels.scan.naive import longhorn, selective
 import vil  # noqa: F401  registers the models
 from vil import export
 from vil.export import ExportError, export_model
+from vil.export import __main__ as command_line
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -156,7 +157,7 @@ def test_onnx_files_are_of_standard_operators_any_number_of_images_and_no_traces
     assert (images.name, logits.name) == ("images", "logits")
     assert shapes == [["batch", 3, 16, 24], ["batch", 5]]
     assert not any(
-        word in proto.SerializeToString() for word in (b"/work", b"File ", b"export.py", str(tmp_path).encode())
+        word in proto.SerializeToString() for word in (b"/work", b"File ", b"traced.py", str(tmp_path).encode())
     )
 
 
@@ -288,7 +289,7 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
 
 
 def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "mix", lambda recurrence, mixer, h: type(mixer).forward(mixer, h))
+    monkeypatch.setattr("vil.export.traced.mix", lambda recurrence, mixer, h: type(mixer).forward(mixer, h))
     with pytest.raises(ExportError, match=r"the graph has the operator vil\.\w+\.default, which only this package"):
         export_model(small("vil_tiny"), tmp_path / "model.onnx")
 
@@ -318,7 +319,7 @@ def command(monkeypatch):
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["vil.export", *words])
-        export.main()
+        command_line.main()
 
     return command
 
@@ -327,7 +328,7 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
     exported, words = [], ["--checkpoint", "best.pt", "--num-classes", "0", "--out", "x.safetensors"]
     with pytest.raises(SystemExit, match="error: weights keep their head: without it they are loaded by"):
         command(*words)
-    monkeypatch.setattr(export, "export_model", lambda found, *_, **__: exported.append(found))
+    monkeypatch.setattr(command_line, "export_model", lambda found, *_, **__: exported.append(found))
     command(*words)
     images = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(trained.head(exported[0](images)), trained(images))
@@ -343,8 +344,8 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
     ids=["neither", "pretrained", "checkpoint"],
 )
 def test_the_command_says_when_weights_are_random(words, end, command, monkeypatch, capsys):
-    monkeypatch.setattr(export, "_model_of", lambda options: None)
-    monkeypatch.setattr(export, "export_model", lambda *_, **__: "written")
+    monkeypatch.setattr(command_line, "_model_of", lambda options: None)
+    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: "written")
     command("--model", "vil_tiny", *words, "--out", "x.onnx")
     assert capsys.readouterr().out == f"written{end}\n"
 

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from timm.data import resolve_model_data_config
 
 import vil
-from vil import checkpoint, export
+from vil import checkpoint
 from vil.config import Config, ConfigError
 from vil.export import ExportError, export_model
+from vil.export import __main__ as command_line
 from vil.factory import create_model
 
 KWARGS = SMALL["model_kwargs"]
@@ -50,7 +51,7 @@ def packed(best, tmp_path_factory):
     words = ["vil.export", "--checkpoint", str(path), "--out", str(file), "--metadata", "commit=0012", "data=a=b, c"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        export.main()
+        command_line.main()
     return file, state["state_dict_ema"]
 
 
@@ -184,5 +185,5 @@ def test_the_metadata_of_others_decide_nothing(tmp_path):
 def test_a_word_of_metadata_without_text_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["vil.export", "--out", "x.safetensors", "--metadata", "commit"])
     with pytest.raises(SystemExit):
-        export.main()
+        command_line.main()
     assert "'commit' is not of the form KEY=TEXT" in capsys.readouterr().err

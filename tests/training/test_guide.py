@@ -12,7 +12,7 @@ import torch
 from processes import ROOT
 
 import validate
-import vil.export
+import vil.export.__main__
 import vil.viz
 from train_imagenet import Trainer
 from vil.config import load_config
@@ -112,7 +112,7 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
     lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(vil.viz, "draw", lambda options: None)
-    monkeypatch.setattr(vil.export, "_check_options", parsed)  # the first that is done with them
+    monkeypatch.setattr(vil.export.__main__, "check_options", parsed)  # the first that is done with them
     for words in lines:
         words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
         words = words[1:] if words[0] == "-m" else words
@@ -127,7 +127,7 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
             vil.viz.main()
         elif program == "vil.export":
             with pytest.raises(ParsedError):
-                vil.export.main()
+                vil.export.__main__.main()
         elif program.endswith(".py"):
             assert (ROOT / program).exists()
         else:

@@ -1,0 +1,169 @@
+"""A model in a file that runs without this package: ONNX, or PyTorch's own exported program. Or weights to hand on.
+
+    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
+    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
+    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
+
+The ending says the format; a .safetensors file has weights alone, in half precision, and says of which model they are:
+`vil.from_checkpoint` needs nothing else. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say;
+the outputs are `logits` (B, classes) and, for each block N asked for, `features_N` (B, C, h, w). B is free, H and W are
+the model's. What is in the file is compared with the model before it is written. docs/export.md says what reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from .. import checkpoint
+from ..files import write_atomically
+from .formats import OPSET, Run, onnx_packages, to_onnx, to_pt2, to_safetensors
+from .traced import (
+    Exported,
+    ExportError,
+    as_evaluated,
+    image_size,
+    outputs_of,
+    pictures,
+    scan_by_linear_attention,
+    scan_by_steps,
+)
+
+__all__ = ["ExportError", "Report", "export_model"]
+
+RUNTIMES = ("any", "onnxruntime")
+TOLERANCE = 1e-4  # of an output's largest magnitude, or absolute where that is below 1
+TOLERANCE_OF_HALVES = 2e-2  # the same for weights in half precision
+PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
+
+
+@dataclass
+class Report:
+    """What was written, and how far it is from the model.
+
+    Attributes:
+        path: The file.
+        size: Its bytes.
+        difference: The largest between an output and the model's own, on noise and on smooth pictures.
+        images: How many pictures these were.
+        same_top1: For how many of them the largest logit is the model's.
+    """
+
+    path: Path
+    size: int
+    difference: float
+    images: int
+    same_top1: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.size / 1e6:.1f} MB; the largest difference from PyTorch is {self.difference:.1e}, "
+            f"top-1 is the same on {self.same_top1} of {self.images} images"
+        )
+
+
+def export_model(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    features: Sequence[int] = (),
+    runtime: str = "any",
+    opset: int = OPSET,
+    metadata: dict[str, str] | None = None,
+    **preprocessing: Any,
+) -> Report:
+    """Writes a model to a file that runs without this package, once what is in it has been compared with the model.
+
+    Args:
+        model: A model of timm, which is left as it is; exported in fp32, as in evaluation.
+        path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
+        features: Numbers of blocks whose maps are outputs too.
+        runtime: What an ONNX file is for: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
+            `com.microsoft.LinearAttention` then runs the recurrence.
+        opset: Version of ONNX's operators.
+        metadata: What the file is to say of itself, beside the model and its preprocessing.
+        **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, where they are not timm's
+            for this model.
+
+    Raises:
+        ExportError: A package is missing, the format or runtime cannot have what was asked for, or what is in the file
+            computes something else.
+    """
+    path = Path(path)
+    check_options(path, runtime, opset, features)
+    exported = Exported(model, features, scan_by_steps if runtime == "any" else scan_by_linear_attention)
+    described = describe(model, preprocessing)
+    if taken := {*described, "label_names"} & (metadata or {}).keys():
+        raise ExportError(f"{', '.join(sorted(taken))} in the metadata is for the model itself to say (pretrained_cfg)")
+    described |= metadata or {}
+    tolerance = TOLERANCE
+    if path.suffix == ".safetensors":
+        content, run = to_safetensors(model, described)
+        tolerance = TOLERANCE_OF_HALVES
+    elif path.suffix == ".onnx":
+        content, run = to_onnx(exported.program(), exported.outputs, described, opset)
+    else:
+        content, run = to_pt2(exported.program(), described)
+    found = compare(model, exported, run, tolerance)
+    write_atomically(path, content)
+    return Report(path, len(content), *found)
+
+
+def check_options(path: Path, runtime: str, opset: int, features: Sequence[int] = ()) -> None:
+    if path.suffix not in (".onnx", ".pt2", ".safetensors"):
+        raise ExportError(
+            f"{path} must end with .onnx for ONNX, .pt2 for PyTorch's exported program, or .safetensors for weights"
+        )
+    if runtime not in RUNTIMES:
+        raise ExportError(f"runtime {runtime!r} is none of {', '.join(RUNTIMES)}")
+    if path.suffix != ".onnx" and (runtime, opset) != ("any", OPSET):
+        raise ExportError(f"runtime and opset are of ONNX files, and {path} is none")
+    if path.suffix == ".safetensors" and features:
+        raise ExportError(f"{path} has weights, not outputs: features are of .onnx and .pt2 files")
+    if not path.parent.is_dir():
+        raise ExportError(f"there is no folder {path.parent}")
+    if path.suffix == ".onnx":
+        onnx_packages()
+
+
+def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of an exported model: what it is, and what is done to a picture before it."""
+    if unknown := preprocessing.keys() - set(PREPROCESSING):
+        raise ExportError(f"{', '.join(sorted(unknown))} is none of {', '.join(PREPROCESSING)}")
+    config = resolve_model_data_config(model) | {name: v for name, v in preprocessing.items() if v is not None}
+    names = model.pretrained_cfg.get("label_names")  # of a head that has been replaced, perhaps
+    known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
+    return {
+        "model": model.pretrained_cfg.get("architecture", type(model).__name__),
+        "num_classes": model.num_classes,
+        "input_size": [model.in_chans if hasattr(model, "in_chans") else 3, *image_size(model)],
+        **{name: config[name] for name in PREPROCESSING},
+        **({"label_names": [checkpoint.label_of(str(name)) for name in names]} if known else {}),
+    }
+
+
+@torch.no_grad()
+def compare(
+    model: nn.Module, exported: Exported, run: Run, tolerance: float = TOLERANCE, count: int = 4
+) -> tuple[float, int, int]:
+    """The largest difference of an output, the number of images, and of those with the same largest logit.
+
+    Raises:
+        ExportError: An output differs by more than `tolerance`.
+    """
+    images = pictures(count, exported.image_size)
+    expected = outputs_of(as_evaluated(model), exported.features, images)
+    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # of two numbers of images
+    largest = 0.0
+    for name, truth, value in zip(exported.outputs, expected, found, strict=True):
+        difference = (truth - value).abs().max().item()
+        if not difference <= tolerance * max(1, truth.abs().max().item()):  # also if it is not a number
+            raise ExportError(f"{name} differs from the model's by {difference:.1e}, more than rounding can")
+        largest = max(largest, difference)
+    return largest, count, int((expected[0].argmax(-1) == found[0].argmax(-1)).reshape(count, -1).all(1).sum())

@@ -1,0 +1,65 @@
+"""The command line of `python -m vil.export`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch import nn
+
+from .. import checkpoint
+from ..config import ConfigError, parse_key_values
+from ..factory import create_model, from_checkpoint
+from . import OPSET, RUNTIMES, ExportError, check_options, export_model
+from . import __doc__ as description
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="timm model; the checkpoint's if it says")
+    parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
+    parser.add_argument("--checkpoint", help="weights; random ones if not given")
+    parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="the moving average of the weights")
+    parser.add_argument("--img-size", type=int, help="image size")
+    parser.add_argument("--num-classes", type=int, help="classes of the model; 0 for pooled features in their place")
+    parser.add_argument("--features", nargs="+", type=int, default=[], metavar="BLOCK", help="maps of these blocks too")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="any", help="onnxruntime: use its LinearAttention")
+    parser.add_argument("--opset", type=int, default=OPSET, help=f"of ONNX's operators (default: {OPSET})")
+    parser.add_argument(
+        "--metadata", nargs="+", type=_key_and_text, default=[], metavar="KEY=TEXT",
+        help="what else the file is to say of itself",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="*.onnx, *.pt2 or *.safetensors")
+    options = parser.parse_args()
+    try:
+        check_options(options.out, options.runtime, options.opset, options.features)
+        arguments = dict(features=options.features, runtime=options.runtime, opset=options.opset)
+        arguments["metadata"] = dict(options.metadata)
+        report = export_model(_model_of(options), options.out, **arguments)
+        trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")  # timm's own weights
+        print(report if trained else f"{report}; of random weights, as no --checkpoint was given")
+    except (ConfigError, checkpoint.CheckpointError, ExportError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _key_and_text(word: str) -> tuple[str, str]:
+    key, sign, text = word.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{word!r} is not of the form KEY=TEXT")
+    return key, text
+
+
+def _model_of(options: argparse.Namespace) -> nn.Module:
+    chosen = {name: getattr(options, name) for name in ("num_classes", "img_size")}
+    arguments = {name: value for name, value in chosen.items() if value is not None}
+    arguments |= parse_key_values(options.model_kwargs)
+    if options.checkpoint:
+        return from_checkpoint(options.checkpoint, options.model, use_ema=options.use_ema, **arguments)
+    if not options.model:
+        raise ConfigError("neither --model nor --checkpoint is given")
+    return create_model(options.model, **arguments)
+
+
+if __name__ == "__main__":
+    main()

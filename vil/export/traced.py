@@ -1,0 +1,171 @@
+"""A model as it is exported: its own modules, with mixers that are made of operators which other programs know.
+
+G = 2 directions    B batch    L tokens    C model width    D inner width    N states of a channel
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan_op
+from torch.export import Dim, ExportedProgram
+
+from ..block import BidirectionalMixer
+
+
+class ExportError(RuntimeError):
+    """A model cannot be exported as asked for. Nothing was written."""
+
+
+class Exported(nn.Module):
+    """A copy of a model as it is exported: fp32, on the CPU, in evaluation, its mixers as `mix` has them.
+
+    Args:
+        model: A model of timm.
+        features: Numbers of blocks whose maps are outputs too.
+        recurrence: `scan_by_steps` or another function of its arguments.
+
+    Raises:
+        ExportError: The model has no such features.
+    """
+
+    def __init__(self, model: nn.Module, features: Sequence[int] = (), recurrence: Callable | None = None):
+        super().__init__()
+        self.model = as_evaluated(model)
+        self.features = sorted(set(features))
+        self.image_size = image_size(model)
+        known = range(len(getattr(self.model, "feature_info", ())))
+        if unknown := [number for number in self.features if number not in known]:
+            raise ExportError(f"features {unknown} are not of the model's blocks 0 to {len(known) - 1}")
+        self.outputs = ["logits" if model.num_classes else "embedding", *(f"features_{n}" for n in self.features)]
+        mixers: list[Any] = [module for module in self.model.modules() if isinstance(module, BidirectionalMixer)]
+        for mixer in mixers:
+            mixer.directions[1].conv1d.reverse = False  # it is given the tokens in the order in which it reads
+            mixer.forward = functools.partial(mix, recurrence or scan_by_steps, mixer)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return outputs_of(self.model, self.features, images)
+
+    @torch.no_grad()
+    def program(self) -> ExportedProgram:
+        """The graph of its operators for any number of images."""
+        images = pictures(2, self.image_size)  # PyTorch takes a batch of 1 for what it can never be more than
+        program = torch.export.export(self, (images,), dynamic_shapes=({0: Dim("batch")},), strict=False)
+        for module in program.graph_module.modules():
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # which would tell where the files of this machine are
+                if str(node.target).startswith("vil."):
+                    raise ExportError(f"the graph has the operator {node.target}, which only this package knows")
+        return program
+
+
+def as_evaluated(model: nn.Module) -> Any:
+    """A copy of it in fp32, on the CPU, in evaluation."""
+    return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+
+
+def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Tensor, ...]:
+    """Logits and the maps of the blocks of these numbers."""
+    if not features:
+        return (model(images),)
+    tokens, maps = model.forward_intermediates(images, indices=list(features))
+    return model.forward_head(tokens), *maps
+
+
+def image_size(model: nn.Module) -> tuple[int, int]:
+    """The height and width that the model was built for, which timm's configuration does not always know."""
+    own = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return tuple(own or resolve_model_data_config(model)["input_size"][1:])
+
+
+def pictures(count: int, size: tuple[int, int]) -> Tensor:
+    """Normalised images (count, 3, H, W): noise, and between them smooth ones, as photographs mostly are."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(count, 3, *size, generator=generator)
+    coarse = torch.randn(count, 3, 5, 5, generator=generator)
+    noise[1::2] = F.interpolate(coarse, size, mode="bicubic", align_corners=False)[1::2]
+    return noise
+
+
+def mix(recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
+    """A mixer's forward with tokens first around the scan: fewer copies where each transposition and flip is one."""
+    u_BLD, z_BLD = mixer.in_proj(h_BLC).chunk(2, dim=-1)
+    directions: Any = mixer.directions
+    reads = zip(directions[0](u_BLD), directions[1](u_BLD.flip(1)))
+    x_LGBD, logits_LGBD, k_LGBN, q_LGBN = (torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in reads)
+    bias_G1D = mixer.step_bias().unsqueeze(1)
+    if mixer.recurrence == "longhorn":
+        norm_LGB1 = k_LGBN.square().sum(-1, keepdim=True)
+        step_LGBD, A_GND = torch.reciprocal(torch.exp(-bias_G1D - logits_LGBD) + (1 + norm_LGB1)), None
+    else:
+        step_LGBD = F.softplus(logits_LGBD + bias_G1D)
+        A_GND = -torch.stack([direction.A_log for direction in directions]).exp().mT.contiguous()
+    y_LGBD = recurrence(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND) + mixer.skip().unsqueeze(1) * x_LGBD
+    forward_BLD, backward_BLD = y_LGBD.permute(2, 0, 1, 3).unbind(2)
+    return mixer.out_proj((forward_BLD + backward_BLD.flip(1)) / 2 * F.silu(z_BLD))
+
+
+def scan_by_steps(
+    x_LGBD: Tensor, step_LGBD: Tensor, k_LGBN: Tensor, q_LGBN: Tensor, A_GND: Tensor | None
+) -> Tensor:  # fmt: skip
+    """y_LGBD of the recurrence by PyTorch's operator for loops, which is `Scan` in ONNX.
+
+    Args:
+        x_LGBD: What is read, each direction's tokens in the order in which it reads them.
+        step_LGBD: Longhorn's step size or Mamba's time step.
+        k_LGBN: Keys.
+        q_LGBN: Queries.
+        A_GND: Rates of Mamba's states; None for Longhorn.
+    """
+
+    S_GBND = x_LGBD.new_zeros(*x_LGBD.shape[1:3], k_LGBN.shape[-1], x_LGBD.shape[-1])
+    if A_GND is None:
+        step, drive_LGBD, rates = _longhorn_step, x_LGBD, []
+    else:
+        step, drive_LGBD, rates = _selective_step, step_LGBD * x_LGBD, [A_GND.unsqueeze(1)]
+    tokens = drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)
+    # the operator itself: `scan` around it compiles it, with what compilations before have left behind
+    return scan_op(step, [S_GBND], list(tokens), tuple(rates))[1].squeeze(-2)
+
+
+def _longhorn_step(S_GBND, x_GB1D, step_GB1D, k_GBN1, q_GB1N, *_):
+    S_GBND = S_GBND + k_GBN1 * step_GB1D * (x_GB1D - k_GBN1 * S_GBND)
+    return [S_GBND, q_GB1N @ S_GBND]
+
+
+def _selective_step(S_GBND, drive_GB1D, step_GB1D, k_GBN1, q_GB1N, A_G1ND):
+    S_GBND = torch.exp(A_G1ND * step_GB1D) * S_GBND + k_GBN1 * drive_GB1D
+    return [S_GBND, q_GB1N @ S_GBND]
+
+
+def scan_by_linear_attention(
+    x_LGBD: Tensor, step_LGBD: Tensor, k_LGBN: Tensor, q_LGBN: Tensor, A_GND: Tensor | None
+) -> Tensor:  # fmt: skip
+    """The same by onnxruntime's operator: S = exp(decay) S + key value and y = query S, with a head for each channel.
+
+    Images and directions are its batch. Its heads share the query.
+    """
+    (L, G, B, D), N = x_LGBD.shape, k_LGBN.shape[-1]
+    x_GBLD, step_GBLD1, k_GBL1N, q_GBLN = (
+        x_LGBD.permute(1, 2, 0, 3), step_LGBD.permute(1, 2, 0, 3).unsqueeze(-1),
+        k_LGBN.permute(1, 2, 0, 3).unsqueeze(-2), q_LGBN.permute(1, 2, 0, 3),
+    )  # fmt: skip
+    key_GBLDN = k_GBL1N * step_GBLD1
+    if A_GND is None:
+        decay_GBLDN = torch.log((1 - key_GBLDN * k_GBL1N).clamp(min=torch.finfo(x_LGBD.dtype).tiny))
+    else:
+        decay_GBLDN = A_GND.mT[:, None, None] * step_GBLD1
+    inputs = q_GBLN.flatten(0, 1), key_GBLDN.flatten(3).flatten(0, 1), x_GBLD.flatten(0, 1), None
+    attributes: dict[str, Any] = dict(q_num_heads=1, kv_num_heads=D, scale=1.0, update_rule="gated")
+    y_XLD, _ = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::LinearAttention", (*inputs, decay_GBLDN.flatten(3).flatten(0, 1)), attributes,
+        dtypes=(x_LGBD.dtype, x_LGBD.dtype), shapes=((G * B, L, D), (G * B, D, N, 1)), version=1,
+    )  # fmt: skip
+    return y_XLD.unflatten(0, (G, B)).permute(2, 0, 1, 3)
