@@ -71,7 +71,7 @@ GROUPS = {
     "scan segments": r"stage_factors|segment_states|segment_gradients|pass_states",
     "attention": r"flash|fmha|sdpa|attention",
     "convolution": r"convol|^conv|conv2d|cudnn|fprop|dgrad|wgrad|nchw",
-    "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas|dt_proj_backward",
+    "matrix products": r"gemm|nvjet|gemv|splitk|cutlass|cublas|step_proj_backward",
     "norm, gate": r"norm|gate|gammabeta|pack_weights|unpack_gradients",
     "optimizer": r"adam|multi_tensor_apply",
     "other": r"",

@@ -97,7 +97,7 @@ def _through_directions(
     v_2TD, dlogits_2TD, step_2TR, dk_2TN, dq_2TN = (
         t.flatten(1, 2) for t in (p.v, dlogits_2BHD, p.step, dk_2BHN, dq_2BHN)
     )
-    dprojected_2TP, dstep_proj = kernels.dt_proj_backward(dlogits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
+    dprojected_2TP, dstep_proj = kernels.step_proj_backward(dlogits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
     dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
     dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)

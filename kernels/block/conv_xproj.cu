@@ -4,9 +4,10 @@
 //   v(t) = silu(conv(t))         conv_0(t) = bias_0 + sum_i weight_0[i] u(t - BACK + i)
 //                                conv_1(t) = bias_1 + sum_i weight_1[i] u(t + BACK - i),     BACK = TAPS - 1
 //   projected = v x_proj^T       (tokens, P): the step, k and q
-//   logits = step step_proj^T    (tokens, D), where the step is the first R columns, rounded
+//   step_logits = step step_proj^T    (tokens, D), where the step is the first R columns, rounded
 //
-// docs/kernels/block.md draws a CTA, its warps and its buffers, and derives the order of the columns.
+// docs/kernels/block.md draws a CTA, its warps and its buffers, and derives the order of the columns. Barriers: rules 1
+// and 2 of cuda/pipeline.cuh.
 //
 // Macros:
 //   INPUT        element type of the tensors: bf16 or fp16
@@ -30,8 +31,6 @@
 
 #include "filter.cuh"
 #include "silu.cuh"
-
-typedef INPUT Element;
 
 constexpr int STRIP = 2, TILES = 2, GROUPS = 3;  // tokens of a strip, tiles of a warp, groups of each direction
 constexpr int WARP_TOKENS = 16 * TILES, TOKENS = GROUPS * WARP_TOKENS, THREADS = 2 * GROUPS * SPLIT * 32;
@@ -264,9 +263,9 @@ DEVICE Step store_projected(const Sums &sums, Element *projected,
     return step;
 }
 
-// Writes the logits of the warp's channels of a k_tile: step step_proj^T, four products for each 32 channels
-DEVICE void store_logits(Element *logits, const Step &step, const StepStage &stage, int D,
-                         const LaneTokens &at) {
+// Writes the step_logits of the warp's channels of a k_tile: step step_proj^T, four products for each 32 channels
+DEVICE void store_step_logits(Element *step_logits, const Step &step, const StepStage &stage, int D,
+                              const LaneTokens &at) {
     UNROLLED for (int start = 0; start < PART; start += 32) {
         Pack<Element, 8> found[TILES][STRIP];
         UNROLLED for (int i = 0; i < 4; i++) {
@@ -287,15 +286,15 @@ DEVICE void store_logits(Element *logits, const Step &step, const StepStage &sta
         }
         UNROLLED for (int m = 0; m < TILES; m++)
             UNROLLED for (int s = 0; s < STRIP; s++)
-                if (at.valid[m][s]) store(logits + (at.token[m] + s * at.onward) * D + start, found[m][s]);
+                if (at.valid[m][s]) store(step_logits + (at.token[m] + s * at.onward) * D + start, found[m][s]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1200 && SPLIT == 1 ? 2 : 1)
 conv_xproj(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights,
            const float *__restrict__ biases, const Element *__restrict__ x_proj, const Element *__restrict__ step_proj,
-           Element *__restrict__ v, Element *__restrict__ projected, Element *__restrict__ logits, i64 B, i64 length,
-           i64 read, i64 channels) {
+           Element *__restrict__ v, Element *__restrict__ projected, Element *__restrict__ step_logits, i64 B,
+           i64 length, i64 read, i64 channels) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &memory = *reinterpret_cast<CtaMemory *>(shared);
     Stage *stages = memory.stages;
@@ -383,12 +382,12 @@ conv_xproj(const Element *__restrict__ u, i64 u_stride, const float *__restrict_
             fetch_step_proj(step_stage(0), 0, step_proj, D);
         }
     }
-    logits += (own.g * B + b) * H * D + own.part * PART + own.lane % 4 * 8;
+    step_logits += (own.g * B + b) * H * D + own.part * PART + own.lane % 4 * 8;
 #pragma unroll 1
-    for (int k_tile = 0; k_tile < k_tiles; k_tile++, logits += K_TILE) {
+    for (int k_tile = 0; k_tile < k_tiles; k_tile++, step_logits += K_TILE) {
         wait_for_copies<0>();
         __syncthreads();
         if (k_tile + 1 < k_tiles) fetch_step_proj(step_stage(k_tile + 1), k_tile + 1, step_proj, D);
-        store_logits(logits, step, step_stage(k_tile), D, own);
+        store_step_logits(step_logits, step, step_stage(k_tile), D, own);
     }
 }

@@ -1,6 +1,9 @@
-// The weights of the convolutions of V channels, (D, TAPS) in memory; the last tap is the token itself
+// What kernels of convolutions share: the filters of V channels, (D, TAPS) in memory with the token itself last, and
+// tokens on their way
 
 #include "../cuda/types.cuh"
+
+typedef INPUT Element;
 
 template <int V>
 struct Filter {
@@ -18,3 +21,16 @@ struct Filter {
     }
 };
 constexpr int BACK = TAPS - 1;  // how far a convolution looks
+
+// V channels of some tokens of one sequence on their way from memory in registers, zero outside of it
+template <int V, int TOKENS>
+struct InFlight {
+    Pack<Element, V> token[TOKENS];
+    // tokens t .. t + TOKENS - 1, the first of them at p
+    INLINE void fetch(const Element *p, int stride, int t, int L) {
+        UNROLLED for (int i = 0; i < TOKENS; i++)
+            token[i] = unsigned(t + i) < unsigned(L) ? load<V>(p + i64(i) * stride) : Pack<Element, V>{};
+    }
+};
+constexpr int STEP = 4;  // tokens fetched together, while those before are worked on
+static_assert(STEP > BACK);

@@ -3,7 +3,7 @@
 //   mean = (y_0 + y_1) / 2      gated = scale mean silu(z)      out = x + gated out_proj^T
 //
 // with the residual stream x, out in fp32 and scale the stochastic depth of the image. Many tokens:
-// gate_outproj_sm90.cu, or `gate` of pack.cu and a product.
+// gate_outproj_sm90.cu, or gate.cu and a product.
 //
 // Macros:
 //   INPUT  element type of the other tensors: bf16 or fp16

@@ -4,7 +4,7 @@
 //   norms = rsqrt(mean over C of out^2 + eps)                   xhat = norms out
 //
 // with the residual stream x, out in fp32 and scale the stochastic depth of the image. norms and xhat have the bits
-// that `rms_norm` of pack.cu gives.
+// that `rms_norm` of norm.cuh gives.
 //
 // Macros:
 //   INPUT        element type of the other tensors: bf16 or fp16
@@ -30,11 +30,12 @@
 // Shared memory. Rows of y_0, y_1 and z in a slot are 128 bytes, SLOT_CHANNELS channels, with their 16-byte pieces at
 // piece ^ row % 8, so that ldmatrix, which reads a piece of 8 rows, meets no bank twice. Rows of x have PART columns,
 // pieces at piece ^ row % 2 * 4: lanes read four neighbouring pieces of each row. The mean takes the place of y_0 in
-// the slot, from where it goes to memory in whole lines. Weights: `tiled` in gate.cuh.
+// the slot, from where it goes to memory in whole lines. Weights: `tiled` in tiles.cuh.
 
 #include "../cuda/sm90.cuh"
 #include "../cuda/pipeline.cuh"
 #include "gate.cuh"
+#include "tiles.cuh"
 
 typedef INPUT Element;
 constexpr int C = WIDTH, D = 2 * C;

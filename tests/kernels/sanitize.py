@@ -15,7 +15,6 @@ import torch
 from scans import longhorn_inputs, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
-from vil.kernels.block import launch as kernels
 from vil.kernels.cuda import hardware
 from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
@@ -69,7 +68,7 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
 
 def block(recurrence: str, dtype: torch.dtype) -> None:
     mixer = {"longhorn": LonghornMixer, "selective": MambaMixer}[recurrence]
-    # in whole vectors, not, as `dt_proj_backward` and `conv_xproj` take it, which are for what fills the GPU, and as
+    # in whole vectors, not, as `step_proj_backward` and `conv_xproj` take it, which are for what fills the GPU, and as
     # `gate_outproj` does, on Hopper, elsewhere by two kernels, and of few tokens
     is_hopper = hardware.is_hopper(torch.device("cuda", 0))
     for width, multiprocessors, on_hopper in (
@@ -79,7 +78,7 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
-            mock.patch.object(kernels, "_add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
+            mock.patch("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
             mock.patch.object(hardware, "multiprocessors", return_value=multiprocessors),
             mock.patch.object(hardware, "is_hopper", return_value=on_hopper),
         ):

@@ -18,11 +18,23 @@ from plain_kernels import PlainKernels, in_tiles
 from test_cuda import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_leaves
 from vil.kernels import backends
-from vil.kernels.block import backward, contract, forward, naive, operator
+from vil.kernels.block import (
+    backward,
+    contract,
+    conv_backward,
+    conv_xproj,
+    forward,
+    gate_outproj_bwd_sm90,
+    gate_outproj_sm90,
+    naive,
+    operator,
+    step_proj_bwd,
+)  # fmt: skip
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda.elements import ELEMENT
 from vil.kernels.scan import heuristics as variants
 
 from vil import block as vil_block
@@ -311,26 +323,28 @@ def test_compiles_without_graph_breaks():
     + [("sm_90", "fp16")],
 )
 def test_kernels_of_the_block_compile_without_spills(arch, dtype):
-    types = {name: t for t, name in kernels.ELEMENT.items()}
+    types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
-    of_pack = [kernels._macros(t, 4, width) for width in (192, 768)]
-    of_conv = [kernels._conv_macros(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)]
+    packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
     of_conv_xproj = [
-        kernels._conv_xproj_macros(t, 1536, R + 32, R, 4, logits, shared)
+        conv_xproj.macros_of(t, 1536, R + 32, R, 4, logits, shared)
         for R in (16, 24, 48) for logits in (False, True) for shared in (99 << 10, 163 << 10) if small
     ]  # fmt: skip
-    of_dt_proj = [kernels._dt_proj_backward_macros(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small]
     widths, hopper = (192, 384) if small else (), arch == "sm_90"
     named = {
-        "block/pack": of_pack,
-        "block/conv": of_conv,
+        "block/pack_weights": packing,
+        "block/unpack_gradients": packing,
+        "block/norm_backward": packing,
+        "block/gate": packing[:1],
+        "block/conv": [dict(INPUT=dtype, TAPS=4, VECTOR=8 if small else 4)],
+        "block/conv_backward": [conv_backward.macros_of(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)],
         "block/conv_xproj": of_conv_xproj,
-        "block/dt_proj_bwd": of_dt_proj,
+        "block/step_proj_bwd": [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
         "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C) for C in widths],
         "block/gate_outproj_sm90": [
-            kernels._gate_outproj_macros(t, C, keep) for C in widths for keep in (False, True) if hopper
+            gate_outproj_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper
         ],
-        "block/gate_outproj_bwd_sm90": [kernels._gate_outproj_backward_macros(t, C) for C in widths if hopper],
+        "block/gate_outproj_bwd_sm90": [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
     }
     assert_no_spills(
         [
@@ -350,7 +364,7 @@ GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gate_outproj_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
-    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     check_gate_outproj("cpu", dtype, shape, monkeypatch)
 
@@ -387,7 +401,7 @@ def check_gate_outproj(device, dtype, shape, monkeypatch):
         if keep:
             close(mean, truth, dtype, "mean")
         assert len(norm) == (0 if tiles is None else 2)
-        for value, truth in zip(norm, PlainKernels.rms_norm(out.double(), 1e-5, torch.float64, False)):
+        for value, truth in zip(norm, PlainKernels.rms_norm(out.double(), 1e-5, torch.float64)):
             close(value, truth, dtype, "norm")
 
 
@@ -399,9 +413,9 @@ GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192
 @pytest.mark.parametrize("shape", GATED_BACKWARD)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gate_outproj_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
-    monkeypatch.setattr(kernels, "launch", emulator.launch)
-    monkeypatch.setattr(kernels, "runs_hopper_kernels", lambda *args: True)  # also for few tokens
-    monkeypatch.setattr(kernels, "gate_backward", None)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
+    monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # also for few tokens
+    monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
     check_gate_outproj_backward("cpu", dtype, shape, monkeypatch)
 
 
@@ -414,7 +428,7 @@ def check_gate_outproj_backward(device, dtype, shape, monkeypatch):
     )
     z = uz[..., D:]
     # few tokens are left to two kernels, with the product in between
-    roundings = 1 if kernels.runs_hopper_kernels(B * L, C, D, dtype, dout.device) else 3
+    roundings = 1 if gate_outproj_sm90.fits(B * L, C, D, dtype, dout.device) else 3
     for scale_B in scale, None:
         duz, again = (torch.empty_like(uz) for _ in range(2))
         gated, gated_again = (
@@ -433,7 +447,7 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
     monkeypatch.setattr(hardware, "is_hopper", lambda device: True)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     launched = []
-    monkeypatch.setattr(kernels, "launch", lambda name, entry, *args: launched.append(entry))
+    monkeypatch.setattr(compiler, "launch", lambda name, entry, *args: launched.append(entry))
     C, D = 192, 384
 
     def entry(L=64, dtype=torch.bfloat16, start=0, D=D, z=None):
@@ -455,7 +469,7 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
-    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     (B, L, C, D), taps = shape, 4
@@ -482,7 +496,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         values, written = result(name, inputs, writes)
         if name == "conv_backward":  # in parts
             values = values.sum(0, keepdim=True)
-        if name == "dt_proj_backward":
+        if name == "step_proj_backward":
             values = values[0], values[1].sum(1, keepdim=True)
         truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
         if name == "pack_weights":
@@ -507,7 +521,7 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
             compare("conv_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
         step = tokens(2, B * L, P)[..., :R]
         if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
-            compare("dt_proj_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N))
+            compare("step_proj_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N))
         for H in (L, L // 2 + 1):
             compare("conv_xproj", u, conv, conv_bias, x_proj, tokens(2, D, R), H)
     for scale in (None, torch.rand(B)):
@@ -636,10 +650,9 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     launched = set()
-    for module in (kernels, compiler):
-        monkeypatch.setattr(
-            module, "launch", lambda name, entry, *args: launched.add(entry) or emulator.launch(name, entry, *args)
-        )
+    monkeypatch.setattr(
+        compiler, "launch", lambda name, entry, *args: launched.add(entry) or emulator.launch(name, entry, *args)
+    )
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     choose, long = variants.choose, hopper and mixer is LonghornMixer  # long: the scan takes the step
@@ -655,8 +668,8 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 
     monkeypatch.setattr(forward.scans, "scan_forward", scan_and_note)
     monkeypatch.setattr(backward, "_mm", lambda a, b: a.float() @ b.float())
-    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
-    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
+    monkeypatch.setattr("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
+    monkeypatch.setattr(step_proj_bwd, "_bmm_in_fp32", lambda a, b: a.float() @ b.float())
     for name in ("block", "block_backward"):
         foretold = as_foretold(getattr(operator, f"_{name}"), getattr(operator, f"_fake_{name}"))
         monkeypatch.setattr(operator, f"_{name}", foretold)

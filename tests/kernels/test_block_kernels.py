@@ -9,8 +9,9 @@ import pytest
 import torch
 from blocks import close, make_block, weights_of
 from plain_kernels import PlainKernels, in_tiles
+from vil.kernels.block import conv_xproj, gate_outproj_sm90
 from vil.kernels.block import launch as kernels
-from vil.kernels.cuda import hardware
+from vil.kernels.cuda import compiler, hardware
 
 from vil.block import LonghornMixer
 
@@ -21,7 +22,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
-    monkeypatch.setattr(kernels, "launch", emulator.launch)
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
@@ -147,7 +148,7 @@ def launched(monkeypatch):
     def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
         found.append((entry, grid, shared_bytes))
 
-    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(compiler, "launch", launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
     return found
 
@@ -167,7 +168,7 @@ def launched(monkeypatch):
 )
 def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x)
+    monkeypatch.setattr("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x)
 
     def entries(D=2 * C, dtype=BF16, columns=C):
         x, out_proj = torch.empty(T, columns)[:, :C], torch.empty(C, D, dtype=dtype)
@@ -192,7 +193,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
 
 @pytest.mark.parametrize(("T", "blocks"), [(1, 1), (128, 1), (129, 1), (1000, 3), (8448, 132), (25217, 132), (99, 7)])
 def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, blocks):
-    rounds, tokens = kernels._shares(T, blocks)
+    rounds, tokens = gate_outproj_sm90.shares(T, blocks)
     assert 1 <= tokens <= 64
     assert rounds * 2 * blocks * tokens >= T > rounds * 2 * blocks * (tokens - 1)
     assert (rounds - 1) * 2 * blocks * 64 < T
@@ -241,7 +242,7 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
 )
 def test_two_warps_share_the_tokens_of_wide_projections(D, shared, split, k_tile):
     def macros(P):
-        found = kernels._conv_xproj_macros(BF16, D, P, P - 32, 4, True, shared << 10)
+        found = conv_xproj.macros_of(BF16, D, P, P - 32, 4, True, shared << 10)
         assert found["BLOCK_BYTES"] <= shared << 10
         return found["SPLIT"], found["K_TILE"]
 
@@ -263,11 +264,11 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
     T, N = 1000, 16
     dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
-    dprojected, dstep = kernels.dt_proj_backward(
+    dprojected, dstep = kernels.step_proj_backward(
         torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
     )
     # a block for every two multiprocessors, or for each 16 tokens
-    assert [entry[:2] for entry in launched] == ([("dt_proj_backward", 2 * min(63, 66))] if one_kernel else [])
+    assert [entry[:2] for entry in launched] == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert dprojected.shape == (2, T, R + 2 * N)
     assert dprojected.dtype == dtype
     assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
@@ -296,9 +297,10 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype
     def empty(*size, dtype=dtype, **kwargs):
         return torch.zeros((), dtype=dtype).expand(*size)
 
-    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(compiler, "launch", launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernels, "vector_width", lambda limit, u: math.gcd(limit, D))
+    for module in ("conv", "conv_backward", "conv_xproj"):
+        monkeypatch.setattr(f"vil.kernels.block.{module}.vector_width", lambda limit, u: math.gcd(limit, D))
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size: empty(*size))
     monkeypatch.setattr(torch, "bmm", lambda a, b: empty(*a.shape[:2], b.shape[2]))
@@ -328,7 +330,7 @@ def large(monkeypatch):
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
     with emulator.sparse_where_large() as launch:
-        monkeypatch.setattr(kernels, "launch", launch)
+        monkeypatch.setattr(compiler, "launch", launch)
         yield lambda *size, dtype=BF16: emulator.sparse(size, dtype)
 
 
@@ -414,8 +416,8 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
     dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
     of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
     step, of_step, step_proj = projected[..., :R], of_step[..., :R], torch.randn(2, D, R).to(BF16)
-    dprojected, dstep = kernels.dt_proj_backward(dlogits, step, step_proj, dk, dq)
-    truths = PlainKernels.dt_proj_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
+    dprojected, dstep = kernels.step_proj_backward(dlogits, step, step_proj, dk, dq)
+    truths = PlainKernels.step_proj_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
     close(dprojected[1, -L:], truths[0][1], BF16, "dprojected")
     close(dstep[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep")
 
@@ -423,7 +425,7 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
-    monkeypatch.setattr(kernels, "launch", functools.partial(emulator.launch, blocks=6))
+    monkeypatch.setattr(compiler, "launch", functools.partial(emulator.launch, blocks=6))
     as_hopper(monkeypatch, -(-T // 128))  # each group has tokens once
     x, y, uz, scale = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D), torch.rand(B)
     of_x, of_y, of_z = put(x), put(y), put(uz)[..., D:]

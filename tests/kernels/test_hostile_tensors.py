@@ -192,8 +192,7 @@ def on_a_cpu(monkeypatch):
         return emulator.launch(*arguments)
 
     module = gpu._module
-    for owner in (kernels, compiler):
-        monkeypatch.setattr(owner, "launch", launch)
+    monkeypatch.setattr(compiler, "launch", launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
@@ -563,7 +562,7 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
     y, z = (torch.zeros(2), other) if first else (other, torch.zeros(2))
     arguments = dict(y=y, z=z, z_stride=1, scales=None, gated=None, means=None, tokens=1, L=1, D=1)
     with pytest.raises(ValueError, match=r"gate needs its tensors on one GPU; they are on .*cpu"):
-        compiler.launch("block/pack", "gate", dict(INPUT="float"), 1, 32, arguments)
+        compiler.launch("block/gate", "gate", dict(INPUT="float"), 1, 32, arguments)
 
 
 @pytest.fixture

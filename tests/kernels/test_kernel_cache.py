@@ -37,7 +37,7 @@ def compiled(monkeypatch):
 
 
 def code(rank=8):
-    return compiler.cached_cubin("block/dt_proj_bwd", "sm_90", (("RANK", rank),))
+    return compiler.cached_cubin("block/step_proj_bwd", "sm_90", (("RANK", rank),))
 
 
 def entry_of(folder):

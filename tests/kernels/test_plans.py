@@ -154,8 +154,8 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     monkeypatch.setattr(backward, "_mm", lambda a, b: a.float() @ b.float())
-    monkeypatch.setattr(kernels, "_add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
-    monkeypatch.setattr(kernels, "products_over_tokens", lambda a, b: (a.float().mT @ b.float()).unsqueeze(1))
+    monkeypatch.setattr("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
+    monkeypatch.setattr("vil.kernels.block.step_proj_bwd._bmm_in_fp32", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(compiler.Launch, "run_with", emulator.run_with)
 
     def at_once(one):

@@ -14,7 +14,7 @@ import throughput
         ("conv_xproj", "convolution"),
         ("conv", "convolution"),
         ("conv_backward", "convolution"),
-        ("dt_proj_backward", "matrix products"),
+        ("step_proj_backward", "matrix products"),
         ("gate_outproj", "norm, gate"),
         ("unpack_gradients", "norm, gate"),
         ("segment_gradients", "scan segments"),

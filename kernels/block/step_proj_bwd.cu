@@ -1,8 +1,8 @@
-// Backward of the projection from the step's R columns to the D logits, for 16-bit types, in one pass over dlogits, the
-// largest of its tensors. For each direction
+// Backward of the projection from the step's R columns to its D logits, for 16-bit types, in one pass over their
+// gradients, the largest of its tensors. For each direction
 //
-//   dstep (tokens, R)        = dlogits step_proj      which goes into dprojected, next to dk and dq
-//   dstep_proj (D, R)        = dlogits^T step
+//   dstep (tokens, R)        = dstep_logits step_proj      which goes into dprojected, next to dk and dq
+//   dstep_proj (D, R)        = dstep_logits^T step
 //   dprojected (tokens, P)   = [dstep  dk  dq],       P = R + 2N
 //
 // dstep_proj is a sum over tokens: each CTA writes its own, and `unpack_gradients` adds them.
@@ -15,7 +15,7 @@
 //   BLOCK_BYTES  dynamic shared memory, as the host has counted it
 //
 // A CTA has every `parts`-th tile of 16 tokens of one direction. Its eight warps have WIDTH channels each, and both
-// products read the same tile of dlogits (layouts: cuda/types.cuh; lane l, r = l / 4, p = l % 4):
+// products read the same tile of dstep_logits (layouts: cuda/types.cuh; lane l, r = l / 4, p = l % 4):
 //
 //                   a                                   b                            sums
 //   dstep           ldmatrix, rows are tokens           step_proj, in registers      (16 tokens, R) of one tile
@@ -24,13 +24,8 @@
 //                   (16 channels, 16 tokens)            (16 tokens, 8 ranks)
 //
 // dstep is a sum over channels, so over warps: each warp leaves its own in `dstep` of shared memory, and behind the
-// next tile's barrier all threads add the eight and write them.
-//
-// One __syncthreads a tile, behind which
-//   - the tile's stage has arrived, as every thread has waited for its own copies;
-//   - nobody reads the stage of the tile before, into which the copies of a later tile now go;
-//   - all warps' dstep of the tile before are there. They are added until the next barrier, while dstep of this tile
-//     goes into the other of two buffers, which everybody has added up before this barrier.
+// next tile's barrier all threads add the eight and write them. Barriers: rules 1 and 2 of cuda/pipeline.cuh, with two
+// buffers of dstep; docs/kernels/block.md has the table of buffers.
 
 #include "../cuda/types.cuh"
 
@@ -43,7 +38,7 @@ constexpr int SIXTEENS = WIDTH / 16, EIGHTS = RANK / 8, PROJECTIONS = RANK + 2 *
 constexpr int PITCH = D + 8, STEP_PITCH = RANK % 16 == 0 ? RANK + 8 : RANK;
 static_assert(D % (16 * WARPS) == 0 && RANK % 8 == 0 && STATES % 4 == 0);
 struct Stage {
-    Element dlogits[TILE][PITCH], step[TILE][STEP_PITCH];
+    Element dstep_logits[TILE][PITCH], step[TILE][STEP_PITCH];
 };
 struct CtaMemory {
     Stage stages[STAGES];
@@ -52,25 +47,25 @@ struct CtaMemory {
 static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-dt_proj_backward(const Element *__restrict__ dlogits, const Element *__restrict__ step, i64 step_stride,
-                 i64 step_directions, const Element *__restrict__ step_proj, const Element *__restrict__ dk,
-                 const Element *__restrict__ dq, Element *__restrict__ dprojected, float *__restrict__ dstep_proj,
-                 i64 tokens, i64 parts) {
+step_proj_backward(const Element *__restrict__ dstep_logits, const Element *__restrict__ step, i64 step_stride,
+                   i64 step_directions, const Element *__restrict__ step_proj, const Element *__restrict__ dk,
+                   const Element *__restrict__ dq, Element *__restrict__ dprojected, float *__restrict__ dstep_proj,
+                   i64 tokens, i64 parts) {
     extern __shared__ __align__(16) char shared[];
     CtaMemory &block = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;
     int all = tokens, tiles = (all + TILE - 1) / TILE, first_channel = warp * WIDTH;
-    dlogits += g * tokens * D, step += g * step_directions, step_proj += g * D * RANK;
+    dstep_logits += g * tokens * D, step += g * step_directions, step_proj += g * D * RANK;
     dk += g * tokens * STATES, dq += g * tokens * STATES, dprojected += g * tokens * PROJECTIONS;
     dstep_proj += (i64(g) * parts + part) * D * RANK;
 
     // of a tile that does not exist zeros, so that every tile is a group of copies
     auto fetch = [&](Stage &stage, int tile) {
         constexpr int PIECES = D / 8;  // of a token; in memory those of a tile are neighbours
-        const Element *from = dlogits + i64(tile) * TILE * D;
+        const Element *from = dstep_logits + i64(tile) * TILE * D;
         UNROLLED for (int item = 0; item < TILE * PIECES / THREADS; item++) {
             int i = item * THREADS + threadIdx.x, row = i / PIECES;
-            copy_async<8>(&stage.dlogits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < all);
+            copy_async<8>(&stage.dstep_logits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < all);
         }
         if (int row = threadIdx.x / EIGHTS, c = threadIdx.x % EIGHTS * 8; row < TILE)
             copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c,
@@ -139,9 +134,9 @@ dt_proj_backward(const Element *__restrict__ dlogits, const Element *__restrict_
             // a_1 is 8 rows of a further on and a_2 8 columns: tokens and channels for dstep, channels and tokens for
             // dstep_proj
             unsigned rows[4], columns[4];
-            load_matrices(rows, &stage.dlogits[lane % 16][first_channel + k * 16 + lane / 16 * 8]);
+            load_matrices(rows, &stage.dstep_logits[lane % 16][first_channel + k * 16 + lane / 16 * 8]);
             load_transposed(columns,
-                            &stage.dlogits[lane / 16 * 8 + lane % 8][first_channel + k * 16 + lane / 8 % 2 * 8]);
+                            &stage.dstep_logits[lane / 16 * 8 + lane % 8][first_channel + k * 16 + lane / 8 % 2 * 8]);
             UNROLLED for (int n = 0; n < EIGHTS; n++) {
                 multiply_add(Element{}, dstep[n], rows[0], rows[1], rows[2], rows[3], weights[k][n][0],
                              weights[k][n][1]);

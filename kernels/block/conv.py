@@ -1,0 +1,42 @@
+"""The convolutions of a block with SiLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.plan import place
+
+WARPS = 4  # of a CTA, as in conv.cu
+
+
+def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
+    """v_2BHD = silu(conv(u)) of the H tokens that each direction reads first; the last tap is the token itself."""
+    (B, L, D), dtype, taps = u_BLD.shape, u_BLD.dtype, conv_2DK.shape[2]
+    v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=dtype)
+    macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector_width(16 // dtype.itemsize, u_BLD), TAPS=taps)
+    threads = B * D // min(4, macros["VECTOR"])
+    stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
+    while stretch > 8 and threads * -(-L // stretch) < 512 * hardware.multiprocessors(place(u_BLD)):
+        stretch //= 2
+    stretch = -(-L // (4 * -(-L // stretch))) * 4
+    blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
+    compiler.launch("block/conv", "conv", macros, blocks, 32 * WARPS, dict(
+        u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, v=v_2BHD, B=B, L=L, H=H, D=D,
+        stretch=stretch,
+    ))  # fmt: skip
+    return v_2BHD
+
+
+def plain(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
+    """The definition of `conv`."""
+
+    def one(u_BLD, weight_DK, bias_D):
+        padded_BDL = F.pad(u_BLD.mT, (weight_DK.shape[1] - 1, 0))
+        return F.silu(F.conv1d(padded_BDL, weight_DK[:, None], bias_D, groups=len(weight_DK)).mT)
+
+    backward_BLD = one(u_BLD.flip(1), conv_2DK[1], conv_bias_2D[1]).flip(1)
+    return torch.stack([one(u_BLD, conv_2DK[0], conv_bias_2D[0])[:, :H], backward_BLD[:, -H:]])

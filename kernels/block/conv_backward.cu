@@ -1,0 +1,292 @@
+// The gradients of a block's convolutions (conv.cu), with the product that adds to those of v. With BACK = TAPS - 1 and
+// s_g(t) = silu'(conv_g(t)) (dv_g(t) + dprojected_g(t) x_proj_g), zero for tokens that are not read,
+//
+//   du(t) = sum_i weight_0[i] s_0(t + BACK - i) + weight_1[i] s_1(t - BACK + i)
+//   dweight_0[i] = sum_t u(t - BACK + i) s_0(t)      dbias_g = sum_t s_g(t)
+//   dweight_1[i] = sum_t u(t + BACK - i) s_1(t)
+//
+// Macros:
+//   INPUT        element type of the tensors: bf16, fp16 or float
+//   VECTOR       neighbouring channels that a copy moves at once, up to 16 bytes
+//   TAPS         tokens that a convolution sees, the last of them the token itself
+//   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
+//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//
+// B batch    L tokens    D channels    H tokens that a direction reads first
+// stretch: tokens of a sequence that a lane takes, a multiple of 4
+
+#include "filter.cuh"
+#include "silu.cuh"
+
+constexpr int WARPS = 4;
+
+// -silu'(x) / LOG2E of y = -LOG2E x. Filters scaled by -LOG2E give y, so that exp(-x) = exp2(y) needs no product of its
+// own; in du the two factors cancel, as s_g and the filter have one each; dweight and dbias get theirs back at the end.
+// With s = sigmoid(x) and LN2 = 1 / LOG2E, silu'(x) = s + s (1 - s) x, x = -LN2 y:
+//   -LN2 silu'(x) = s (-LN2 + LN2^2 y (1 - s))
+DEVICE float scaled_slope(float y) {
+    constexpr float LN2 = 1 / LOG2E;
+    float s = reciprocal(1 + exp2_fast(y));
+    return s * fmaf(y, fmaf(-LN2 * LN2, s, LN2 * LN2), -LN2);
+}
+
+// A CTA takes SPAN channels of four stretches of tokens, then of the next four. Lane l, r = l / 4, p = l % 4,
+// has LANE channels, those from r LANE on of its warp's, and stretch p.
+//
+// The step of a lane at token t is at t for du and direction 1, and BACK tokens ahead in direction 0 and u, because
+// that is when everything for du(t) is known (window and s_g are moved on by STEP tokens at once):
+//
+//   window[i] = u(t + i)    gives conv_0(t + BACK) and conv_1(t), so s_0(t + BACK) and s_1(t)
+//   s_0[i] = s_0(t + i)     du(t) += weight_0[i] s_0[BACK - i]    dweight_0[i] += u(t) s_0[BACK - i]
+//   s_1[i] = s_1(t - BACK + i)    += weight_1[i] s_1[i]           dweight_1[i] += u(t) s_1[i]
+//
+// (dweight is summed by the token of u, not by that of s: each pair of them meets once.) A stretch begins STEP tokens
+// early, without storing or summing, to fill s_0 and s_1.
+//
+// dprojected x_proj is the tensor cores', (16 channels, 16 projections) times (16 projections, 8 tokens): row r of a is
+// the lane's first channel, row r + 8 its second, and the 8 columns are two tokens of each of four stretches, of which
+// lane (r, p) gets the two of its stretch (cuda/types.cuh). dv starts the sums, so that what is added is never rounded.
+// 32-bit inputs come with it in dv.
+//
+// Tiles of 8 tokens of each stretch are in shared memory, the next one on its way. Rows are in the order in which
+// products take them: of each two tokens (a quarter of the tile) the four stretches after another,
+//
+//   rows        0, 1       2, 3      4, 5      6, 7      8, 9         ..   30, 31
+//   tokens      t, t + 1   the same  the same  the same  t + 2, t + 3  ..   t + 6, t + 7
+//   of stretch  0          1         2         3         0             ..   3
+//
+// Barriers: rules 1 and 2 of cuda/pipeline.cuh with two stages, and one more before a group of stretches, whose first
+// copies go where the last group's tile was read. The filters' gradients are summed over p by shuffles, in fixed order,
+// and written for each part of the stretches, (parts, 2, TAPS + 1, D) with the biases last; `unpack_gradients` adds the
+// parts. docs/kernels/block.md draws a CTA.
+constexpr int LANE = VECTOR < 2 ? 1 : 2, SPAN = 8 * LANE * WARPS, STRETCHES = 4;
+constexpr int TILE = 2 * STEP, ROWS = STRETCHES * TILE;  // tokens of a stretch
+constexpr int PRODUCTS = sizeof(Element) == 2 ? (PROJECTIONS + 15) / 16 : 0;
+static_assert(PROJECTIONS % 8 == 0);
+// of a row, so that what is read at once hits different banks
+constexpr int PITCH = SPAN + 16 / sizeof(Element), PROJECTED_PITCH = PRODUCTS * 16 + 8;
+struct Tile {
+    Element u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
+};
+static_assert(2 * sizeof(Tile) == BLOCK_BYTES);
+
+// dprojected @ x_proj of both directions, of the lane's channels and two tokens
+template <class T, int PRODUCTS>
+struct Product {
+    unsigned x_proj[2][PRODUCTS][4];  // as `multiply_add` takes it: channels are rows l / 4 and l / 4 + 8
+    INLINE Product(const T *from, i64 d, i64 D) {
+        UNROLLED for (int i = 0; i < 2 * PRODUCTS * 4; i++) {
+            int g = i / (PRODUCTS * 4), k = i / 4 % PRODUCTS, word = i % 4, c = word % 2;
+            int row = k * 16 + word / 2 * 8 + threadIdx.x % 4 * 2;
+            T low = {}, high = {};
+            if (c < LANE && d < D && row < PROJECTIONS) {
+                const T *x = from + (g * PROJECTIONS + row) * D + d + c;
+                low = x[0], high = x[D];
+            }
+            x_proj[g][k][word] = low.bits | unsigned(high.bits) << 16;
+        }
+    }
+    // of the tokens in 8 rows from `row` on
+    INLINE void add_to(Floats<2> (&sums)[2][2], const Tile &tile, int row) const {
+        int lane = threadIdx.x % 32;
+        const T *from = &tile.dprojected[lane / 16][row + lane % 8][lane / 8 % 2 * 8];
+        UNROLLED for (int k = 0; k < PRODUCTS; k++) {
+            unsigned tokens[4];
+            load_matrices(tokens, from + k * 16);
+            UNROLLED for (int g = 0; g < 2; g++) {
+                const unsigned *x = x_proj[g][k];
+                multiply_add(T{}, sums[g], x[0], x[1], x[2], x[3], tokens[g * 2], tokens[g * 2 + 1]);
+            }
+        }
+    }
+};
+template <class T>
+struct Product<T, 0> {  // none: dv comes with it
+    __device__ Product(const T *, i64, i64) {}
+    __device__ void add_to(Floats<2> (&)[2][2], const Tile &, int) const {}
+};
+
+// Asynchronous copies of a tile by all 128 threads, each V neighbours of every 8 V and of every 16th row from
+// `first_row` on, which is every 4th token, t first; zeros for tokens and columns that are not there
+template <int V, int COLUMNS, int PITCH>
+DEVICE void copy_rows(Element (*to)[PITCH], const Element *from, i64 stride, int columns, int t, int tokens,
+                      int first_row) {
+    int row = threadIdx.x / 8, column = threadIdx.x % 8 * V;
+    UNROLLED for (int j = 0; j < COLUMNS; j += 8 * V) {
+        if (COLUMNS % (8 * V) && j + column >= COLUMNS) break;
+        int copied = j + column < columns ? tokens : 0;
+        UNROLLED for (int i = first_row; i < ROWS; i += 16)
+            copy_async<V>(&to[row + i][j + column], from + i / 4 * stride + j, unsigned(t + i / 4) < unsigned(copied));
+    }
+}
+
+// What a thread copies of a group of stretches: every fourth token of one of them, from t_0 on for u and direction 0,
+// from t_1 on for direction 1
+struct Copies {
+    const Element *u, *dv_0, *dv_1, *projected_0, *projected_1;
+    i64 u_stride, D;
+    int columns, length, read, t_0, t_1;  // columns from the CTA's first on; tokens of u, of dv
+    INLINE void start(Tile &tile, int first_row) {
+        copy_rows<VECTOR, SPAN>(tile.u, u, u_stride, columns, t_0, length, first_row);
+        copy_rows<VECTOR, SPAN>(tile.dv[0], dv_0, D, columns, t_0, read, first_row);
+        copy_rows<VECTOR, SPAN>(tile.dv[1], dv_1, D, columns, t_1, read, first_row);
+        constexpr int P = PROJECTIONS;
+        copy_rows<8, PRODUCTS * 16>(tile.dprojected[0], projected_0, P, P, t_0, read, first_row);
+        copy_rows<8, PRODUCTS * 16>(tile.dprojected[1], projected_1, P, P, t_1, read, first_row);
+        commit_copies();
+        u += TILE * u_stride, dv_0 += TILE * D, dv_1 += TILE * D, t_0 += TILE, t_1 += TILE;
+        projected_0 += TILE * PROJECTIONS, projected_1 += TILE * PROJECTIONS;
+    }
+};
+
+// The filters of the lane's channels and, over all its tokens, their gradients, the biases' last
+struct Filters {
+    Filter<LANE> forward, backward;
+    Floats<LANE> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
+    INLINE Filters(const float *weights, const float *biases, i64 d, i64 D)
+        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d) {
+        forward.scale(-LOG2E), backward.scale(-LOG2E);
+    }
+    // summed over the stretches of the lanes that share the channels, without the filters' factor
+    INLINE void store_gradients(float *to, i64 D, bool writes) {
+        UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
+            UNROLLED for (int c = 0; c < LANE; c++) {
+                dforward[tap].at[c] *= -LOG2E, dbackward[tap].at[c] *= -LOG2E;
+                UNROLLED for (int distance = 1; distance < STRETCHES; distance *= 2) {
+                    dforward[tap].at[c] += __shfl_xor_sync(WARP, dforward[tap].at[c], distance);
+                    dbackward[tap].at[c] += __shfl_xor_sync(WARP, dbackward[tap].at[c], distance);
+                }
+            }
+            if (writes) {
+                store(to + tap * D, dforward[tap]);
+                store(to + (TAPS + 1 + tap) * D, dbackward[tap]);
+            }
+        }
+    }
+};
+
+// The lane's stretch: of the tokens behind, u, and what s_0 and s_1 were
+struct Stretch {
+    Floats<LANE> window[BACK + STEP], s_0[BACK + STEP] = {}, s_1[BACK + STEP] = {};
+    int quad, channel;
+    // s is dv + dprojected x_proj of the next STEP tokens
+    INLINE void read(const Tile &tile, int first_row, const Product<Element, PRODUCTS> &product) {
+        UNROLLED for (int pair = 0; pair < STEP / 2; pair++) {
+            int row = first_row + pair * 8;
+            Floats<2> sums[2][2] = {};
+            UNROLLED for (int i = 0; i < 2; i++) {
+                int at = row + quad * 2 + i;
+                Floats<LANE> dv_0 = to_floats(load<LANE>(&tile.dv[0][at][channel]));
+                Floats<LANE> dv_1 = to_floats(load<LANE>(&tile.dv[1][at][channel]));
+                window[BACK + pair * 2 + i] = to_floats(load<LANE>(&tile.u[at][channel]));
+                UNROLLED for (int c = 0; c < LANE; c++) sums[0][c].at[i] = dv_0.at[c], sums[1][c].at[i] = dv_1.at[c];
+            }
+            product.add_to(sums, tile, row);
+            UNROLLED for (int i = 0; i < 2; i++)
+                UNROLLED for (int c = 0; c < LANE; c++) {
+                    s_0[BACK + pair * 2 + i].at[c] = sums[0][c].at[i];
+                    s_1[BACK + pair * 2 + i].at[c] = sums[1][c].at[i];
+                }
+        }
+    }
+    // s times silu', and what it adds to du of STEP tokens and to the filters' gradients, if they are its `own`
+    INLINE void work(Pack<Element, LANE> (&du)[STEP], Filters &filters, bool own) {
+        UNROLLED for (int i = 0; i < STEP; i++) {
+            Floats<LANE> sum = {};
+            UNROLLED for (int c = 0; c < LANE; c++) {
+                float sum_0 = filters.forward.bias.at[c], sum_1 = filters.backward.bias.at[c];
+                UNROLLED for (int tap = 0; tap < TAPS; tap++) {
+                    sum_0 = fmaf(filters.forward.weight[tap][c], window[i + tap].at[c], sum_0);
+                    sum_1 = fmaf(filters.backward.weight[tap][c], window[i + BACK - tap].at[c], sum_1);
+                }
+                s_0[BACK + i].at[c] *= scaled_slope(sum_0);
+                s_1[BACK + i].at[c] *= scaled_slope(sum_1);
+                if (!own) continue;
+                UNROLLED for (int tap = 0; tap < TAPS; tap++) {
+                    float after = s_0[i + BACK - tap].at[c], before = s_1[i + tap].at[c];
+                    filters.dforward[tap].at[c] = fmaf(window[i].at[c], after, filters.dforward[tap].at[c]);
+                    filters.dbackward[tap].at[c] = fmaf(window[i].at[c], before, filters.dbackward[tap].at[c]);
+                    sum.at[c] = fmaf(filters.forward.weight[tap][c], after, sum.at[c]);
+                    sum.at[c] = fmaf(filters.backward.weight[tap][c], before, sum.at[c]);
+                }
+                filters.dforward[TAPS].at[c] += s_0[i].at[c];
+                filters.dbackward[TAPS].at[c] += s_1[BACK + i].at[c];
+            }
+            du[i] = from_floats<Element>(sum);
+        }
+    }
+    INLINE void move_on() {
+        UNROLLED for (int i = 0; i < BACK; i++)
+            window[i] = window[i + STEP], s_0[i] = s_0[i + STEP], s_1[i] = s_1[i + STEP];
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PRODUCTS <= 5 ? 3 : 2)
+conv_backward(const Element *__restrict__ u, i64 u_stride, const Element *__restrict__ dv,
+              const Element *__restrict__ dprojected, const Element *__restrict__ x_proj,
+              const float *__restrict__ weights, const float *__restrict__ biases, Element *__restrict__ du,
+              i64 du_stride, float *__restrict__ dfilters, i64 B, i64 L, i64 H, i64 D, i64 stretch, i64 parts) {
+    extern __shared__ __align__(16) char shared[];
+    Tile *tiles = reinterpret_cast<Tile *>(shared);
+    int lane = threadIdx.x % 32, quad = lane % 4, channel = threadIdx.x / 4 * LANE;
+    int blocks = (D + SPAN - 1) / SPAN, first_d = blockIdx.x % blocks * SPAN, part = blockIdx.x / blocks;
+    int d = first_d + channel, loaded_d = min(d, int(D) - LANE);
+    Product<Element, PRODUCTS> product(x_proj, d, D);
+    Filters filters(weights, biases, loaded_d, D);
+    int stretches = (L + stretch - 1) / stretch, items = B * stretches;
+#pragma unroll 1
+    for (int first = part * STRETCHES; first < items; first += int(parts) * STRETCHES) {
+        int row = threadIdx.x / 8, copied = first + row % 8 / 2;  // stretch that the thread copies
+        i64 copied_b = copied / stretches;
+        int t = copied % stretches * int(stretch) - TILE + row / 8 * 2 + row % 2;
+        int length = copied < items ? L : 0, read = copied < items ? H : 0, t_0 = t + BACK, t_1 = t - int(L - H);
+        int c = first_d + threadIdx.x % 8 * VECTOR, p = threadIdx.x % 8 * 8;
+        const Element *of_dv = dv + c, *of_projected = dprojected + p;
+        i64 row_0 = copied_b * H + t_0, row_1 = (B + copied_b) * H + t_1;
+        Copies copies = {
+            u + (copied_b * L + t_0) * u_stride + c, of_dv + row_0 * D, of_dv + row_1 * D,
+            of_projected + row_0 * PROJECTIONS, of_projected + row_1 * PROJECTIONS,
+            u_stride, D, int(D) - first_d, length, read, t_0, t_1,
+        };
+        __syncthreads();  // nobody reads the last group's tiles any more
+        copies.start(tiles[0], ROWS / 2);
+        int item = first + quad, begin = item % stretches * int(stretch);  // what the lane works on
+        int left = d < D && item < items ? min(int(stretch), int(L) - begin) : 0;  // tokens to store
+        i64 b = item / stretches;
+        Element *dus = du + (b * L + begin) * du_stride + d;
+        InFlight<LANE, BACK> behind;
+        behind.fetch(u + (b * L + begin - STEP) * u_stride + loaded_d, u_stride, begin - STEP, item < items ? L : 0);
+        Stretch own;
+        own.quad = quad, own.channel = channel;
+        UNROLLED for (int i = 0; i < BACK; i++) own.window[i] = to_floats(behind.token[i]);
+        int present = 1;
+        auto advance = [&]() {  // the next tile has come, and the one behind it goes where the last one was
+            wait_for_copies<0>();
+            __syncthreads();
+            copies.start(tiles[present], 0);
+            present ^= 1;
+        };
+        auto step = [&](int first_row, bool stores) {
+            Pack<Element, LANE> found[STEP];
+            own.read(tiles[present], first_row, product);
+            own.work(found, filters, stores);
+            if (stores) {
+                UNROLLED for (int i = 0; i < STEP; i++, dus += du_stride)
+                    if (i < left) store(dus, found[i]);
+                left -= STEP;
+            }
+            own.move_on();
+        };
+        advance();
+        step(ROWS / 2, false);
+#pragma unroll 1
+        for (int k = 0; k < int(stretch); k += TILE) {
+            advance();
+            step(0, true);
+            if (k + STEP >= int(stretch)) break;
+            step(ROWS / 2, true);
+        }
+        wait_for_copies<0>();  // of a tile that nobody needs
+    }
+    filters.store_gradients(dfilters + part * 2 * (TAPS + 1) * D + d, D, quad == 0 && d < D);
+}

@@ -1,0 +1,62 @@
+"""The gradients of a block's convolutions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.plan import place
+from . import conv
+from .plain import gradients
+
+WARPS = 4  # of a CTA, as in conv_backward.cu
+
+
+def conv_backward(
+    u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
+    du_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of the convolutions, given those of v, less what its projections add, and of these.
+
+    They are of the H tokens that each direction reads first; others have none. Writes du_BLD; returns the gradients of
+    weights and biases, the biases last: (parts, 2, K + 1, D), to be summed.
+    """
+    B, L, D = u_BLD.shape
+    P, taps, size = dprojected_2TP.shape[2], conv_2DK.shape[2], u_BLD.element_size()
+    if size == 4:
+        dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
+    macros = macros_of(u_BLD.dtype, vector_width(16 // size, u_BLD), taps, P)
+    blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
+    # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
+    # stretches of tokens, four at a time, and these are as long as that allows.
+    most = max(1, resident * hardware.multiprocessors(place(u_BLD)) // blocks)
+    rounds = -(-B * -(-L // 256) // (4 * most))
+    stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
+    parts = min(-(-B * -(-L // stretch) // 4), most)
+    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
+    compiler.launch("block/conv_backward", "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
+        u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
+        biases=conv_bias_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, B=B, L=L, H=dv_2BHD.shape[2],
+        D=D, stretch=stretch, parts=parts,
+    ), macros["BLOCK_BYTES"])  # fmt: skip
+    return dfilters
+
+
+def macros_of(dtype: torch.dtype, vector: int, taps: int, P: int) -> dict:
+    span, products = 8 * WARPS * min(2, vector), -(-P // 16) if dtype.itemsize == 2 else 0
+    rows = 3 * (span * dtype.itemsize + 16) + 2 * (16 * products + 8) * dtype.itemsize
+    return dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, BLOCK_BYTES=2 * 32 * rows)
+
+
+def plain(
+    u_BLD: Tensor, dv_2BHD: Tensor, dprojected_2TP: Tensor, x_proj_2PD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor,
+    du_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """The definition of `conv_backward`, in one part."""
+    dv_2BHD = dv_2BHD + (dprojected_2TP @ x_proj_2PD).view_as(dv_2BHD)
+    inputs, H = [u_BLD, conv_2DK, conv_bias_2D], dv_2BHD.shape[2]
+    found_BLD, dconv, dconv_bias = gradients(lambda u, w, b: conv.plain(u, w, b, H), inputs, dv_2BHD)
+    du_BLD.copy_(found_BLD)
+    return torch.cat([dconv.mT, dconv_bias[:, None]], 1)[None]

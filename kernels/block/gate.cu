@@ -1,0 +1,63 @@
+// The gate of a block alone, and its gradient, bound by memory: each tensor is read and written once. (With the product
+// behind it: gate_outproj.cu and gate_outproj_sm90.cu.)
+//
+// Macros:
+//   INPUT   element type of the tensors: bf16, fp16 or float
+//   VECTOR  neighbouring channels that a lane moves at once
+//
+// L tokens of a sequence    D channels
+
+#include "silu.cuh"
+
+typedef INPUT Element;
+constexpr int V = VECTOR;
+constexpr int WARPS = 4;
+
+// gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the stochastic depth of the image. A warp takes
+// a token. `means` is null if no gradient is needed.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+gate(const Element *__restrict__ y, const Element *__restrict__ z, i64 z_stride, const float *__restrict__ scales,
+     Element *__restrict__ gated, Element *__restrict__ means, i64 tokens, i64 L, i64 D) {
+    i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
+    if (token >= tokens) return;
+    float scale = scales ? scales[token / L] : 1;
+    const Element *y_0 = y + token * D, *y_1 = y_0 + tokens * D;
+    z += token * z_stride, gated += token * D;
+#pragma unroll 3
+    for (int d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
+        Floats<V> zs = to_floats(load<V>(z + d)), mean = to_floats(load<V>(y_0 + d));
+        Floats<V> other = to_floats(load<V>(y_1 + d));
+        UNROLLED for (int c = 0; c < V; c++) {
+            mean.at[c] = 0.5f * (mean.at[c] + other.at[c]);
+            zs.at[c] = scale * mean.at[c] * zs.at[c] * sigmoid(zs.at[c]);
+        }
+        store(gated + d, from_floats<Element>(zs));
+        if (means) store(means + token * D + d, from_floats<Element>(mean));
+    }
+}
+
+// dy (of either direction) = scale dgated silu(z) / 2, dz = scale dgated mean silu'(z), and gated once more
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+gate_backward(const Element *__restrict__ dgated, const Element *__restrict__ means, const Element *__restrict__ z,
+              i64 z_stride, const float *__restrict__ scales, Element *__restrict__ dy, i64 dy_stride,
+              Element *__restrict__ dz, i64 dz_stride, Element *__restrict__ gated, i64 tokens, i64 L, i64 D) {
+    i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
+    if (token >= tokens) return;
+    float scale = scales ? scales[token / L] : 1;
+    dgated += token * D, means += token * D, z += token * z_stride;
+    dy += token * dy_stride, dz += token * dz_stride, gated += token * D;
+#pragma unroll 3
+    for (int d = threadIdx.x % 32 * V; d < D; d += 32 * V) {
+        Floats<V> zs = to_floats(load<V>(z + d)), mean = to_floats(load<V>(means + d));
+        Floats<V> gradient = to_floats(load<V>(dgated + d)), product;
+        UNROLLED for (int c = 0; c < V; c++) {
+            float s = sigmoid(zs.at[c]), slope = silu_slope(zs.at[c], s), g = scale * gradient.at[c];
+            product.at[c] = scale * mean.at[c] * zs.at[c] * s;
+            gradient.at[c] = 0.5f * g * zs.at[c] * s;
+            zs.at[c] = g * mean.at[c] * slope;
+        }
+        store(dy + d, from_floats<Element>(gradient));
+        store(dz + d, from_floats<Element>(zs));
+        store(gated + d, from_floats<Element>(product));
+    }
+}

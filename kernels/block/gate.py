@@ -1,0 +1,72 @@
+"""The gate of a block: the mean of both directions times silu(z), and its gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cuda import compiler
+from ..cuda.elements import ELEMENT, vector_width
+from .plain import gradients
+
+WARPS = 4  # of a CTA, as in gate.cu
+
+
+def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """scale * mean * silu(z) of the mean of both directions; and that mean if `keep`, else an empty tensor."""
+    _, B, L, D = y_2BLD.shape
+    gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
+    mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
+    means = mean_BLD if keep else None
+    arguments = dict(
+        y=y_2BLD, z=z_BLD, z_stride=token_stride(z_BLD), scales=scale_B, gated=gated_BLD, means=means, tokens=B * L,
+        L=L, D=D,
+    )  # fmt: skip
+    _launch("gate", y_2BLD.dtype, vector_width(4, z_BLD), B * L, arguments)
+    return gated_BLD, mean_BLD
+
+
+def gate_backward(
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
+) -> Tensor:
+    """Writes dy_BLD, of either direction, and dz_BLD; returns gated_BLD once more."""
+    B, L, D = mean_BLD.shape
+    gated_BLD = torch.empty_like(mean_BLD)
+    arguments = dict(
+        dgated=dgated_BLD, means=mean_BLD, z=z_BLD, z_stride=token_stride(z_BLD), scales=scale_B, dy=dy_BLD,
+        dy_stride=token_stride(dy_BLD), dz=dz_BLD, dz_stride=token_stride(dz_BLD), gated=gated_BLD, tokens=B * L,
+        L=L, D=D,
+    )  # fmt: skip
+    _launch("gate_backward", mean_BLD.dtype, vector_width(4, z_BLD, dy_BLD, dz_BLD), B * L, arguments)
+    return gated_BLD
+
+
+def token_stride(t_BLD: Tensor) -> int:
+    """From one token to the next, also of the next image: L may be 1."""
+    return t_BLD.stride(0) // t_BLD.shape[1]
+
+
+def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments: dict) -> None:
+    macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector)
+    compiler.launch("block/gate", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
+
+
+def plain(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """The definition of `gate`."""
+    mean_BLD = y_2BLD.mean(0)
+    return mean_BLD * F.silu(z_BLD) * (1 if scale_B is None else scale_B[:, None, None]), mean_BLD
+
+
+def plain_backward(
+    dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
+) -> Tensor:
+    """The definition of `gate_backward`."""
+
+    def gated(mean_BLD, z_BLD):
+        return plain(mean_BLD[None], z_BLD, scale_B, True)[0]
+
+    dmean_BLD, found_BLD = gradients(gated, [mean_BLD, z_BLD], dgated_BLD)
+    dy_BLD.copy_(dmean_BLD / 2)
+    dz_BLD.copy_(found_BLD)
+    return gated(mean_BLD, z_BLD)

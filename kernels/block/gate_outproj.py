@@ -1,0 +1,69 @@
+"""Gate, product with out_proj and residual addition: one kernel for few tokens or on Hopper, else two steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.plan import place
+from . import gate as gates
+from . import gate_outproj_sm90 as on_hopper
+from .norm_backward import plain_norm
+
+
+def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
+    """Whether `gate_outproj` is one kernel: there is one for few tokens and, on Hopper, one for many."""
+    T, C = x_TC.shape
+    if dtype.itemsize > 2 or C not in (192, 384) or D != 2 * C or vector_width(4, x_TC) < 4:
+        return False
+    return few_ctas(T, C) <= hardware.multiprocessors(place(x_TC)) or on_hopper.fits(T, C, D, dtype, place(x_TC))
+
+
+def gate_outproj(
+    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    keep: bool, eps: float | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
+
+    And its norm with the factors, as `pack_weights` has them, if `eps` is given and there are `tiles`, else an empty
+    list.
+    """
+    (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
+    if not fuses_product(x_TC, D, y_2BLD.dtype):
+        gated_BLD, mean_BLD = gates.gate(y_2BLD, z_BLD, scale_B, keep)
+        return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
+    mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
+    means = mean_BLD if keep else None
+    if tiles is not None:
+        out_TC, norm = on_hopper.gate_outproj_sm90(x_TC, y_2BLD, z_BLD, scale_B, tiles, means, eps)
+        return out_TC, mean_BLD, norm
+    out_TC, macros = torch.empty_like(x_TC), dict(INPUT=ELEMENT[y_2BLD.dtype], WIDTH=C)
+    compiler.launch("block/gate_outproj", "gate_outproj_of_few", macros, few_ctas(T, C), D // 2, dict(
+        y=y_2BLD, z=z_BLD, z_stride=gates.token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC, out=out_TC,
+        means=means, tokens=T, length=L,
+    ))  # fmt: skip
+    return out_TC, mean_BLD, []
+
+
+def few_ctas(T: int, C: int) -> int:
+    """CTAs of `gate_outproj_of_few`: one for 16 tokens and 48 outputs."""
+    return -(-T // 16) * (C // 48)
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x += a @ b, with no rounding in between."""
+    if a.dtype == x.dtype:
+        return torch.addmm(x, a, b, out=x)
+    return torch.addmm(x, a, b, out_dtype=x.dtype, out=x)
+
+
+def plain(
+    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    keep: bool, eps: float | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """The definition of `gate_outproj`, with the norm whenever `eps` is given."""
+    gated_BLD, mean_BLD = gates.plain(y_2BLD, z_BLD, scale_B, keep)
+    out_TC = x_TC + gated_BLD.flatten(0, 1) @ out_proj_CD.t()
+    return out_TC, mean_BLD, [] if eps is None else list(plain_norm(out_TC, eps, out_TC.dtype))

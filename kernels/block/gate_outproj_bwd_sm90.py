@@ -1,0 +1,55 @@
+"""Backward of gate and product with out_proj: one kernel for many tokens on Hopper, else a product and the gate's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.plan import place
+from . import gate as gates
+from . import gate_outproj_sm90 as forward
+
+
+def gate_outproj_backward(
+    dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
+    dz_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """`gate_backward` of the product's gradient dout out_proj.
+
+    On Hopper both are one kernel, if the tokens fill the GPU and z, dy and dz are halves of uz and its gradient.
+    """
+    (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
+    dout_TC = dout_TC.contiguous()
+    halves = all(gates.token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
+    aligned = vector_width(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
+    if not (forward.fits(T, C, D, dout_TC.dtype, place(dout_TC)) and halves and aligned):
+        dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
+        return gates.gate_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)
+    gated_BLD = torch.empty_like(mean_BLD)
+    slices = D // 128  # of channels; a CTA has one of them and a multiprocessor's shared memory
+    blocks = max(1, hardware.multiprocessors(place(dout_TC)) // slices)  # of each
+    rounds, tokens = forward.shares(T, blocks)
+    macros = macros_of(dout_TC.dtype, C)
+    compiler.launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
+        dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD, dz=dz_BLD,
+        gated=gated_BLD, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
+    ), macros["BLOCK_BYTES"])  # fmt: skip
+    return gated_BLD
+
+
+def macros_of(dtype: torch.dtype, C: int) -> dict:
+    """Weights of 128 channels, and as many slots for each of two groups as fit."""
+    weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
+    slots = (227 * 1024 - weights - 8) // (2 * slot)
+    return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, BLOCK_BYTES=weights + 2 * slots * slot + 8)
+
+
+def plain(
+    dout_TC: Tensor, out_proj_CD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor,
+    dz_BLD: Tensor,
+) -> Tensor:  # fmt: skip
+    """The definition of `gate_outproj_backward`."""
+    dgated_BLD = (dout_TC @ out_proj_CD).view_as(mean_BLD)
+    return gates.plain_backward(dgated_BLD, mean_BLD, z_BLD, scale_B, dy_BLD, dz_BLD)

@@ -1,0 +1,33 @@
+// The norm without its weight, which the projection behind it contains: xhat = rstd x, rstd = 1 / sqrt(mean(x^2) +
+// eps). A warp takes a token and keeps it in registers, V neighbouring channels of WIDTH a lane at once.
+
+#include "../cuda/types.cuh"
+
+typedef INPUT Element;
+constexpr int V = VECTOR;
+constexpr int ITEMS = (WIDTH + 32 * V - 1) / (32 * V);
+
+DEVICE float sum_over_warp(float x) {
+    UNROLLED for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(WARP, x, distance);
+    return x;
+}
+
+// the copy of x, unless null, is what the block's last product is added to
+DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ scale,
+                     float *__restrict__ copy, float eps) {
+    int lane = threadIdx.x % 32;
+    x += token * WIDTH, xhat += token * WIDTH;
+    Floats<V> row[ITEMS] = {};
+    float squares = 0;
+    UNROLLED for (int i = 0; i < ITEMS; i++)
+        if (int c = (i * 32 + lane) * V; c < WIDTH) row[i] = load<V>(x + c);
+    UNROLLED for (int i = 0; i < ITEMS; i++)
+        UNROLLED for (int j = 0; j < V; j++) squares = fmaf(row[i].at[j], row[i].at[j], squares);
+    float r = rsqrtf(sum_over_warp(squares) / WIDTH + eps);
+    if (lane == 0) scale[token] = r;
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
+        if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
+        UNROLLED for (int j = 0; j < V; j++) row[i].at[j] *= r;
+        if (int c = (i * 32 + lane) * V; c < WIDTH) store(xhat + c, from_floats<Element>(row[i]));
+    }
+}

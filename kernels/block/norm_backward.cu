@@ -1,0 +1,40 @@
+// The gradient of the norm without its weight, and of the residual stream beside it:
+//
+//   dx = dresidual + rstd (dxhat - xhat mean(dxhat xhat))
+//
+// and, unless null, dx rounded to Element. A warp takes a token.
+//
+// Macros:
+//   INPUT   element type of the tensors: bf16, fp16 or float; the residual stream is in fp32
+//   VECTOR  neighbouring channels that a lane moves at once
+//   WIDTH   model width C
+
+#include "norm.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+norm_backward(const Element *__restrict__ dxhat, const Element *__restrict__ xhat, const float *__restrict__ scale,
+              const float *__restrict__ dresidual, float *__restrict__ dx, Element *__restrict__ rounded, i64 tokens) {
+    int lane = threadIdx.x % 32;
+    i64 token = i64(blockIdx.x) * 8 + threadIdx.x / 32;
+    if (token >= tokens) return;
+    dxhat += token * WIDTH, xhat += token * WIDTH, dresidual += token * WIDTH, dx += token * WIDTH;
+    Pack<Element, V> gradient[ITEMS] = {}, value[ITEMS] = {};
+    Floats<V> residual[ITEMS];
+    float products = 0, r = scale[token];
+    UNROLLED for (int i = 0; i < ITEMS; i++)
+        if (int c = (i * 32 + lane) * V; c < WIDTH)
+            gradient[i] = load<V>(dxhat + c), value[i] = load<V>(xhat + c), residual[i] = load<V>(dresidual + c);
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
+        Floats<V> g = to_floats(gradient[i]), v = to_floats(value[i]);
+        UNROLLED for (int j = 0; j < V; j++) products = fmaf(g.at[j], v.at[j], products);
+    }
+    float mean = sum_over_warp(products) / WIDTH;
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
+        Floats<V> g = to_floats(gradient[i]), v = to_floats(value[i]);
+        UNROLLED for (int j = 0; j < V; j++)
+            residual[i].at[j] = fmaf(r, fmaf(-v.at[j], mean, g.at[j]), residual[i].at[j]);
+        if (int c = (i * 32 + lane) * V; c < WIDTH) store(dx + c, residual[i]);
+        if (int c = (i * 32 + lane) * V; rounded && c < WIDTH)
+            store(rounded + token * WIDTH + c, from_floats<Element>(residual[i]));
+    }
+}

@@ -1,0 +1,40 @@
+"""The gradient of the norm without its weight, whose forward is part of other kernels (norm.cuh)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler
+from ..cuda.elements import ELEMENT
+
+
+def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, of which xhat is one use and the residual stream the other; and the same in xhat's dtype."""
+    (T, C), rounds = xhat_TC.shape, xhat_TC.dtype != dresidual_TC.dtype
+    dx_TC = torch.empty_like(dresidual_TC)
+    rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
+    macros = dict(INPUT=ELEMENT[xhat_TC.dtype], VECTOR=4 if C % 4 == 0 else 1, WIDTH=C)
+    compiler.launch("block/norm_backward", "norm_backward", macros, -(-T // 8), 256, dict(
+        dxhat=dxhat_TC, xhat=xhat_TC, scale=rstd_T, dresidual=dresidual_TC, dx=dx_TC,
+        rounded=rounded_TC if rounds else None, tokens=T,
+    ))  # fmt: skip
+    return dx_TC, rounded_TC
+
+
+def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Room for xhat in `dtype` and its factors (T,)."""
+    return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
+
+
+def plain_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The definition of the norm: xhat and its factors."""
+    rstd_T = (x_TC.square().mean(-1) + eps).rsqrt()
+    return (x_TC * rstd_T[:, None]).to(dtype), rstd_T
+
+
+def plain(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition of `norm_backward`."""
+    projected = xhat_TC * (dxhat_TC * xhat_TC).mean(-1, keepdim=True)
+    dx_TC = dresidual_TC + rstd_T[:, None] * (dxhat_TC - projected)
+    return dx_TC, dx_TC

@@ -1,0 +1,65 @@
+// The weights of a block as its kernels and products take them, and the norm of its input: two jobs in one launch, as
+// each alone leaves most of the GPU idle where tokens are few.
+//
+// Weights: those of projections as Element, the norm's in the projection behind it, `step` padded to `padded_rank`, and
+// each pair of the directions' weights as one tensor. A thread has V neighbours of a large matrix or one element of a
+// small one. `tiles`, unless null, are those of out_proj as gate_outproj_sm90.cu wants them. The CTAs behind take a
+// token of the norm with each warp, if nobody has computed it.
+//
+// Macros:
+//   INPUT      element type of the packed weights: bf16, fp16 or float; the residual stream is in fp32
+//   PARAMETER  that of the model's parameters
+//   VECTOR     neighbouring channels that a lane moves at once
+//   WIDTH      model width C
+//   TAPS       tokens that a convolution sees, for the size of its weights
+//
+// D channels    projections P, with the rank padded
+
+#include "norm.cuh"
+#include "parameters.cuh"
+#include "tiles.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+pack_weights(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *out_proj, PAIR(const PARAMETER, conv),
+             PAIR(const PARAMETER, conv_bias), PAIR(const PARAMETER, x_proj), PAIR(const PARAMETER, step),
+             PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), Element *packed_in, Element *packed_out,
+             Element *tiles, float *packed_conv, float *packed_conv_bias, Element *packed_x, Element *packed_step,
+             float *packed_step_bias, float *packed_skip, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_,
+             const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ scale,
+             float *__restrict__ copy, i64 tokens, double eps, i64 packing) {
+    if (blockIdx.x >= packing) {
+        i64 token = (blockIdx.x - packing) * 8 + threadIdx.x / 32;
+        if (token < tokens) rms_norm(token, x, xhat, scale, copy, eps);
+        return;
+    }
+    constexpr unsigned C = WIDTH;
+    unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (is_among(i, 2 * D * C / V)) {
+        i *= V;
+        Floats<V> weight = values<V>(in_proj + i), scale = values<V>(norm + i % C);
+        UNROLLED for (int j = 0; j < V; j++) weight.at[j] *= scale.at[j];
+        store(packed_in + i, from_floats<Element>(weight));
+    } else if (is_among(i, C * D / V)) {
+        i *= V;
+        Pack<Element, V> weight = from_floats<Element>(values<V>(out_proj + i));
+        store(packed_out + i, weight);
+        if (tiles) store(tiles + tiled(i / D, i % D, C), weight);
+    } else if (is_among(i, 2 * projections * D / V)) {
+        i *= V;
+        unsigned row = i / D % projections, from = row < rank ? row : row - (padded_rank - rank);
+        const PARAMETER *p = i < projections * D ? x_proj_0 : x_proj_1;
+        bool padding = row >= rank && row < padded_rank;
+        store(packed_x + i, from_floats<Element>(padding ? Floats<V>{} : values<V>(p + from * D + i % D)));
+    } else if (is_among(i, 2 * D * padded_rank)) {
+        unsigned r = i % padded_rank, d = i / padded_rank;
+        put(packed_step + i, r < rank ? value((d < D ? step_0 : step_1) + d % D * rank + r) : 0);
+    } else if (is_among(i, 2 * D * TAPS)) {
+        packed_conv[i] = value(i < D * TAPS ? conv_0 + i : conv_1 + i - D * TAPS);
+    } else if (is_among(i, 2 * D)) {
+        unsigned d = i % D;
+        packed_conv_bias[i] = value((i < D ? conv_bias_0 : conv_bias_1) + d);
+        packed_step_bias[i] = value((i < D ? step_bias_0 : step_bias_1) + d);
+        packed_skip[i] = value((i < D ? skip_0 : skip_1) + d);
+    }
+}

@@ -1,0 +1,17 @@
+"""Gradients for the plain definitions of kernels: what each computes, by PyTorch's operators, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradients(function: Callable, inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
+    """Gradients of `function(*inputs)` by autograd, None for inputs that are None."""
+    inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        y = function(*inputs)
+    found = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
+    return [None if t is None else next(found) for t in inputs]

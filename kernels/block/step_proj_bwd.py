@@ -1,0 +1,71 @@
+"""Backward of the projection from the step to its logits: one kernel where it fits, else products of cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.elements import ELEMENT
+from ..cuda.plan import place
+
+
+def step_proj_backward(
+    dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of all columns of the projections (2, T, P): dstep_logits step_proj, dk and dq; and of step_proj.
+
+    The latter, dstep_logits^T step, in parts of the tokens: (2, parts, D, R) in fp32.
+    """
+    (_, T, D), R, N = dstep_logits_2TD.shape, step_proj_2DR.shape[2], dk_2TN.shape[2]
+    if not fits(dstep_logits_2TD.dtype, D, R):
+        dstep_2TR = torch.bmm(dstep_logits_2TD, step_proj_2DR)
+        dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
+        return dprojected_2TP, products_over_tokens(dstep_logits_2TD, step_2TR)
+    parts = min(-(-T // 16), -(-hardware.multiprocessors(place(dstep_logits_2TD)) // 2))
+    dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dstep_logits_2TD.device, dtype=dstep_logits_2TD.dtype)
+    dstep_proj = torch.empty(2, parts, D, R, device=dstep_logits_2TD.device, dtype=torch.float32)
+    macros = macros_of(dstep_logits_2TD.dtype, D, R, N)
+    compiler.launch("block/step_proj_bwd", "step_proj_backward", macros, 2 * parts, 256, dict(
+        dstep_logits=dstep_logits_2TD, step=step_2TR, step_stride=step_2TR.stride(1),
+        step_directions=step_2TR.stride(0), step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP,
+        dstep_proj=dstep_proj, tokens=T, parts=parts,
+    ), macros["BLOCK_BYTES"])  # fmt: skip
+    return dprojected_2TP, dstep_proj
+
+
+def fits(dtype: torch.dtype, D: int, R: int) -> bool:
+    """Whether it is one kernel: a warp's registers hold its part of step_proj and of its gradient."""
+    return dtype.itemsize == 2 and D <= 768 and R <= 24 and D % 128 == R % 8 == 0
+
+
+def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
+    stages, warps, tile = 3, 8, 16
+    stage = tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) * 2
+    block_bytes = stages * stage + 2 * warps * tile * R * 4
+    return dict(INPUT=ELEMENT[dtype], CHANNELS=D, RANK=R, STATES=N, BLOCK_BYTES=block_bytes)
+
+
+def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
+    """a^T b in fp32 by parts of the tokens (2, parts, M, N): one product would leave most of the GPU idle."""
+    T = a_2TM.shape[1]
+    parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
+    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
+    return _bmm_in_fp32(a.mT, b).unflatten(0, (2, parts))
+
+
+def _bmm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b) if a.dtype.itemsize >= 4 else torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def plain(
+    dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition of `step_proj_backward`, in one part."""
+    dprojected_2TP = torch.cat([dstep_logits_2TD @ step_proj_2DR, dk_2TN, dq_2TN], dim=-1)
+    return dprojected_2TP, plain_products(dstep_logits_2TD, step_2TR)
+
+
+def plain_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
+    """The definition of `products_over_tokens`, in one part."""
+    return (a_2TM.mT @ b_2TN)[:, None]

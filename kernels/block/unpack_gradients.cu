@@ -1,0 +1,86 @@
+// The reverse of pack_weights.cu for gradients, which arrive in parts: as sums over some of the tokens. The first CTAs
+// take COLUMNS columns each of the projection that contains the norm's weight, whose gradient is a sum over all rows; a
+// thread has the same V columns of every ROWS-th row. In the others a thread adds the parts of an element.
+//
+// Macros:
+//   INPUT      element type of the block's tensors
+//   PARAMETER  that of the model's parameters
+//   VECTOR     neighbouring channels that a lane moves at once
+//   WIDTH      model width C
+//   TAPS       tokens that a convolution sees, for the size of its weights
+//
+// D channels    projections P, with the rank padded
+
+#include "norm.cuh"
+#include "parameters.cuh"
+
+constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
+
+// sum over parts that are `stride` apart, always in the same order
+DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
+    float sum = 0;
+#pragma unroll 16
+    for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj,
+                 const float *__restrict__ dfolded, const float *dfilters, const float *dx_projs, const float *dsteps,
+                 i64 filter_parts, i64 x_parts, i64 step_parts, const float *dchannels, PARAMETER *__restrict__ dnorm,
+                 PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv), PAIR(PARAMETER, dconv_bias),
+                 PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias), PAIR(PARAMETER, dskip),
+                 i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
+    constexpr unsigned C = WIDTH;
+    unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
+    unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
+    if (blockIdx.x < norm_blocks) {
+        constexpr int TOGETHER = 4;  // rows on their way at once
+        __shared__ float sums[ROWS][COLUMNS + 1];
+        unsigned column = threadIdx.x * V % COLUMNS, row = threadIdx.x * V / COLUMNS;
+        unsigned c = blockIdx.x * COLUMNS + column;
+        Floats<V> weight = c < C ? values<V>(norm + c) : Floats<V>{}, sum = {};
+        for (unsigned r = row; r < 2 * D; r += TOGETHER * ROWS) {
+            Floats<V> d[TOGETHER] = {}, w[TOGETHER] = {};
+            UNROLLED for (int j = 0; j < TOGETHER; j++)
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                    d[j] = load<V>(dfolded + at * C + c), w[j] = values<V>(in_proj + at * C + c);
+            UNROLLED for (int j = 0; j < TOGETHER; j++) {
+                UNROLLED for (int v = 0; v < V; v++) {
+                    sum.at[v] = fmaf(d[j].at[v], w[j].at[v], sum.at[v]);
+                    d[j].at[v] *= weight.at[v];
+                }
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                    store(din_proj + at * C + c, from_floats<PARAMETER>(d[j]));
+            }
+        }
+        UNROLLED for (int v = 0; v < V; v++) sums[row][column + v] = sum.at[v];
+        __syncthreads();
+        // a warp finishes a column
+        float all = 0;
+        column = threadIdx.x / 32, c = blockIdx.x * COLUMNS + column;
+        UNROLLED for (int r = 0; r < ROWS; r += 32) all += sums[r + threadIdx.x % 32][column];
+        all = sum_over_warp(all);
+        if (threadIdx.x % 32 == 0 && c < C) put(dnorm + c, all);
+        return;
+    }
+    unsigned i = (blockIdx.x - norm_blocks) * blockDim.x + threadIdx.x;
+    if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
+        unsigned rows = projections - padded_rank + rank, size = projections * D;
+        unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;
+        float sum = sum_of_parts(dx_projs + g * x_parts * size + from * D + i % D, x_parts, size);
+        put((g ? dx_proj_1 : dx_proj_0) + i % (rows * D), sum);
+    } else if (is_among(i, 2 * D * rank)) {
+        unsigned g = i / (D * rank), d = i / rank % D, r = i % rank, size = D * padded_rank;
+        float sum = sum_of_parts(dsteps + g * step_parts * size + d * padded_rank + r, step_parts, size);
+        put((g ? dstep_1 : dstep_0) + i % (D * rank), sum);
+    } else if (is_among(i, 2 * (TAPS + 1) * D)) {
+        unsigned g = i / ((TAPS + 1) * D), tap = i / D % (TAPS + 1), d = i % D;
+        float sum = sum_of_parts(dfilters + i, filter_parts, 2 * (TAPS + 1) * D);
+        put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + tap : (g ? dconv_bias_1 : dconv_bias_0) + d, sum);
+    } else if (is_among(i, 2 * D)) {
+        unsigned g = i / D, d = i % D;
+        put((g ? dskip_1 : dskip_0) + d, dchannels[2 * g * D + d]);
+        put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(2 * g + 1) * D + d]);
+    }
+}
