@@ -684,7 +684,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     exact = x.double().requires_grad_()
     expected = naive_model.block(exact, weights, naive_model.OURS, scale, eps=1e-3)
     expected = vil_block.middle_token(expected) if middle else expected
-    xhat = PlainKernels.rms_norm(expected.flatten(0, 1), 1e-3, torch.float64, False)[0].view_as(expected)
+    xhat = PlainKernels.rms_norm(expected.flatten(0, 1), 1e-3, torch.float64)[0].view_as(expected)
     loss = (expected * dy[:, : expected.shape[1]]).sum() + (after * xhat * dnext[:, : expected.shape[1]]).sum()
     loss.backward()
     truth = {"y": expected.detach(), "x": exact.grad, **{name: w.grad for name, w in weights.items()}}
@@ -693,7 +693,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
         """On Hopper as of a block amid others, which is given a norm and whose own is used."""
         leaf, normed = x.clone().requires_grad_(), None
         if hopper:
-            xhat, factors, _ = PlainKernels.rms_norm(leaf.flatten(0, 1), 1e-3, dtype, False)
+            xhat, factors = PlainKernels.rms_norm(leaf.flatten(0, 1), 1e-3, dtype)
             normed = Normed(xhat, factors.detach())
         torch.manual_seed(1)
         run, named = vil_block.fused_block(block, leaf)
@@ -714,7 +714,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     assert ("gate_outproj_backward" in launched) == after
     assert (given is not None) == after
     y = results["y"].flatten(0, 1)
-    for value, norm in zip(given or (), PlainKernels.rms_norm(y.double(), 1e-3, torch.float64, False)):
+    for value, norm in zip(given or (), PlainKernels.rms_norm(y.double(), 1e-3, torch.float64)):
         close(value, norm, dtype, "norm")
     for name, expected in truth.items():
         assert relative_error(results[name], expected) < (3 * tolerance if middle else tolerance), name
