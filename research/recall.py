@@ -1,7 +1,7 @@
 """Multi-query associative recall (Arora et al., "Zoology", 2023): Longhorn, Mamba and attention in one harness.
 
     python -m research.recall --lengths 512 --seeds 4 --minutes 9 --out output/recall.json    # again and again
-    python -m research.recall --report output/recall.json output/more.json --out research/results/recall.json
+    python -m research.recall --report output/recall.json output/more.json --out output/all.json --plot output/all.png
 
 A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law; at each repeated
 key the model must name its value. A run is a mixer, a width, a length, a learning rate and a seed. Runs in the file

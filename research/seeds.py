@@ -1,7 +1,7 @@
 """ViL, ViM and DeiT through the full training path with one recipe, several seeds each.
 
     python -m vil.data.digits data/digits
-    python -m research.seeds -c configs/digits.yaml --out research/results/digits.json
+    python -m research.seeds -c configs/digits.yaml --out output/digits.json
     python -m research.seeds -c configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
 
 Every run is `train_imagenet.py` with the same config, budget and recipe; what counts is the accuracy after the last
@@ -15,7 +15,7 @@ compared image by image, by McNemar's test. Runs of another recipe or of other i
 files) are refused, in the folder as in what `--earlier` adds.
 
     python -m research.seeds -c research/configs/rehearsal.yaml --folder output/rehearsal --processes 4 \\
-        --test-split test --out research/results/rehearsal.json --plot research/results/rehearsal.png
+        --test-split test --out output/rehearsal.json --plot output/rehearsal.png
 """
 
 from __future__ import annotations
