@@ -132,7 +132,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def options_to_save(config: Config, num_classes: int, folder: Path) -> dict[str, Any]:
-    """What a run's checkpoints say of its options.
+    """The options as a run's checkpoints say them.
 
     Raises:
         ConfigError: A checkpoint may not say one of them.
@@ -254,7 +254,7 @@ class Trainer:
 
     @property
     def setup(self) -> str:
-        """What was chosen for the machine, in a line."""
+        """The choices for this machine, in a line."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         graphs = ", as a CUDA graph" if self.replayed and self.replayed.graph else ""
         return (
@@ -440,13 +440,13 @@ class Trainer:
                 logging.warning("%s has trained its %d epochs: --epochs N trains on", path, len(self.history))
 
     def parts(self) -> dict:
-        """What a run learns and a checkpoint holds, under timm's names."""
+        """The parts that learn, which a checkpoint holds under timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
 
 
 def as_number(value: float) -> float:
-    """Of a row that a checkpoint holds: a count stays one."""
+    """A value of a row that a checkpoint holds; a count stays one."""
     return int(float(value)) if isinstance(value, int) else float(value)
 
 

@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str, Any]:
-    """What the checkpoint says of its model and data, overridden by the command line."""
+    """The model and data as the checkpoint says them, overridden by the command line."""
     saved = checkpoint.saved_config(options.checkpoint) if options.checkpoint else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
     settings = {name: getattr(options, name) or saved.get(name) for name in names}

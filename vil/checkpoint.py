@@ -51,9 +51,9 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     """Writes `path` atomically: it holds either the new checkpoint or, after any failure, what it held before.
 
     Args:
-        state: What to write.
+        state: The content.
         path: The file.
-        previous: What `path` held before moves here, once the new one is complete on the disk.
+        previous: The file that was at `path` moves here, once the new one is complete on the disk.
 
     Raises:
         CheckpointError: It could not be written; the message names the file, the cause and the space left.
@@ -158,15 +158,15 @@ def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], meta
 
     Args:
         weights: A state dict, on the CPU.
-        options: What `saved_config` is to find in the file: those of a run that make the model.
-        metadata: What else the file says of itself.
+        options: Those of a run that make the model; `saved_config` finds them in the file.
+        metadata: Further entries of the file.
     """
     said = metadata | {"format": "pt", "producer": PRODUCER, "config": json.dumps(options)}
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, said)
 
 
 def _load_metadata(path: str | Path) -> dict[str, Any]:
-    """What a file of `pack_weights` says, as a checkpoint has it; nothing if it is by others."""
+    """The options and labels of a file of `pack_weights`, as a checkpoint has them; nothing if it is by others."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     if metadata.get("producer") != PRODUCER:

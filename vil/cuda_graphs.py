@@ -27,8 +27,8 @@ class Replayed:
     numbers that the function would, from the state of the GPU's generator at each call.
 
     Args:
-        function: Of tensors on the current GPU; what it returns is made of tensors.
-        inputs: Of the shapes to come, whatever they hold.
+        function: Takes tensors on the current GPU, and returns tensors or collections of them.
+        inputs: Tensors of the shapes to come, whatever they hold.
         name: For the warning.
         changed: The tensors that the function changes beside its outputs, such as gradients: trying it out leaves them
             as they were.
@@ -83,7 +83,7 @@ class Replayed:
 
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What is done within leaves these tensors, and the GPU's random numbers, as they were."""
+    """Leaves these tensors and the state of the GPU's generator as they were, whatever is done within."""
     before, state = [t.detach().clone() for t in tensors], torch.cuda.get_rng_state()
     try:
         yield

@@ -74,7 +74,7 @@ def _nearest(model: str) -> str:
 
 
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
-    """What became of the tensors of a file that a model was started from."""
+    """How the tensors of a file were used by the model that was started from them."""
     own = model.state_dict()
     fitted = checkpoint_filter_fn(weights, model) if isinstance(model, VisionLonghorn) else weights
     taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
@@ -113,7 +113,7 @@ def from_checkpoint(
             arguments, or any other file of weights.
         model: timm's name of the model, where the file does not say it.
         use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
-        arguments: Of the model, in place of what the file says; with `img_size` it is fitted to images of another size,
+        arguments: The model's, in place of what the file says; with `img_size` it is fitted to images of another size,
             with `num_classes=0` it gives pooled features, without the file's head (if that is called `head`).
 
     Raises:

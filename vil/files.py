@@ -29,8 +29,8 @@ def write_atomically(
 
     Args:
         path: The file.
-        content: What to write, or a function that writes it.
-        previous: What `path` held before moves here, once the new file is complete on the disk.
+        content: The content, or a function that writes it.
+        previous: The file that was at `path` moves here, once the new one is complete on the disk.
 
     Raises:
         OSError: It could not be written; `path` is as it was.
@@ -68,7 +68,7 @@ class FolderLock:
     """A run's hold on its folder, which ends with `with`, or with the process, however that ends.
 
     Args:
-        folder: Made if it is missing. What processes that were killed in the middle of writing have left is removed.
+        folder: Made if it is missing. Half-written files of processes that were killed are removed.
 
     Raises:
         FolderInUseError: The message says by which run, since when, and what to do.

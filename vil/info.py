@@ -1,4 +1,4 @@
-"""What an issue report needs to say: versions, commit and machine.
+"""Versions, commit and machine, as an issue report needs them.
 
 python -m vil.info
 """
@@ -58,7 +58,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing if there is no such command or it fails."""
+    """The output of a command; nothing if there is no such command or it fails."""
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -143,7 +143,7 @@ class FirstProcessError(RuntimeError):
 
 
 def from_first_process(function: Callable[[], Any]) -> Any:
-    """What `function` returns in the process of rank 0, in every process: tensors, numbers, text and lists of them.
+    """Gives every process the result of `function` in the process of rank 0: tensors, numbers, text and lists of them.
 
     Nothing else is passed on, so that no other program on the network could have a process run what it likes.
 

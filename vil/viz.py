@@ -39,11 +39,11 @@ DIRECTIONS = ("first to last", "last to first")
 
 @dataclass
 class Trace:
-    """What the recurrences of one block did, (B, G, L) each, in the order of the image.
+    """How the recurrences of one block treated each token, (B, G, L) each, in the order of the image.
 
     Attributes:
-        relevance: Of each token for the class token: the norm over channels of what the token adds to the class token's
-            output of the scan. A direction can only read tokens that come before the class token on its way.
+        relevance: Each token's for the class token: the norm over channels of what it adds to the class token's output
+            of the scan. A direction can only read tokens that come before the class token on its way.
         step: How much of the token is written: beta in ViL, the time step dt in ViM, the mean over channels.
         state_norm: Frobenius norm of the state (D, N) after the token.
     """
@@ -95,11 +95,11 @@ def _recorded_inputs(model: VisionLonghorn):
 
 
 def _trace(
-    recurrence: str, direction: LonghornDirection, v_BLD: Tensor, logits_BLD: Tensor, k_BLN: Tensor, q_BLN: Tensor,
+    recurrence: str, direction: LonghornDirection, v_BLD: Tensor, step_logits_BLD: Tensor, k_BLN: Tensor, q_BLN: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """relevance_BL, step_BL and state_norm_BL of one direction."""
-    decay_TBND, drive_TBND, step_BLD = _coefficients(recurrence, direction, v_BLD, logits_BLD, k_BLN, reverse)
+    decay_TBND, drive_TBND, step_BLD = _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
     T = len(decay_TBND)
     state_BND, norms = torch.zeros_like(drive_TBND[0]), []
     for decay_BND, drive_BND in zip(decay_TBND, drive_TBND):
@@ -108,12 +108,12 @@ def _trace(
     # what is left of a token's drive when the class token is read: the product of the later decays
     middle = (T - 1) // 2
     position = T - 1 - middle if reverse else middle
-    kept_TBND = torch.zeros_like(drive_TBND)
+    contribution_TBND = torch.zeros_like(drive_TBND)
     left_BND = torch.ones_like(state_BND)
     for t in range(position, -1, -1):
-        kept_TBND[t] = left_BND * drive_TBND[t]
+        contribution_TBND[t] = left_BND * drive_TBND[t]
         left_BND = left_BND * decay_TBND[t]
-    added_TBD = torch.einsum("tbnd,bn->tbd", kept_TBND, q_BLN[:, middle].to(kept_TBND.dtype))
+    added_TBD = torch.einsum("tbnd,bn->tbd", contribution_TBND, q_BLN[:, middle].to(contribution_TBND.dtype))
     relevance_BL = _in_image_order(added_TBD.norm(dim=-1), reverse)
     return relevance_BL, step_BLD.mean(-1), _in_image_order(torch.stack(norms), reverse)
 
@@ -122,18 +122,18 @@ def _in_image_order(values_TB: Tensor, reverse: bool) -> Tensor:
     return (values_TB.flip(0) if reverse else values_TB).T
 
 
-def _coefficients(recurrence, direction, v_BLD, logits_BLD, k_BLN, reverse) -> tuple[Tensor, Tensor, Tensor]:
+def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse) -> tuple[Tensor, Tensor, Tensor]:
     """decay_TBND and drive_TBND of S_t = decay_t S_{t-1} + drive_t, and the step (beta or dt) of tokens, step_BLD."""
-    v_BLD, logits_BLD, k_BLN = (at_least_fp32(t) for t in (v_BLD, logits_BLD, k_BLN))
-    logits_BLD = logits_BLD + direction.step_proj.bias
+    v_BLD, step_logits_BLD, k_BLN = (at_least_fp32(t) for t in (v_BLD, step_logits_BLD, k_BLN))
+    step_logits_BLD = step_logits_BLD + direction.step_proj.bias
     selective = recurrence == "selective"
-    step_BLD = F.softplus(logits_BLD) if selective else logits_BLD.sigmoid()
-    inputs = [v_BLD, step_BLD if selective else logits_BLD, k_BLN]
+    step_BLD = F.softplus(step_logits_BLD) if selective else step_logits_BLD.sigmoid()
+    inputs = [v_BLD, step_BLD if selective else step_logits_BLD, k_BLN]
     inputs_GTBX = [(t.flip(1) if reverse else t).transpose(0, 1)[None] for t in inputs]
-    rates = [-at_least_fp32(direction.A_log).exp().T[None]] if selective else []
+    A_1ND = [-at_least_fp32(direction.A_log).exp().T[None]] if selective else []
     shape = 1, *inputs_GTBX[0].shape[1:3], k_BLN.shape[-1], v_BLD.shape[-1]
     decay_GTBND, drive_GTBND = (v_BLD.new_empty(shape) for _ in range(2))
-    RECURRENCES[recurrence].coefficients(decay_GTBND, drive_GTBND, *inputs_GTBX, *rates)
+    RECURRENCES[recurrence].coefficients(decay_GTBND, drive_GTBND, *inputs_GTBX, *A_1ND)
     return decay_GTBND[0], drive_GTBND[0], step_BLD
 
 
@@ -177,8 +177,8 @@ def plot_scans(model: VisionLonghorn, images: Tensor, shown: Tensor, blocks: Seq
 
     Args:
         model: Any VisionLonghorn.
-        images: What the model sees, (B, 3, H, W).
-        shown: What the picture shows beside the maps, (B, 3, H, W) in 0 to 1.
+        images: The model's input, (B, 3, H, W).
+        shown: The images as the picture shows them beside the maps, (B, 3, H, W) in 0 to 1.
         blocks: Numbers of blocks; all if None.
     """
     from matplotlib.figure import Figure
@@ -237,7 +237,7 @@ def main() -> None:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """What the command line asks for.
+    """Draws the pictures that the command line asks for.
 
     Raises:
         ConfigError, CheckpointError: The checkpoint is not one of train_imagenet.py or broken, a block does not exist,

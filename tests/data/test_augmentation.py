@@ -16,7 +16,7 @@ RECIPE = dict(mixup=0.8, cutmix=1.0, mixup_prob=1.0, mixup_switch_prob=0.5, smoo
 
 
 def normalised(images):
-    """What a model takes of images of 0..255."""
+    """Images of 0..255 as a model takes them."""
     mean, std = (torch.tensor(DATA_CONFIG[name]).view(3, 1, 1) for name in ("mean", "std"))
     return (images / 255 - mean) / std
 

@@ -58,7 +58,7 @@ ENHANCING = ("Color", "Contrast", "Brightness", "Sharpness")  # a product of fp3
 @pytest.mark.parametrize("resample", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("name", [*POINTWISE, *GEOMETRIC])
 def test_operations_are_those_of_timm(device, name, resample):
-    """Of a batch in which each image has an argument of its own."""
+    """In a batch, each image has an argument of its own."""
     arguments = [(value,) for value in ARGUMENTS.get(name, [])] or [()] * 3
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 120, 3), dtype=np.uint8))
     images = [PHOTOS[0].resize((120, 80)), PHOTOS[1].resize((120, 80)), noise]

@@ -90,7 +90,7 @@ def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, mon
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, device, options, workers):
-    """Of the training split, where files of all kinds are; those that nobody can read are left out of it."""
+    """The training split has files of all kinds; those that nobody can read are left out."""
     config = DATA_CONFIG | dict(input_size=(3, 48, 48), crop_pct=0.875) | options
     dataset = open_split(str(photo_folder), "", "train")
     loader = evaluation_loader(dataset, config, device, workers, 10, 1, 2, augment_on_device=True)

@@ -1,4 +1,4 @@
-"""What is drawn for an image without its pixels: what timm's transform draws from the same seed."""
+"""Draws for an image without its pixels: those of timm's transform from the same seed."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def timm_transform(**options):
 
 
 def replayed(image, draws, transform):
-    """What PIL makes of an image by what was drawn for it."""
+    """The image that PIL makes by the draws."""
     method = InterpolationMode(transform.interpolation)
     top, left, height, width = draws.box
     image = pil.resize(pil.crop(image, top, left, height, width), list(draws.resized), method)

@@ -93,7 +93,7 @@ def test_of_a_stream_what_was_seen_is_read_again_and_dropped(image_folder):
 
 
 def test_a_loader_may_have_no_batch(image_folder):
-    """Of an epoch that was left behind its last step; and of a split with fewer images than there are processes."""
+    """After the last step of an epoch, and where a split has fewer images than there are processes."""
     loader, _ = training_set(image_folder)
     assert list(micro_batches(loader, loader.batches, 0, loader.batches.steps)) == []
     images = open_split(str(image_folder), "", "val")
@@ -107,7 +107,7 @@ def test_a_loader_may_have_no_batch(image_folder):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """What is logged where a GPU is there that decodes, by whoever looks for one."""
+    """The lines that are logged where a GPU is there that decodes, by whoever looks for one."""
     _say_once.cache_clear()
     monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)

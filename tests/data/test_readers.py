@@ -1,4 +1,4 @@
-"""What a loader's process makes of a file: an image, bytes for a device to decode, or the next one if it is broken."""
+"""Files in a loader's process: each becomes an image, bytes for a device to decode, or the next one if it is broken."""
 
 import io
 import math

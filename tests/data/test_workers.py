@@ -252,7 +252,7 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(image_folder, started, monkeypatch, count):
-    """Of 28 images, in pieces of at most 3, by one worker or several, again and again."""
+    """28 images, in pieces of at most 3, by one worker or several, again and again."""
     monkeypatch.setattr("vil.data.samplers.PIECE", 3)
     monkeypatch.setattr("vil.data.host_loader.PIECE", 3)
     loader, processes = started(count, batch_size=8)

@@ -174,7 +174,7 @@ def logits_of_imagenet(model, folders, **options):
 
 
 def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog, tmp_path):
-    """Of the two that are compared, the second; its names are in another order."""
+    """The second of the two that are compared; its names are in another order."""
     other = torch.load(models[0] / "vil.pt", weights_only=True)
     other["label_names"][10:] = ["class11", "class10"]
     torch.save(other, tmp_path / "other.pt")
@@ -229,7 +229,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
 
 
 def check_comparison(result, names, targets, logits, allowed=None):
-    """Of two models' results as JSON, from their logits."""
+    """Checks two models' results as JSON against their logits."""
     allowed = [{target} for target in targets.tolist()] if allowed is None else allowed
     counted = np.array([bool(own) for own in allowed])
     for row, own in zip(result["models"], logits, strict=True):

@@ -1,4 +1,4 @@
-"""What a run measures of itself and writes for people: means and times of an epoch, tables, pictures, logs."""
+"""A run's measurements of itself and its files for people: means and times of an epoch, tables, pictures, logs."""
 
 import csv
 import math
@@ -139,7 +139,7 @@ def test_means_are_over_all_processes():
 
 
 def looked(clock, steps, caplog):
-    """What is said of epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
+    """The lines about epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
     bottleneck = Bottleneck()
     with caplog.at_level("WARNING"):
         for epoch in steps:

@@ -36,7 +36,7 @@ def small_config(image_folder, **options) -> Config:
 
 
 def trained(image_folder, output, **options):
-    """What a run comes to: the rows of its epochs, without what is measured, and its checkpoint."""
+    """The rows of a run's epochs, without what is measured, and its checkpoint."""
     Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
     saved = checkpoint.read_checkpoint(output / "run" / "last.pt")
     return [{k: v for k, v in row.items() if k not in MEASURED} for row in saved["history"]], saved

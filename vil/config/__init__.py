@@ -1,4 +1,4 @@
-"""What a run is told: its options, the command line and files that give them, and what checkpoints may say of them."""
+"""The options of a run, the command line and files that give them, and those that a checkpoint may decide."""
 
 from .command_line import Parser, load_config
 from .options import DATASETS, FIELDS, SYNONYMS, Config, ConfigError

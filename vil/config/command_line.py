@@ -36,7 +36,7 @@ def load_config(
     """Reads `-c FILE` and then the options of a command line, which win.
 
     Args:
-        description: What `--help` says first.
+        description: The first lines of `--help`.
         arguments: The command line; the program's own if not given.
         saved_options: Reads those of a checkpoint, which hold where `--resume FILE` is given and no `-c`.
 

@@ -171,7 +171,7 @@ class Config:
 
 @functools.cache
 def choices_of_options() -> dict[str, list[str]]:
-    """What options by name can be."""
+    """The values that each option by name can have."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
         "opt": [str(name) for name in list_optimizers()],

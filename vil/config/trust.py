@@ -23,7 +23,7 @@ PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
 
 
 def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
-    """What the options saved in a checkpoint may decide for whoever loads it, which is nothing but names and numbers.
+    """The options saved in a checkpoint that hold for whoever loads it: nothing but names and numbers.
 
     Raises:
         ConfigError: One is not of its type, out of range, or a model, argument, path or split that it may not name.

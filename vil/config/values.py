@@ -107,7 +107,7 @@ def convert(name: str, value: Any, source: str) -> Any:
 
 
 def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:
-    """What a number should be, or None if it is."""
+    """The bound that a number breaks, in words; None if it breaks none."""
     if not math.isfinite(number):
         return "a finite number"
     if number < low:

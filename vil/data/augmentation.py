@@ -1,4 +1,4 @@
-"""What is done to a batch on the device: normalisation, random erasing, then mixup or cutmix with label smoothing.
+"""Augmentation of a batch on the device: normalisation, random erasing, then mixup or cutmix with label smoothing.
 
 timm draws the boxes and the shares, from seeds that follow from the place in the run; one launch applies them.
 """
@@ -63,7 +63,7 @@ class BatchAugmentation:
         return images, soft * shares + soft[to_device(partners, targets_B.device)] * (1 - shares)
 
     def draw(self, count: int, height: int, width: int, epoch: int, position: int):
-        """What is random for `count` images from `position` on: `finish` says what each array is; None for no use."""
+        """The random numbers for `count` images from `position` on, as `finish` takes them; None for no use."""
         boxes = np.zeros((count, 4), dtype=np.int32)
         keys = np.zeros(count, dtype=np.uint32)
         mixing = np.zeros((count, 6), dtype=np.float32)

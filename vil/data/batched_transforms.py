@@ -1,9 +1,9 @@
 """timm's transforms on whole batches, on any device: PIL's arithmetic on uint8 tensors (B, 3, H, W).
 
 A crop is cut out, resized and flipped by two matrix products for many images at once. RandAugment and colour jitter are
-applied operation by operation, each to all the images that drew it, with an argument of its own for each. What is left
-is normalised, erased and mixed. All this is the definition of what the kernels of `kernels/augment` do, which run where
-the images are on an NVIDIA GPU.
+applied operation by operation, each to all the images that drew it, with an argument of its own for each. The batch
+is normalised, erased and mixed at the end. All this defines the kernels of `kernels/augment`, which take over where the
+images are on an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def crop_resize_flip(
         size: Height and width of the result.
         interpolation: 'bilinear' or 'bicubic'.
         resized: (B, 2) integers: the height and width that each crop is resized to; `size` if not given.
-        offsets: (B, 2) integers: the row and column of what is resized where the result begins, 0 if not given. What of
-            the result is outside is 0, as around torchvision's centre crop.
+        offsets: (B, 2) integers: the row and column of what is resized where the result begins, 0 if not given. Pixels
+            of the result that are outside are 0, as around torchvision's centre crop.
 
     Returns:
         (B, 3, *size) uint8.
@@ -278,7 +278,7 @@ def finish(
 
     Args:
         images: (B, 3, H, W) uint8.
-        mean: Of each channel, where white is 1.
+        mean: Each channel's, where white is 1.
         std: Standard deviation of each channel.
         erasing: (B, 4) int32: top, left, height and width of what becomes noise; a height of 0 for nothing.
         keys: (B,) uint32, of the noise.

@@ -28,12 +28,12 @@ PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of ph
 
 
 class DeviceLoader(PieceLoader):
-    """Of files that the device decodes and transforms, in a thread of its own and on a stream of its own.
+    """Batches of files that the device decodes and transforms, in a thread and on a stream of their own.
 
     It prepares a batch when the model is done with the third one before it: what is ahead of the model fills memory.
 
     Args:
-        transform: What drew for the images.
+        transform: The one that drew for the images.
     """
 
     def __init__(self, *args, transform: DrawingTransform):

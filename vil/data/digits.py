@@ -30,7 +30,7 @@ def split_digits(
     Args:
         classes: (N,) of all digits, in scikit-learn's order.
         train_per_class: Training images of each class; all if not given.
-        seed: Of the draw of these; the first in one fixed order if not given.
+        seed: Draws these; the first in one fixed order if not given.
         rehearse: Validate on `REHEARSED` more training images of each class, drawn by the seed as well, and not on
             those that are held out.
 
@@ -73,7 +73,7 @@ def write_digits(
         root: The folder.
         train_per_class: Training images of each digit; all if not given.
         wanted: The digits.
-        seed: Of the draw of the training images.
+        seed: Draws the training images.
         rehearse: Validate on other training images.
         copies: Files of each training image: an epoch goes over it as many times.
 

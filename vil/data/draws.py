@@ -1,4 +1,4 @@
-"""What timm's transforms draw for an image, without its pixels: the crop, the flip, the operations of a policy.
+"""Random draws of timm's transforms for an image, without its pixels: the crop, the flip, the operations of a policy.
 
 timm's own transform draws, from the same seeds, so that an image which a device transforms is augmented as
 `timm.data.create_transform` would augment it on the CPU, draw for draw.
@@ -24,7 +24,7 @@ from .batched_transforms import CODES, GEOMETRIC
 
 @dataclass
 class Draws:
-    """What becomes of one image: a box is cut out and resized, and of that a window is taken, mirrored or not."""
+    """The way of one image: a box is cut out and resized, and a window of that is taken, mirrored or not."""
 
     box: tuple[int, int, int, int] = (0, 0, 0, 0)  # top, left, height, width
     resized: tuple[int, int] = (0, 0)  # height, width
@@ -56,7 +56,7 @@ class DrawingTransform:
         _check(self.interpolation, ("bilinear", "bicubic"), "interpolation")
 
     def __call__(self, image: Image.Image) -> Draws:
-        """Of the image only its size matters."""
+        """The image's size matters, and nothing else of it."""
         draws = Draws(box=(0, 0, image.height, image.width))
         for step in self.steps:
             _DRAW[type(step)](step, image, draws)
@@ -132,7 +132,7 @@ _DRAW = {
 
 
 def _recorder(name: str):
-    """What stands in for timm's function of an operation: it notes the call in the place of the image."""
+    """A stand-in for timm's function of an operation: it notes the call in the place of the image."""
     if name == "Desaturate":
         return lambda operations, factor, **_: [*operations, ("Color", (min(1.0, max(0.0, 1.0 - factor)),))]
     if name == "GaussianBlurRand":

@@ -48,7 +48,7 @@ class PieceLoader:
 
 
 class HostLoader(PieceLoader):
-    """Of images that the workers decode and augment."""
+    """Batches of images that the workers have decoded and augmented."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for pieces in self.gathered():

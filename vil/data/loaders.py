@@ -147,7 +147,7 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | None) -> DrawingTransform | None:
-    """What draws for images that the device decodes and transforms; None if the workers are to do it.
+    """The transform that draws for images which the device decodes and transforms; None if the workers are to do it.
 
     Args:
         wanted: True: on any device, False: on none, None: on a GPU that can, and one line says why if it cannot.

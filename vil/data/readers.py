@@ -1,4 +1,4 @@
-"""What loader processes make of the files of a split: augmented images, or files for a device to decode."""
+"""Datasets of the loader processes: augmented images out of the files of a split, or bytes for a device to decode."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def has_jpegs(dataset) -> bool:
 
 
 def typical_bytes(dataset) -> int:
-    """Of a file, and half as much again: what the workers have read fills shared memory."""
+    """The size of a file, and half as much again: what the workers have read fills shared memory."""
     reader, found = dataset.reader, [LARGE_FILE]
     if isinstance(reader, ReaderImageFolder):
         found = []

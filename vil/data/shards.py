@@ -25,8 +25,8 @@ NUMBERS = 2**20
 class Shards(ReaderWds):
     """timm's reader, but what a sample holds is read as any image file, and a local folder holds its own shards alone.
 
-    What cannot be read is named and counted in `unreadable`. Training goes on with the next sample; evaluation gets a
-    blank image with the target `UNREADABLE`.
+    A sample that cannot be read is named and counted in `unreadable`. Training goes on with the next one; evaluation
+    gets a blank image with the target `UNREADABLE`.
     """
 
     def __init__(self, root: str | None, **kwargs):

@@ -106,8 +106,8 @@ def choose_settings(
         wanted: Workers that the user asked for, if they did.
         device: Where the batches go.
         batch_size: Images of a batch.
-        pieces: Of how many a pass over the split consists.
-        piece_bytes: What one takes in shared memory.
+        pieces: How many a pass over the split has.
+        piece_bytes: The shared memory that one takes.
         on_device: Whether the device decodes and augments.
 
     Raises:

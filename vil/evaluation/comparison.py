@@ -78,7 +78,7 @@ class Paired:
 
     @property
     def p_value(self) -> float:
-        """Of McNemar's exact test: an image that one model alone gets right is as likely either's."""
+        """McNemar's exact test: an image that one model alone gets right is as likely either's."""
         discordant = self.only_first + self.only_second
         return float(binomtest(self.only_first, discordant).pvalue) if discordant else 1.0
 

@@ -51,7 +51,7 @@ class Evaluator:
     """Evaluates models on the same images in one pass; every process of a run gets the results over all of them.
 
     Args:
-        models: What is called with images (B, 3, H, W), normalised by `data_config`, and gives logits (B, classes).
+        models: Functions from images (B, 3, H, W), normalised by `data_config`, to logits (B, classes).
         data_config: timm's, of the images.
         precision: The context in which models run.
         batch_size: On a GPU, batches of this many images are evaluated as a CUDA graph; None for none.
@@ -121,7 +121,7 @@ class Evaluator:
         return Replayed(self._run, [images, images.new_zeros(len(images), dtype=torch.long)], "evaluation")
 
     def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What a batch adds to the sums (models, 5), and every model's logits."""
+        """The sums (models, 5) of a batch, and every model's logits."""
         images = self.normalised(images)
         with self.precision:
             logits = [model(images) for model in self.models]

@@ -7,7 +7,7 @@
 The ending says the format; a .safetensors file has weights alone, in half precision, and says of which model they are:
 `vil.from_checkpoint` needs nothing else. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say;
 the outputs are `logits` (B, classes) and, for each block N asked for, `features_N` (B, C, h, w). B is free, H and W are
-the model's. What is in the file is compared with the model before it is written. docs/export.md says what reads it.
+the model's. The file's outputs are compared with the model's before it is written. docs/export.md says what reads it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 @dataclass
 class Report:
-    """What was written, and how far it is from the model.
+    """The file that was written, and how far its outputs are from the model's.
 
     Attributes:
         path: The file.
@@ -84,10 +84,10 @@ def export_model(
         model: A model of timm, which is left as it is; exported in fp32, as in evaluation.
         path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
         features: Numbers of blocks whose maps are outputs too.
-        runtime: What an ONNX file is for: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
+        runtime: Who reads an ONNX file: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
             `com.microsoft.LinearAttention` then runs the recurrence.
         opset: Version of ONNX's operators.
-        metadata: What the file is to say of itself, beside the model and its preprocessing.
+        metadata: Further entries of the file, beside the model and its preprocessing.
         **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, where they are not timm's
             for this model.
 

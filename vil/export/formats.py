@@ -90,7 +90,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _nodes(graph: Any) -> Iterator[Any]:
-    """Of a graph, and of the graphs inside of it."""
+    """The nodes of a graph, and of the graphs inside of it."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:

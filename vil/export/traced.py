@@ -99,13 +99,13 @@ def mix(recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Ten
     u_BLD, z_BLD = mixer.in_proj(h_BLC).chunk(2, dim=-1)
     directions: Any = mixer.directions
     reads = zip(directions[0](u_BLD), directions[1](u_BLD.flip(1)))
-    x_LGBD, logits_LGBD, k_LGBN, q_LGBN = (torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in reads)
+    x_LGBD, step_logits_LGBD, k_LGBN, q_LGBN = (torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in reads)
     bias_G1D = mixer.step_bias().unsqueeze(1)
     if mixer.recurrence == "longhorn":
         norm_LGB1 = k_LGBN.square().sum(-1, keepdim=True)
-        step_LGBD, A_GND = torch.reciprocal(torch.exp(-bias_G1D - logits_LGBD) + (1 + norm_LGB1)), None
+        step_LGBD, A_GND = torch.reciprocal(torch.exp(-bias_G1D - step_logits_LGBD) + (1 + norm_LGB1)), None
     else:
-        step_LGBD = F.softplus(logits_LGBD + bias_G1D)
+        step_LGBD = F.softplus(step_logits_LGBD + bias_G1D)
         A_GND = -torch.stack([direction.A_log for direction in directions]).exp().mT.contiguous()
     y_LGBD = recurrence(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND) + mixer.skip().unsqueeze(1) * x_LGBD
     forward_BLD, backward_BLD = y_LGBD.permute(2, 0, 1, 3).unbind(2)
@@ -122,17 +122,17 @@ def scan_by_steps(
         step_LGBD: Longhorn's step size or Mamba's time step.
         k_LGBN: Keys.
         q_LGBN: Queries.
-        A_GND: Rates of Mamba's states; None for Longhorn.
+        A_GND: A of Mamba; None for Longhorn.
     """
 
     S_GBND = x_LGBD.new_zeros(*x_LGBD.shape[1:3], k_LGBN.shape[-1], x_LGBD.shape[-1])
     if A_GND is None:
-        step, drive_LGBD, rates = _longhorn_step, x_LGBD, []
+        step, drive_LGBD, A = _longhorn_step, x_LGBD, []
     else:
-        step, drive_LGBD, rates = _selective_step, step_LGBD * x_LGBD, [A_GND.unsqueeze(1)]
+        step, drive_LGBD, A = _selective_step, step_LGBD * x_LGBD, [A_GND.unsqueeze(1)]
     tokens = drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)
     # the operator itself: `scan` around it compiles it, with what compilations before have left behind
-    return scan_op(step, [S_GBND], list(tokens), tuple(rates))[1].squeeze(-2)
+    return scan_op(step, [S_GBND], list(tokens), tuple(A))[1].squeeze(-2)
 
 
 def _longhorn_step(S_GBND, x_GB1D, step_GB1D, k_GBN1, q_GB1N, *_):

@@ -1,4 +1,4 @@
-"""What a run measures of itself, and what it writes for people: summary.csv, a picture of it, logs on request."""
+"""A run's measurements of itself, and its files for people: summary.csv, a picture of it, logs on request."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Bottleneck:
         """The first look at an epoch is at a start, the next may find something. All processes look at the same time.
 
         Args:
-            how_loaded: What loads the images, in a few words.
+            how_loaded: Who loads the images, in a few words.
         """
         if self.found:
             return
