@@ -30,9 +30,10 @@ MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "r
 
 def become(platform: str) -> None:
     """Takes away what the platform lacks, once libraries have been imported, which know better than this file."""
-    for library in ("matplotlib.figure", "timm", "torch.utils.data", "numba"):
+    in_worker = __name__ == "__mp_main__"  # of a loader, which needs less
+    for library in ("timm", "torch.utils.data") if in_worker else ("matplotlib.figure", "timm", "numba"):
         importlib.import_module(library)
-    if platform == "win32":
+    if platform == "win32" and not in_worker:
         importlib.import_module("vil.kernels.cache").os = SimpleNamespace(name="nt")
     for module, names in MISSING[platform].items():
         for name in names:
