@@ -1,0 +1,156 @@
+"""Calls of operators with what does not fit and with odd layouts, for tests/kernels/test_hostile_*.py.
+
+A call is a dict of an operator's arguments by name. Sizes differ in it, so that none passes for another.
+"""
+
+import re
+
+import emulator
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from vil.kernels.cuda import compiler, hardware
+from vil.kernels.scan import cuda_scan, operator
+
+GPU = torch.cuda.is_available()
+RECURRENCES = ("longhorn", "selective")
+
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")(test))
+
+
+def random_tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *size: torch.randn(size, generator=generator)
+
+
+def emulate(monkeypatch):
+    """Has CUDA kernels of operators run emulated on a CPU; returns the list of entries that they will launch."""
+    launched = []
+
+    def launch(*arguments):
+        launched.append(arguments[1])
+        return emulator.launch(*arguments)
+
+    module = operator._module
+    monkeypatch.setattr(compiler, "launch", launch)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
+    monkeypatch.setattr(operator, "_module", lambda name, device: cuda_scan if name == "cuda" else module(name, device))
+    return launched
+
+
+def run(call, named):
+    return getattr(torch.ops.vil, call.split()[0])(*named.values())
+
+
+def places(named):
+    """Where there is a tensor: the name of an argument, and the place in it if it is a list."""
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            yield name, None
+        elif isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+            yield from ((name, i) for i in range(len(value)))
+
+
+def changed(named, place, change):
+    """The same call with another tensor there, or None if it cannot be changed so."""
+    name, i = place
+    t = change(named[name] if i is None else named[name][i])
+    if t is None:
+        return None
+    return named | {name: t if i is None else [*named[name][:i], t, *named[name][i + 1 :]]}
+
+
+def on_this_machine(named):
+    return tree_map_only(torch.Tensor, torch.Tensor.cuda, named) if GPU else named
+
+
+# What does not fit
+
+
+def longer(dim):
+    return lambda t: torch.cat([t, t.narrow(dim, 0, 1)], dim) if t.dim() > dim and t.shape[dim] else None
+
+
+def shorter(dim):
+    return lambda t: t.narrow(dim, 0, t.shape[dim] - 1) if t.dim() > dim and t.shape[dim] else None
+
+
+WRONG = {
+    "one dimension less": lambda t: t.new_ones(t.shape[1:]),
+    "one dimension more": lambda t: t[None],
+    "nothing": lambda t: t.new_empty(0) if t.numel() else None,
+    "a number": lambda t: t.new_ones(()),
+    "transposed": lambda t: t.mT if t.dim() > 1 and t.shape[-1] != t.shape[-2] else None,
+    **{f"one more in dimension {dim}": longer(dim) for dim in range(5)},
+    **{f"one less in dimension {dim}": shorter(dim) for dim in range(5)},
+    "float64": lambda t: t.double(),
+    "float16": lambda t: t.half(),
+    "int32": lambda t: t.int(),
+    "bool": lambda t: t.bool(),
+    "complex": lambda t: t.to(torch.complex64),
+    "elsewhere": lambda t: t.cpu() if t.is_cuda else t.to("meta"),
+}
+# Tensors whose dtype or place others are compared with, or that have a size which only they have
+FIRST = ("x_GBLD", "x_BLC", "norm_C", "q_GLBN", "dx_BMC", ("saved", 0))
+
+
+def assert_each_wrong_tensor_is_refused(call, named, but=()):
+    """By an error of Python's that names the argument, and its size or dtype."""
+    count = 0
+    for place in places(named):
+        for what in WRONG.keys() - {*but}:
+            wrong = changed(named, place, WRONG[what])
+            if wrong is None:
+                continue
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                run(call, wrong)
+            message = str(caught.value)
+            assert any(re.search(rf"\b{name}\b", message) for name in named), (message, place, what)
+            if place not in FIRST and place[0] not in FIRST:
+                name = place[0] if place[1] is None else f"{place[0]}[{place[1]}]"
+                assert name in message, (message, name, what)
+            count += 1
+    assert count > 40
+
+
+# Layouts, which are none of the caller's concern
+
+
+def copied_into(make):
+    def copy(t):
+        room = make(t)
+        return room.copy_(t)
+
+    return copy
+
+
+LAYOUTS = {
+    "at an odd address": copied_into(lambda t: t.new_empty(t.numel() + 1)[1:].view(t.shape)),
+    "with the first dimension last in memory": copied_into(
+        lambda t: t.new_empty(t.shape[::-1]).permute(*range(t.dim())[::-1])
+    ),
+    "with gaps": copied_into(lambda t: t.new_full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"))[..., ::2]),
+    "with one memory for the last dimension": lambda t: t[..., :1].expand(t.shape) if t.numel() else t,
+    "with one memory for the first dimension": lambda t: t[:1].expand(t.shape) if t.numel() else t,
+    "in windows that overlap": lambda t: t.flatten().as_strided(t.shape, [1] * t.dim()),
+}
+
+
+def plain(t):
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def assert_same(actual, expected):
+    actual, expected = tree_leaves(actual), tree_leaves(expected)
+    assert [t.shape for t in actual] == [t.shape for t in expected]
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def kinds(results):
+    """What compilers have to know of results."""
+    return [(t.shape, t.dtype, t.stride(), t.device) for t in tree_leaves(results)]
