@@ -2,6 +2,9 @@
 
 B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
 2 directions, stacked in this order: first token to last, last token to first
+
+The way from a model to a kernel on an NVIDIA GPU: VisionLonghorn.forward, run_blocks, and of kernels/block and
+kernels/cuda operator.block, _Block.forward, the planned forward, Plan.__call__, and its step, which launches.
 """
 
 import math
