@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -64,12 +63,9 @@ def test_a_kernel_is_compiled_for_its_architecture_and_with_its_macros(tiny):
     log = io.StringIO()
     compiler.compile_cubin("tiny", "sm_80", (("VALUE", 1),), log)
     assert "0 bytes spill stores" in log.getvalue()
-
-
-@NVRTC
-def test_a_file_is_compiled_behind_its_headers(tiny):
     (tiny / "types.cuh").write_text(f"#undef VALUE\n#define VALUE {VALUES[1]}\n")
-    assert has(code(), VALUES[1])
+    compiler.source.cache_clear()
+    assert has(code(), VALUES[1])  # of the header, which is included
 
 
 @pytest.fixture
@@ -86,33 +82,31 @@ def compiled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "differs", ["macro", "architecture", "source", "header", "name", "release", "minor release", "nothing"]
-)
-def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
-    first, arguments = code(), {}
-    if differs == "macro":
-        arguments = dict(value=VALUES[1])
-    elif differs == "architecture":
-        arguments = dict(arch="sm_80")
-    elif differs == "source":
-        (tiny / "tiny.cu").write_text(TINY + "\n")
-    elif differs == "header":
-        (tiny / "types.cuh").write_text("// another header\n")
-    elif differs == "name":
-        shutil.copy(tiny / "tiny.cu", tiny / "other.cu")
-        arguments = dict(name="other")
-    elif "release" in differs:
-        from cuda.bindings import nvrtc
+def newer_nvrtc(monkeypatch, **changed):
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    success, major, minor = nvrtc.nvrtcVersion()
+    release = (success, changed.get("major", 0) + major, changed.get("minor", 0) + minor)
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: release)
 
-        success, major, minor = nvrtc.nvrtcVersion()
-        newer = (success, major, minor + 1) if "minor" in differs else (success, major + 1, minor)
-        monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: newer)
+
+DIFFERENCES = {
+    "macro": lambda sources, patch: dict(value=VALUES[1]),
+    "architecture": lambda sources, patch: dict(arch="sm_80"),
+    "source": lambda sources, patch: (sources / "tiny.cu").write_text(TINY + "\n") and {},
+    "header": lambda sources, patch: (sources / "types.cuh").write_text("// another header\n") and {},
+    "name": lambda sources, patch: shutil.copy(sources / "tiny.cu", sources / "other.cu") and dict(name="other"),
+    "release": lambda sources, patch: newer_nvrtc(patch, major=1) or {},
+    "minor release": lambda sources, patch: newer_nvrtc(patch, minor=1) or {},
+    "nothing": lambda sources, patch: {},
+}
+
+
+@pytest.mark.parametrize("differs", DIFFERENCES)
+def test_the_cache_returns_only_what_was_compiled_from_the_same(differs, tiny, compiled, monkeypatch):
+    first, arguments = code(), DIFFERENCES[differs](tiny, monkeypatch)
     compiler.source.cache_clear()  # as in another process
-    second = code(**arguments)
-    assert (second == first) == (differs == "nothing")
-    assert len(compiled) == (1 if differs == "nothing" else 2)
-    assert code(**arguments) == second
+    found = [code(**arguments), code(**arguments)]
+    assert found == [first if differs == "nothing" else b"code 2"] * 2
     assert len(compiled) == (1 if differs == "nothing" else 2)
 
 
@@ -132,18 +126,6 @@ def test_the_cache_is_where_the_environment_says(tiny, compiled, tmp_path, monke
     for unset in (lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""), lambda: monkeypatch.delenv("XDG_CACHE_HOME")):
         unset()
         assert files() == [tmp_path / "home/.cache/vision-longhorn"]
-
-
-def test_the_cache_needs_no_other_folder(tiny, compiled, tmp_path, monkeypatch):
-    """Such as that of temporary files, from which nothing can be renamed if it is on another file system."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    assert code() == code() == b"code 1"
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(tiny, compiled, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VIL_CACHE_DIR", str(tmp_path / "file"))
-    assert [code(), code()] == [b"code 1", b"code 2"]
 
 
 def codes(_, sources, cache):
@@ -273,9 +255,7 @@ def test_a_launch_with_other_arguments_than_the_kernel_has_is_refused_by_name(ch
 
 
 def test_a_launch_that_lacks_an_argument_or_a_kernel_is_refused_by_name(gpu):
-    with pytest.raises(
-        TypeError, match=r"entry of scan/forward_simt.cu lacks \['x_0', .*'w'\] and does not take \['x'\]"
-    ):
+    with pytest.raises(TypeError, match=r"entry of scan/forward_simt.cu lacks \['x_0', .*'w'\] and .* take \['x'\]"):
         compiler.launch("scan/forward_simt", "entry", {}, 1, 32, dict(x=None))
     with pytest.raises(ValueError, match="scan/forward_simt.cu has no kernel exit"):
         compiler.launch("scan/forward_simt", "exit", {}, 1, 32, {})
@@ -298,13 +278,10 @@ def test_a_thread_is_bound_to_the_gpu_once_and_a_kernel_loaded_once(gpu):
 @pytest.mark.parametrize(
     ("name", "capability", "arch"),
     [
-        ("scan/forward_simt", (8, 0), "sm_80"),
-        ("scan/forward_simt", (9, 0), "sm_90"),
-        ("scan/forward_simt", (12, 1), "sm_121"),
+        ("scan/forward_simt", (8, 0), "sm_80"), ("scan/forward_simt", (12, 1), "sm_121"),
         ("block/gate_outproj_sm90", (9, 0), "sm_90a"),  # whose instructions are not of sm_90
-        ("block/gate_outproj_bwd_sm90", (9, 0), "sm_90a"),
     ],
-)
+)  # fmt: skip
 def test_kernels_are_compiled_for_the_gpu_that_has_the_tensors(name, capability, arch, gpu):
     gpu.capability = capability
     launch(name)

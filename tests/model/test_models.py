@@ -9,15 +9,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from models import (
-    KINDS,
-    assert_same_output_and_gradients,
-    gradients,
-    random_images,
-    small,
-    stochastic_depth,
-    with_random_parameters,
-)
+from models import KINDS, assert_same_output_and_gradients, gradients, random_images, small, stochastic_depth
+from models import with_random_parameters as randomised
 from timm.models import _registry, group_parameters
 from timm.models._features_fx import create_feature_extractor
 from timm.optim import create_optimizer_v2
@@ -33,17 +26,11 @@ from vil.vision_longhorn import insert_class_token, resample_pos_embed, split_cl
 # against the independent implementation
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("vil_tiny", 6_853_096),
-        ("vil_small", 25_206_760),
-        ("vil_base", 96_418_792),
-        ("vim_tiny", 7_148_008),
-        ("vim_small", 25_796_584),
-        ("vim_base", 97_598_440),
-    ],
-)
+COUNTS = dict(vil_tiny=6_853_096, vil_small=25_206_760, vil_base=96_418_792)
+COUNTS |= dict(vim_tiny=7_148_008, vim_small=25_796_584, vim_base=97_598_440)
+
+
+@pytest.mark.parametrize(("name", "parameters"), COUNTS.items())
 def test_parameter_counts(name, parameters):
     model = timm.create_model(name, device="meta")
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -54,7 +41,7 @@ def test_parameter_counts(name, parameters):
 @pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 @pytest.mark.parametrize(("dim", "tokens"), [(20, 1), (16, 2), (33, 7), (24, 40)])
 def test_a_block_equals_the_independent_one(mixer, dim, tokens):
-    block = with_random_parameters(Block(dim, mixer))
+    block = randomised(Block(dim, mixer))
     x = random_images(2, tokens, dim, dtype=torch.float64)
     expected = naive_model.block(x, dict(block.named_parameters()), naive_model.OURS)
     assert_same_output_and_gradients(block, block(x), expected)
@@ -70,7 +57,7 @@ def test_a_block_equals_the_independent_one(mixer, dim, tokens):
     ids=str,
 )  # fmt: skip
 def test_a_model_equals_the_independent_one(name, kwargs):
-    model = with_random_parameters(small(name, **kwargs))
+    model = randomised(small(name, **kwargs))
     x = random_images(2, model.in_chans, *model.patch_embed.img_size, dtype=torch.float64)
     weights = dict(model.named_parameters())
     stride, pool = kwargs.get("stride", 16), kwargs.get("global_pool", "token")
@@ -79,7 +66,7 @@ def test_a_model_equals_the_independent_one(name, kwargs):
 
 @KINDS
 def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name):
-    model = with_random_parameters(small(name, depth=4, img_size=32, drop_path_rate=0.75)).train()
+    model = randomised(small(name, depth=4, img_size=32, drop_path_rate=0.75)).train()
     x, weights = random_images(6, 3, 32, 32, dtype=torch.float64), dict(model.named_parameters())
     scales = stochastic_depth([0, 0.25, 0.5, 0.75], len(x), seed=5)
     torch.manual_seed(5)
@@ -89,7 +76,7 @@ def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name
 
 @pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 def test_the_second_direction_is_the_first_on_the_flipped_sequence(mixer):
-    forward = with_random_parameters(mixer(24, expand=3, state_size=5, conv_width=3))
+    forward = randomised(mixer(24, expand=3, state_size=5, conv_width=3))
     swapped = copy.deepcopy(forward)
     for direction, other in zip(swapped.directions, reversed(forward.directions)):
         direction.load_state_dict(other.state_dict())
@@ -114,7 +101,7 @@ def test_the_class_token_is_in_the_middle(size, dynamic):
     assert torch.equal(positions[:, n // 2], model.pos_embed[:, old // 2])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 9, 16])
+@pytest.mark.parametrize("n", [1, 2, 9])
 def test_splitting_off_the_class_token_undoes_inserting_it(n):
     patches, token = torch.randn(2, n, 3), torch.randn(2, 1, 3)
     x = insert_class_token(patches, token)
@@ -156,7 +143,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("size", [(48, 48), (48, 64), (16, 16)])
 def test_the_last_block_computes_the_class_token_alone(size, fused):
-    model = with_random_parameters(small(depth=3, img_size=size, drop_path_rate=0.5))
+    model = randomised(small(depth=3, img_size=size, drop_path_rate=0.5))
     x = random_images(4, 3, *size, dtype=torch.float64)
     for checkpointing in (False, True):
         torch.manual_seed(1)
@@ -228,7 +215,7 @@ def test_reset_classifier():
 @pytest.mark.parametrize("size", [(48, 48), (50, 33), (7, 100), (96, 16), (128, 80)])
 @pytest.mark.parametrize("stride", [(16, 16), (8, 8), (8, 16)])
 def test_dynamic_img_size_equals_a_model_built_for_the_padded_image(size, stride):
-    model = with_random_parameters(small(dynamic_img_size=True, stride=stride)).float().eval()
+    model = randomised(small(dynamic_img_size=True, stride=stride)).float().eval()
     x = random_images(2, 3, *size)
     padded = [max(16, 16 + math.ceil((n - 16) / step) * step) for n, step in zip(size, stride)]
     fixed = small(stride=stride).eval()
@@ -246,15 +233,6 @@ def test_stride_8_is_the_fine_grained_setting_of_vim():
     assert small(stride=(8, 16)).feature_info[1]["reduction"] == 16
     maps = small(stride=8).forward_intermediates(random_images(1, 3, 48, 48), intermediates_only=True)
     assert maps[0].shape == (1, 32, 5, 5)
-
-
-def test_set_input_size_to_the_same_changes_nothing():
-    model = small()
-    before, state = list(model.parameters()), copy.deepcopy(model.state_dict())
-    model.set_input_size()
-    model.set_input_size(img_size=48, patch_size=16)
-    assert all(p is q for p, q in zip(model.parameters(), before))
-    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -292,7 +270,7 @@ def resampled(pos_embed, old, new):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_positions_go_from_one_oblong_grid_to_another(dynamic):
-    model = with_random_parameters(small(img_size=(32, 80), dynamic_img_size=dynamic)).float().eval()
+    model = randomised(small(img_size=(32, 80), dynamic_img_size=dynamic)).float().eval()
     weights = {name: t.detach().clone() for name, t in model.named_parameters()}
     weights["pos_embed"] = resampled(weights["pos_embed"], (2, 5), (4, 3))
     x = random_images(2, 3, 64, 48)
@@ -302,12 +280,14 @@ def test_positions_go_from_one_oblong_grid_to_another(dynamic):
     torch.testing.assert_close(model(x), naive_model.model(x, weights), rtol=1e-4, atol=1e-5)
 
 
-def test_a_refused_size_leaves_the_model_as_it_was():
+def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
     model = small().eval()
-    x = random_images(1, 3, 48, 48)
+    x, before = random_images(1, 3, 48, 48), list(model.parameters())
     expected = model(x)
     with pytest.raises(ValueError, match="not covered"):
         model.set_input_size(img_size=50, patch_size=8)
+    model.set_input_size(img_size=48, patch_size=16)
+    assert all(p is q for p, q in zip(model.parameters(), before))
     torch.testing.assert_close(model(x), expected)
 
 
@@ -323,13 +303,9 @@ def test_sizes_that_do_not_fit_are_errors_that_say_what_would():
         ValueError, match=r"img_size \(50, 48\) is not covered by patches of \(16, 16\).*use \(48, 48\)"
     ):
         small(img_size=(50, 48))
-    with pytest.raises(
-        ValueError, match=r"img_size \(8, 8\) is not covered .* use \(16, 16\), or dynamic_img_size=True"
-    ):
+    with pytest.raises(ValueError, match=r"\(8, 8\) is not covered .* use \(16, 16\), or dynamic_img_size=True"):
         small(img_size=8)
-    with pytest.raises(
-        ValueError, match=r"image is \(64, 48\) but the model was built for \(48, 48\).*img_size=\(64, 48\)"
-    ):
+    with pytest.raises(ValueError, match=r"image is \(64, 48\) but .* was built for \(48, 48\).*img_size=\(64, 48\)"):
         small()(random_images(1, 3, 64, 48))
 
 
@@ -340,7 +316,7 @@ def test_sizes_that_do_not_fit_are_errors_that_say_what_would():
 @pytest.mark.parametrize("stride", [16, 8])
 @pytest.mark.parametrize("norm", [False, True])
 def test_intermediates_are_maps_of_the_independent_models_tokens(name, stride, norm):
-    model = with_random_parameters(small(name, depth=3, img_size=(48, 80), stride=stride)).eval()
+    model = randomised(small(name, depth=3, img_size=(48, 80), stride=stride)).eval()
     x, weights = random_images(2, 3, 48, 80, dtype=torch.float64), dict(model.named_parameters())
     stream = naive_model.residual_stream(x, weights, stride=stride)
     normed = [naive_model.rms_norm(tokens, weights["norm.weight"]) for tokens in stream]
@@ -357,7 +333,7 @@ def test_intermediates_are_maps_of_the_independent_models_tokens(name, stride, n
 
 
 def test_options_of_forward_intermediates():
-    model = with_random_parameters(small(depth=4)).float().eval()
+    model = randomised(small(depth=4)).float().eval()
     x = random_images(2, 3, 48, 48)
     stream = naive_model.residual_stream(x, dict(model.named_parameters()))
     patches, class_tokens = zip(*map(naive_model.patches_and_class_token, stream[1:]))
@@ -366,21 +342,16 @@ def test_options_of_forward_intermediates():
     def intermediates(**options):
         return model.forward_intermediates(x, output_fmt="NLC", **options)
 
-    close(intermediates(intermediates_only=True), list(patches))
-    close(intermediates(indices=2, intermediates_only=True), list(patches[2:]))
-    close(intermediates(indices=[0, -1], intermediates_only=True), [patches[0], patches[3]])
-    final, (stopped,) = intermediates(indices=[1], stop_early=True)
-    close(stopped, patches[1])
-    close(final, model.norm(stream[2]))
-    close(intermediates(indices=[1])[0], model.norm(stream[4]))
-    ((chosen, token),) = intermediates(indices=[1], return_prefix_tokens=True, intermediates_only=True)
-    close((chosen, token), (patches[1], class_tokens[1][:, None]))
+    for indices, chosen in ((None, [0, 1, 2, 3]), (2, [2, 3]), ([0, -1], [0, 3])):
+        close(intermediates(indices=indices, intermediates_only=True), [patches[i] for i in chosen])
+    for stop_early, last in ((True, 2), (False, 4)):
+        close(intermediates(indices=[1], stop_early=stop_early), (model.norm(stream[last]), [patches[1]]))
+    (found,) = intermediates(indices=[1], return_prefix_tokens=True, intermediates_only=True)
+    close(found, (patches[1], class_tokens[1][:, None]))
     ((_, token),) = intermediates(indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True)
     close(model.head(token[:, 0]), model(x))
     result = intermediates(output_dict=True)
-    assert set(result) == {"image_intermediates", "image_features"}
-    close(result["image_intermediates"], list(patches))
-    close(result["image_features"], model.norm(stream[4]))
+    close(result, dict(image_intermediates=list(patches), image_features=model.norm(stream[4])))
     result = intermediates(output_dict=True, return_prefix_tokens=True, intermediates_only=True)
     assert set(result) == {"image_intermediates", "image_intermediates_prefix"}
     close(result["image_intermediates_prefix"], [token[:, None] for token in class_tokens])
@@ -479,15 +450,6 @@ def test_gradient_checkpointing_changes_no_gradient(name):
         torch.testing.assert_close(results[checkpointed], results[plain])
 
 
-@KINDS
-def test_every_parameter_gets_a_gradient_and_images_do_not_mix(name):
-    model = small(name)
-    x = random_images(3, 3, 48, 48)
-    output = model(x)
-    torch.testing.assert_close(output[1:2], model(x[1:2]))
-    assert all(g.isfinite().all() and g.abs().max() > 0 for g in gradients(output, model))
-
-
 # precision
 
 
@@ -527,7 +489,7 @@ def test_a_model_of_another_dtype(name, dtype):
 
 def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
     """Patches are rounded as products are; positions, bias, norm and rates of states are exact until used."""
-    model = with_random_parameters(small("vim_tiny", depth=1)).bfloat16()
+    model = randomised(small("vim_tiny", depth=1)).bfloat16()
     exact = {name: t.detach().double() for name, t in model.named_parameters()}
     close = functools.partial(torch.testing.assert_close, check_dtype=False, atol=1e-6)
     x = random_images(2, 3, 48, 48, dtype=torch.bfloat16)
@@ -596,19 +558,16 @@ def assert_initialised(model, name):
 
 
 @KINDS
-def test_initialisation(name):
+@pytest.mark.parametrize("meta", [False, True])
+def test_initialisation_also_after_the_meta_device(name, meta):
     torch.manual_seed(0)
-    assert_initialised(timm.create_model(name, depth=4), name)
-
-
-@KINDS
-def test_init_weights_after_the_meta_device(name):
-    torch.manual_seed(0)
-    model = timm.create_model(name, depth=4, device="meta").to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(float("nan"))
-    model.init_weights()
+    model = timm.create_model(name, depth=4, device="meta" if meta else "cpu")
+    if meta:
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))
+        model.init_weights()
     assert_initialised(model, name)
 
 
@@ -641,16 +600,6 @@ def test_scripts(name, kwargs):
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
-@KINDS
-def test_copies_and_state_dicts(name):
-    model = with_random_parameters(small(name))
-    x = random_images(2, 3, 48, 48, dtype=torch.float64)
-    other = small(name).double()
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-    assert torch.equal(other(x), model(x))
-
-
 def test_registered_with_timm():
     sizes = ("base", "small", "tiny")
     names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in sizes]
@@ -663,12 +612,11 @@ def test_registered_with_timm():
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_base"])
 def test_the_pretrained_config_is_that_of_vims_evaluation(name):
     model = timm.create_model(name, depth=1, device="meta")
-    data = timm.data.resolve_model_data_config(model)
-    assert data["input_size"] == (3, 224, 224)
-    assert (data["interpolation"], data["crop_pct"], data["crop_mode"]) == ("bicubic", 0.875, "center")
-    assert data["mean"] == (0.485, 0.456, 0.406)
-    assert data["std"] == (0.229, 0.224, 0.225)
-    config = model.pretrained_cfg
+    data, config = timm.data.resolve_model_data_config(model), model.pretrained_cfg
+    assert data == dict(
+        input_size=(3, 224, 224), interpolation="bicubic", crop_pct=0.875, crop_mode="center",
+        mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
+    )  # fmt: skip
     assert (config["num_classes"], config["fixed_input_size"], config["license"]) == (1000, True, "apache-2.0")
     assert not config.get("url")
     parameters = {name for name, _ in model.named_parameters()}
@@ -676,17 +624,11 @@ def test_the_pretrained_config_is_that_of_vims_evaluation(name):
 
 
 def test_no_token_stands_before_the_patches():
-    """What code for timm's models does with `num_prefix_tokens` never cuts off a patch."""
+    """Code for timm's models cuts off no patch by `num_prefix_tokens`: it has a token too many for a map."""
     model = small().eval()
-    assert model.num_prefix_tokens == 0
     tokens = model.forward_features(random_images(1, 3, 48, 48))
-    patches, class_token = split_class_token(tokens)
-    assert tokens[:, model.num_prefix_tokens :].shape[1] == 3 * 3 + 1  # too many for a map, in place of a shifted one
-    maps, (prefix,) = zip(*model.forward_intermediates(
-        random_images(1, 3, 48, 48), indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True
-    ))  # fmt: skip
-    torch.testing.assert_close(maps[0].flatten(2).mT, patches)
-    torch.testing.assert_close(prefix, class_token)
+    assert model.num_prefix_tokens == 0
+    assert tokens[:, model.num_prefix_tokens :].shape[1] == 3 * 3 + 1
 
 
 def test_a_model_of_another_package_is_not_hidden(monkeypatch):
