@@ -1,6 +1,7 @@
 """Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
 
 python tests/kernels/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+python tests/kernels/cuda_mutants.py --check  # only whether all can be planted
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import emulator
 import pytest
 from vil.kernels.cuda import compiler
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest has it
+import emulator
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN, BLOCK = ["tests/kernels/test_cuda.py"], ["tests/kernels/test_block_kernels.py", "tests/kernels/test_block.py"]
@@ -37,217 +40,159 @@ class Mutant(NamedTuple):
     after: str
 
 
-# what each shows, the text, which the file has once, and what stands in its place
+# what each shows, and the text, which the file has once, with ⟦what is there→what takes its place⟧; or both texts
 # fmt: off
 TABLE = {
     "cuda/async_copies.cuh": [
         ("odd channels: what lies behind the last token or channel is read",
-         "*shared = valid ? *global : T{};", "*shared = *global;"),
+         "*shared = ⟦valid ? *global : T{}→*global⟧;"),
     ],
     "cuda/elements.cuh": [
-        ("every other bf16 value has its neighbour's bits behind its own",
-         "__uint_as_float(word & 0xffff0000u)}", "__uint_as_float(word)}"),
-        ("odd channels: 16-bit values lose their last bit",
-         "unpack(T{}, v.at[0].bits).at[0]", "unpack(T{}, v.at[0].bits & 0xfffe).at[0]"),
+        ("every other bf16 value has its neighbour's bits behind its own", "__uint_as_float(word⟦ & 0xffff0000u→⟧)}"),
+        ("odd channels: 16-bit values lose their last bit", "unpack(T{}, v.at[0].bits⟦→ & 0xfffe⟧).at[0]"),
         ("keys that no vector can read: two states exchanged",
-         "p[2].bits | unsigned(p[3].bits) << 16", "p[3].bits | unsigned(p[2].bits) << 16"),
+         "p[⟦2].bits | unsigned(p[3→3].bits | unsigned(p[2⟧].bits) << 16"),
     ],
     "cuda/mma.cuh": [
-        ("pairs of matrices are not transposed", "m8n8.x2.trans.shared", "m8n8.x2.shared"),
-        ("four matrices are not transposed", "m8n8.x4.trans.shared", "m8n8.x4.shared"),
+        ("pairs of matrices are not transposed", "m8n8.x2.⟦trans.→⟧shared"),
+        ("four matrices are not transposed", "m8n8.x4.⟦trans.→⟧shared"),
     ],
     "scan/recurrences.cuh": [
-        ("Longhorn: one term of dk has the wrong sign",
-         "dk = fmaf(2, eps_G_residual, fmaf(-x, eps_G, dk));", "dk = fmaf(2, eps_G_residual, fmaf(x, eps_G, dk));"),
-        ("Longhorn: dk lacks the derivative of the key's norm",
-         "return -eps * sum_step_size;", "return 0;"),
+        ("Longhorn: one term of dk has the wrong sign", "dk = fmaf(2, eps_G_residual, fmaf(⟦-→⟧x, eps_G, dk));"),
+        ("Longhorn: dk lacks the derivative of the key's norm", "return ⟦-eps * sum_step_size→0⟧;"),
         ("Longhorn: NaN gradients where a logit is very negative",
-         "return eps * min_or_nan(exp_fast(-step_logit), 0x1p126f);", "return eps * exp_fast(-step_logit);"),
+         "return eps * ⟦min_or_nan(exp_fast(-step_logit), 0x1p126f→exp_fast(-step_logit⟧);"),
         ("Mamba: the step size is off by 1e-3 at logits around 0",
-         "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33284062f)",
-         "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.33384062f)"),
+         "p = fmaf(p, u, -0.24536864f), p = fmaf(p, u, 0.⟦33284062f→33384062f⟧)"),
         ("Mamba: dA and the step size's gradient from S_t in place of S_{t-1}",
-         "kept = {S, decay(dt, b, A)};\n        S = fmaf(kept.decay, S, dt * x * b);",
-         "kept.decay = decay(dt, b, A);\n"
-         "        S = fmaf(kept.decay, S, dt * x * b);\n"
-         "        kept.S_previous = S;"),
+         "kept⟦ = {S, decay(dt, b, A)};\n        S = fmaf(kept.decay, S, dt * x * b)→.decay = decay(dt, b, A);\n"
+         "        S = fmaf(kept.decay, S, dt * x * b);\n        kept.S_previous = S⟧;"),
         ("Mamba: the step size's gradient lacks what the input adds",
-         "return fmaf(x, sum_x, sum_step_size * (1 / LOG2E)) * slope;",
-         "return sum_step_size * (1 / LOG2E) * slope;"),
+         "return ⟦fmaf(x, sum_x, sum_step_size * (1 / LOG2E)→sum_step_size * (1 / LOG2E⟧) * slope;"),
     ],
     "scan/tiles.cuh": [
-        ("the reversed direction begins one token behind the last",
-         "(reverse ? (L - 1) * x.stride_L : 0)", "(reverse ? L * x.stride_L : 0)"),
+        ("the reversed direction begins one token behind the last", "(reverse ? ⟦(L - 1)→L⟧ * x.stride_L : 0)"),
         ("tensors of more than 2^31 elements: wrong images",
-         "data(x.data + g * x.stride_G + b * x.stride_B", "data(x.data + int(g * x.stride_G) + int(b * x.stride_B)"),
-        ("more than 2^31 states: wrong ones",
-         "DEVICE i64 state_offset(", "DEVICE int state_offset("),
-        ("channels behind the last are read",
-         "t + skipped < min(tokens, TILE)", "t < min(tokens, TILE)"),
-        ("both directions scan the first one's tensors",
-         "g = blockIdx.x / ctas / segments / B;", "g = 0;"),
+         "data(x.data + ⟦g * x.stride_G + b * x.stride_B→int(g * x.stride_G) + int(b * x.stride_B)⟧"),
+        ("more than 2^31 states: wrong ones", "DEVICE ⟦i64→int⟧ state_offset("),
+        ("channels behind the last are read", "t ⟦+ skipped →⟧< min(tokens, TILE)"),
+        ("both directions scan the first one's tensors", "g = ⟦blockIdx.x / ctas / segments / B→0⟧;"),
     ],
     "scan/lanes.cuh": [
-        ("both directions have the first one's A",
-         "Recurrence::scaled_A(A[(at.g * D + at.d + c) * N + at.n + n])",
-         "Recurrence::scaled_A(A[(at.d + c) * N + at.n + n])"),
+        ("both directions have the first one's A", "Recurrence::scaled_A(A[(at.⟦g * D + at.→⟧d + c) * N + at.n + n])"),
         ("backward: key norms of a chunk's later tokens overwrite the first's",
-         "if (!is_query && n == 0) keys.kk[start + first + i * APART] = kk;",
-         "if (!is_query && n == 0) keys.kk[first + i * APART] = kk;"),
-        ("keys behind the last token are read",
-         "min(first + i * APART, tokens - 1)", "(first + i * APART)"),
+         "if (!is_query && n == 0) keys.kk[⟦start + →⟧first + i * APART] = kk;"),
+        ("keys behind the last token are read", "⟦min(first + i * APART, tokens - 1→(first + i * APART⟧)"),
     ],
     "scan/simt_scan.cuh": [
         ("copies go to the stage that is being read",
-         "copy(warp.stage[stage > 0 ? stage - 1 : STAGES - 1], t0 + (STAGES - 1) * TILE);",
-         "copy(warp.stage[stage], t0 + (STAGES - 1) * TILE);"),
+         "copy(warp.stage[stage⟦ > 0 ? stage - 1 : STAGES - 1→⟧], t0 + (STAGES - 1) * TILE);"),
         ("step sizes are read before other lanes have written them",
-         "preparation.run(warp.prepared, tile, tile_keys);\n        __syncwarp();",
-         "preparation.run(warp.prepared, tile, tile_keys);"),
-        ("keys of the next tile overwrite those that slower warps still read",
-         "        buffer ^= 1;\n", ""),
-        ("both directions have the first one's step bias",
-         "load<DL>(step_bias + at.g * D + at.warp_d + c)", "load<DL>(step_bias + at.warp_d + c)"),
-        ("few states a lane: both directions have the first one's bias",
-         "step_bias[at.g * D + at.warp_d + c + i]", "step_bias[at.warp_d + c + i]"),
-        ("a tile is read before it has arrived",
-         "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
+         "preparation.run(warp.prepared, tile, tile_keys);⟦\n        __syncwarp();→⟧"),
+        ("keys of the next tile overwrite those that slower warps still read", "⟦        buffer ^= 1;\n→⟧"),
+        ("both directions have the first one's step bias", "load<DL>(step_bias + at.⟦g * D + at.→⟧warp_d + c)"),
+        ("few states a lane: both directions have the first one's bias", "step_bias[at.⟦g * D + at.→⟧warp_d + c + i]"),
+        ("a tile is read before it has arrived", "wait_for_copies<STAGES - ⟦2→1⟧>();"),
     ],
     "scan/forward_simt.cu": [
-        ("both directions have the first one's skip connection",
-         "load<DL>(skip + at.g * D + at.d)", "load<DL>(skip + at.d)"),
-        ("chunk states are one chunk too late",
-         "begin / CHUNK - 1, at.n", "begin / CHUNK, at.n"),
-        ("the last tokens have no output",
-         "scan);\n    if (AHEAD) finish(last_y, last_t, last_left);", "scan);"),
+        ("both directions have the first one's skip connection", "load<DL>(skip + at.⟦g * D + at.→⟧d)"),
+        ("chunk states are one chunk too late", "begin / CHUNK⟦ - 1→⟧, at.n"),
+        ("the last tokens have no output", "scan);⟦\n    if (AHEAD) finish(last_y, last_t, last_left);→⟧"),
         ("every segment starts from the state behind the first",
-         "at.segment - 1, at.n, at.d, B, cut.segments - 1, D", "0, at.n, at.d, B, cut.segments - 1, D"),
-        ("the state at the start of a segment is not kept",
-         "if (keep && at.valid && t > 0)", "if (keep && at.valid && t > begin)"),
-        ("a sum over states lacks some",
-         "for (int i = 1; i < CHAINS; i++) y[j].at[c] += sums[i][c];",
-         "for (int i = 1; i < CHAINS - 1; i++) y[j].at[c] += sums[i][c];"),
+         "⟦at.segment - 1→0⟧, at.n, at.d, B, cut.segments - 1, D"),
+        ("the state at the start of a segment is not kept", "if (keep && at.valid && t > ⟦0→begin⟧)"),
+        ("a sum over states lacks some", "for (int i = 1; i < CHAINS⟦→ - 1⟧; i++) y[j].at[c] += sums[i][c];"),
     ],
     "scan/segment_states.cu": [
-        ("a segment forgets all but the one before it",
-         "passed = fmaf(decays[at], passed, ends[at]);", "passed = ends[at];"),
-        ("gradients pass from segment to segment in the wrong order",
-         "GRADIENTS ? segments - 2 - j : j", "j"),
-        ("gradients between segments: tokens that do not exist count",
-         "            if (j >= left) break;\n", ""),
-        ("a segment's decay is that of its last token",
-         "decay[n + i][c] *= decay_t;", "decay[n + i][c] = decay_t;"),
-        ("states between segments decay by k in place of k^2",
-         "GRADIENTS ? k.at[i] : k.at[i] * k.at[i]", "k.at[i]"),
+        ("a segment forgets all but the one before it", "passed = ⟦fmaf(decays[at], passed, ends[at])→ends[at]⟧;"),
+        ("gradients pass from segment to segment in the wrong order", "⟦GRADIENTS ? segments - 2 - j : →⟧j"),
+        ("gradients between segments: tokens that do not exist count", "⟦            if (j >= left) break;\n→⟧"),
+        ("a segment's decay is that of its last token", "decay[n + i][c] ⟦*→⟧= decay_t;"),
+        ("states between segments decay by k in place of k^2", "⟦GRADIENTS ? k.at[i] : k.at[i] * →⟧k.at[i]"),
     ],
     "scan/backward.cu": [
         ("every segment takes the first one's gradient from behind",
-         "final_gradients + state_offset(at.g, at.b, at.segment, at.n",
-         "final_gradients + state_offset(at.g, at.b, 0, at.n"),
+         "final_gradients + state_offset(at.g, at.b, ⟦at.segment→0⟧, at.n"),
         ("dq from S_{t-1} in place of S_t",
-         "Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
-         "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);",
-         "dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n]);\n"
-         "                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], "
-         "A[n][c]);"),
-        ("dk and dq are added up before all warps have theirs",
-         "        __syncthreads();\n        write_keys(", "        write_keys("),
+         "⟦Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], t.k.at[n], A[n][c]);\n"
+         "                dq.at[n] = fmaf(t.dy.at[c], S[n][c], dq.at[n→dq.at[n] = fmaf(t.dy.at[c], S[n][c], "
+         "dq.at[n]);\n                Recurrence::update(S[n][c], kept[j][n][c], t.x.at[c], t.step_size.at[c], "
+         "t.k.at[n], A[n][c⟧]);"),
+        ("dk and dq are added up before all warps have theirs", "        ⟦__syncthreads();\n        →⟧write_keys("),
         ("sums over channels and states before all lanes have theirs",
-         "            walk_back(G, dA, kept, last, tile, half * HALF, of.A, of.at);\n            __syncwarp();",
-         "            walk_back(G, dA, kept, last, tile, half * HALF, of.A, of.at);"),
-        ("dk and dq of a tile are overwritten while other warps add them up",
-         "        buffer ^= 1;\n", ""),
+         "            walk_back(G, dA, kept, last, tile, half * HALF, of.A, of.at);⟦\n            __syncwarp();→⟧"),
+        ("dk and dq of a tile are overwritten while other warps add them up", "⟦        buffer ^= 1;\n→⟧"),
     ],
     "scan/backward_memory.cuh": [
         ("states that are scanned from again are cut to 16 bits",
-         "__uint_as_float(half_and_byte_twice(high[i / 2], i % 2, low[i / 4], i % 4))",
-         "__uint_as_float(half_and_byte_twice(high[i / 2], i % 2, low[i / 4], i % 4) & 0xffff0000u)"),
+         "__uint_as_float(half_and_byte_twice(high[i / 2], i % 2, low[i / 4], i % 4)⟦→ & 0xffff0000u⟧)"),
     ],
     "scan/backward_tiles.cuh": [
         ("the slope of the step size lacks the bias",
-         "Recurrence::slope(step_logit.at[c] + bias.at[c], step_size[i].at[c]);",
-         "Recurrence::slope(step_logit.at[c], step_size[i].at[c]);"),
-        ("the last tile of each chunk has another one's dy",
-         "if (next_tile >= 0) copies.start(dys", "if (next_tile > 0) copies.start(dys"),
+         "Recurrence::slope(step_logit.at[c]⟦ + bias.at[c]→⟧, step_size[i].at[c]);"),
+        ("the last tile of each chunk has another one's dy", "if (next_tile >⟦=→⟧ 0) copies.start(dys"),
         ("step sizes are read before other lanes have written them",
-         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);\n        __syncwarp();",
-         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);"),
+         "prepare_step_sizes(gradients, warp, warp.stage[stage], &cta.keys.kk[start], at);⟦\n        __syncwarp();→⟧"),
     ],
     "scan/backward_sums.cuh": [
-        ("dk lacks the norm's part of a CTA's last channels",
-         "for (int w = 1; w < WARPS; w++) norm +=", "for (int w = 1; w < WARPS - 1; w++) norm +="),
+        ("dk lacks the norm's part of a CTA's last channels", "for (int w = 1; w < WARPS⟦→ - 1⟧; w++) norm +="),
         ("dx lacks the skip connection",
-         "dx.at[c] = fmaf(skip.at[c], dy.at[c], Recurrence::dx(sum_x.at[c], step_size.at[c]));",
-         "dx.at[c] = Recurrence::dx(sum_x.at[c], step_size.at[c]);"),
-        ("gradients of tokens behind the last are written",
-         "if (at.valid && j < tokens) {", "if (at.valid) {"),
+         "dx.at[c] = ⟦fmaf(skip.at[c], dy.at[c], Recurrence::dx(sum_x.at[c], "
+         "step_size.at[c])→Recurrence::dx(sum_x.at[c], step_size.at[c]⟧);"),
+        ("gradients of tokens behind the last are written", "if (at.valid⟦ && j < tokens→⟧) {"),
     ],
     "scan/backward_reduce.cuh": [
         ("parameters' gradients lack the last segment of the last image",
-         "for (i64 row = slice; row < rows; row += 8)", "for (i64 row = slice; row < rows - 1; row += 8)"),
-        ("dk and dq lack the last CTA's channels",
-         "if (first + j < key_parts)", "if (first + j < key_parts - (key_parts > 1))"),
+         "for (i64 row = slice; row < rows⟦→ - 1⟧; row += 8)"),
+        ("dk and dq lack the last CTA's channels", "if (first + j < key_parts⟦→ - (key_parts > 1)⟧)"),
     ],
     "scan/forward_mma.cu": [
-        ("the state at the start of a segment is not kept",
-         "if (keep && t > 0 && t < end)", "if (keep && t > begin && t < end)"),
+        ("the state at the start of a segment is not kept", "if (keep && t > ⟦0→begin⟧ && t < end)"),
         ("every segment starts from the state behind the first",
-         "at.segment - 1, 2 * at.p, d, B, cut.segments - 1, D", "0, 2 * at.p, d, B, cut.segments - 1, D"),
+         "⟦at.segment - 1→0⟧, 2 * at.p, d, B, cut.segments - 1, D"),
     ],
     "scan/forward_mma_memory.cuh": [
-        ("two tokens of a product are exchanged",
-         "ROWS_OF_FIRST = table(1, 3, 0, 2)", "ROWS_OF_FIRST = table(1, 0, 3, 2)"),
+        ("two tokens of a product are exchanged", "ROWS_OF_FIRST = table(1, ⟦3, 0→0, 3⟧, 2)"),
     ],
     "scan/forward_mma_consumer.cuh": [
         ("a tile's first factors are read one barrier too early: consumers' barrier stands a pair later",
-         "            } else if (t0 + TILE <= end) {\n                if (pair + 2 == PAIRS) {\n"
+         "            } else if (t0 + TILE <= end) {\n                if (pair + ⟦2 == PAIRS) {\n"
          "                    // all of this tile is read: while its last pairs are worked on, the next is read\n"
-         "                    __syncthreads();\n",
-         "            } else if (t0 + TILE <= end) {\n                if (pair + 1 == PAIRS) __syncthreads();\n"
-         "                if (pair + 2 == PAIRS) {\n"),
+         "                    __syncthreads();→1 == PAIRS) __syncthreads();\n"
+         "                if (pair + 2 == PAIRS) {⟧\n"),
     ],
     "scan/forward_mma_copier.cuh": [
         ("tiles are read before they have arrived",
-         "        wait_for_copies<STAGES - 4>();\n        __syncthreads();", "        __syncthreads();"),
+         "        ⟦wait_for_copies<STAGES - 4>();\n        →⟧__syncthreads();"),
         ("factors of the first two tiles are prepared before these have arrived",
-         "    wait_for_copies<STAGES - 3>();\n", ""),
+         "⟦    wait_for_copies<STAGES - 3>();\n→⟧"),
         ("a segment writes an output of the one before it",
-         "if (t >= begin && t < end) store(to[i].at(t), values[i]);", "if (t < end) store(to[i].at(t), values[i]);"),
-        ("the last tile's outputs are not written",
-         "for (int i = 0; i < 2; i++, t0 += TILE) copy_results();",
-         "for (int i = 0; i < 1; i++, t0 += TILE) copy_results();"),
+         "if (t ⟦>= begin && t →⟧< end) store(to[i].at(t), values[i]);"),
+        ("the last tile's outputs are not written", "for (int i = 0; i < ⟦2→1⟧; i++, t0 += TILE) copy_results();"),
     ],
     "scan/forward_mma_states.cuh": [
         ("what the second of two tokens does to the first one's drive has the wrong sign",
-         "pack(Element{}, -a_1 * scaled_0, 0)", "pack(Element{}, a_1 * scaled_0, 0)"),
-        ("the decay of two tokens has a wrong sign",
-         "pack(fp16{}, a_0[j] * a_1, 0)", "pack(fp16{}, -a_0[j] * a_1, 0)"),
+         "pack(Element{}, ⟦-→⟧a_1 * scaled_0, 0)"),
+        ("the decay of two tokens has a wrong sign", "pack(fp16{}, ⟦→-⟧a_0[j] * a_1, 0)"),
     ],
     "scan/forward_mma_channels.cuh": [
-        ("e x is rounded to 16 bits",
-         "pack(Element{}, v_0 - high.at[0], v_1 - high.at[1])", "0"),
-        ("the skip connection of every tile's last token is missing",
-         "second.at[i] = last[i], last[i] = next[i]", "second.at[i] = last[i]"),
+        ("e x is rounded to 16 bits", "⟦pack(Element{}, v_0 - high.at[0], v_1 - high.at[1])→0⟧"),
+        ("the skip connection of every tile's last token is missing", "second.at[i] = last[i]⟦, last[i] = next[i]→⟧"),
         ("both directions have the first one's skip connection",
-         "exists && skip_of ? skip_of[at.g * D + d + 8 * i] : 0", "exists && skip_of ? skip_of[d + 8 * i] : 0"),
-        ("both directions project the step by the first one's weights",
-         "step_proj + (at.g * D + d + 8 * i) * RANK", "step_proj + (d + 8 * i) * RANK"),
+         "exists && skip_of ? skip_of[⟦at.g * D + →⟧d + 8 * i] : 0"),
+        ("both directions project the step by the first one's weights", "step_proj + (⟦at.g * D + →⟧d + 8 * i) * RANK"),
     ],
     "scan/segment_gradients_mma.cu": [
-        ("gradients between segments: dy meets the query of the token before",
-         "qs.at(t0 + j + 1)[n + 8 * o]", "qs.at(t0 + j)[n + 8 * o]"),
+        ("gradients between segments: dy meets the query of the token before", "qs.at(t0 + j⟦ + 1→⟧)[n + 8 * o]"),
         ("gradients between segments begin at a whole tile",
-         "begin(max(0, L - (boundary + 2) * tokens))", "begin(max(0, L - (boundary + 2) * tokens) / TILE * TILE)"),
+         "begin(max(0, L - (boundary + 2) * tokens)⟦→ / TILE * TILE⟧)"),
         ("every other four triples have the norms of those before",
-         "norm = load<4>(states[four && t0 + TILE < end].norm[four ? p : 4 + p]);",
-         "norm = load<4>(states[four && t0 + TILE < end].norm[p]);"),
+         "norm = load<4>(states[four && t0 + TILE < end].norm[⟦four ? p : 4 + →⟧p]);"),
         ("gradients between segments: both directions have the first one's bias",
-         "bias[s][i] = -LOG2E * step_bias[at.g * D + channel];", "bias[s][i] = -LOG2E * step_bias[channel];"),
-        ("gradients between segments: channels behind the last are written",
-         "if (to.d + 16 * s + 8 * i < D)", "if (true)"),
+         "bias[s][i] = -LOG2E * step_bias[⟦at.g * D + →⟧channel];"),
+        ("gradients between segments: channels behind the last are written", "if (⟦to.d + 16 * s + 8 * i < D→true⟧)"),
         ("gradients between segments: all have the first boundary's keys",
-         "((at.g * B + at.b) * boundaries + at.segment) * tiles_of(tokens)",
-         "((at.g * B + at.b) * boundaries) * tiles_of(tokens)"),
+         "((at.g * B + at.b) * boundaries⟦ + at.segment→⟧) * tiles_of(tokens)"),
     ],
     "block/norm.cuh": [
         ("the norm has no eps: NaN for a token of zeros",
@@ -406,10 +351,9 @@ TABLE = {
     ],
     "cuda/pipeline.cuh": [
         ("Hopper: a stage is given back that is still read",
-         "return full() + ((stage() == 0) * DEPTH + DEPTH - 1) * 8;", "return full() + (DEPTH - 1) * 8;"),
+         "return full() + (⟦(stage() == 0) * DEPTH + →⟧DEPTH - 1) * 8;"),
         ("Hopper: a stage is read again before it is filled again",
-         "position = position + 1 < 2 * DEPTH ? position + 1 : 0;",
-         "position = position + 1 < DEPTH ? position + 1 : 0;"),
+         "position = position + 1 < ⟦2 * →⟧DEPTH ? position + 1 : 0;"),
     ],
     "block/silu.cuh": [
         ("wrong gradient of SiLU",
@@ -481,7 +425,15 @@ TABLE = {
     ],
 }
 # fmt: on
-MUTANTS = [Mutant(file, *mutant) for file, mutants in TABLE.items() for mutant in mutants]
+
+
+def of_row(file: str, shows: str, text: str, after: str | None = None) -> Mutant:
+    if after is not None:
+        return Mutant(file, shows, text, after)
+    return Mutant(file, shows, *(re.sub("⟦(.*?)→(.*?)⟧", side, text, flags=re.DOTALL) for side in (r"\1", r"\2")))
+
+
+MUTANTS = [of_row(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
 class Run(NamedTuple):
@@ -531,11 +483,24 @@ def outcome(status: int, run: Run) -> str:
     return "" if os.WEXITSTATUS(status) == 0 else failed[1] if failed else f"exit status {os.WEXITSTATUS(status)}"
 
 
+def unplantable() -> int:
+    """How many mutants' texts their files do not have once, and how many files have no mutant."""
+    wrong = [m for m in MUTANTS if (compiler.SOURCES / m.file).read_text().count(m.before) != 1 or m.before == m.after]
+    files = {path.relative_to(compiler.SOURCES).as_posix() for path in compiler.SOURCES.glob("*/*.cu*")}
+    # emulator.cpp stands for Hopper's own
+    without = files - {"cuda/sm90.cuh", "cuda/types.cuh"} ^ {m.file for m in MUTANTS}
+    print(*wrong, *without, sep="\n")
+    return len(wrong) + len(without)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--check", action="store_true", help="only say whether every mutant can be planted")
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
+    if args.check:
+        return unplantable()
     chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.shows}" for word in args.words or [""])]
     with tempfile.TemporaryDirectory() as folder:
         pid, run = start(None, Path(folder, "without"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 from scipy import stats
-from test_cuda import NVRTC, assert_no_spills
+from spills import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
 from vil.kernels import augment, cuda
 from vil.kernels.augment import CODES, OPERATIONS

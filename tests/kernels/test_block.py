@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from blocks import MIXERS, Scale, close, make_block, operator_on_a_cpu, options_of, outcome, relative_error, weights_of
 from models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
 from plain_kernels import PlainKernels, in_tiles
-from test_cuda import NVRTC, assert_no_spills
+from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_leaves
 from vil.kernels import backends
 from vil.kernels.block import (

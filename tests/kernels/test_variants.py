@@ -7,70 +7,47 @@ import pytest
 import torch
 from vil.kernels.cuda import hardware
 from vil.kernels.cuda.elements import vector_width
-from vil.kernels.scan import cuda_scan as scan
-from vil.kernels.scan import heuristics as variants
+from vil.kernels.scan import cuda_scan, heuristics
 from vil.kernels.scan.heuristics import BACKWARD, FORWARD_MMA, FORWARD_SIMT, Backward, ForwardMma, ForwardSimt, Schedule
 
 H200, A100 = 132, 108  # multiprocessors
 LONGHORN, SELECTIVE = FORWARD_SIMT["longhorn"], FORWARD_SIMT["selective"]
 RECURRENCES = pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
-KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
 
 
-@KINDS
-def test_the_cost_model_cuts_sequences_only_where_channels_do_not_fill_the_gpu(kind):
-    def segment_chunks(B, D, L):
-        return variants.choose(kind, "longhorn", 2 * B, D, L, 16, 2, H200)[1]
+# B, D, L, N and bytes of an element, with the channels of a lane and the chunks of a segment that were fastest
+FASTEST = [
+    ((8, 768, 6085, 16, 2), [(4, 24), (4, 12)]), ((4, 768, 6085, 16, 2), [(4, 12), (4, 6)]),
+    ((4, 384, 6085, 16, 2), [(4, 6)]), ((4, 768, 3043, 16, 2), [(4, 6)]), ((2, 768, 9217, 16, 2), [(4, 9)]),
+    ((2, 768, 1025, 16, 2), [(4, 1)]), ((1, 768, 9217, 16, 2), [(4, 5)]), ((1, 768, 3043, 16, 2), [(2, 3)]),
+    # of wide inputs and long keys fewer CTAs share a multiprocessor
+    ((2, 768, 6085, 16, 4), [(4, 9)]), ((1, 768, 6085, 32, 2), [(4, 9)]), ((8, 768, 4097, 32, 2), [(2, 65)]),
+]  # fmt: skip
 
-    assert segment_chunks(128, 768, 197) == segment_chunks(128, 384, 197) == 4
-    assert segment_chunks(64, 768, 6085) == 96
-    assert segment_chunks(1, 768, 6085) < 8
+
+@pytest.mark.parametrize(("shape", "fastest"), FASTEST)
+def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_within_2_percent(shape, fastest):
+    """Of all lengths of segments on an H200."""
+    B, *rest = shape
+    variant, segment_chunks = heuristics.choose("backward", "longhorn", 2 * B, *rest, H200)
+    assert (variant.channels, segment_chunks) in fastest
 
 
 @pytest.mark.parametrize(("B", "D"), [(4, 768), (4, 384), (2, 768)])
-def test_the_cost_model_cuts_sequences_so_that_no_last_wave_of_blocks_is_nearly_empty(B, D):
-    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, 6085, 16, 2, H200)
+def test_the_cost_model_cuts_sequences_so_that_no_last_wave_of_ctas_is_nearly_empty(B, D):
+    variant, segment_chunks = heuristics.choose("backward", "longhorn", 2 * B, D, 6085, 16, 2, H200)
     segments = -(-96 // segment_chunks)
     waves = 2 * B * segments * D / (8 * variant.channels) / (H200 * 12)  # warps of a multiprocessor
     assert waves < 1 or waves / math.ceil(waves) > 0.95
 
 
-@pytest.mark.parametrize(("B", "D", "L", "fastest"), [
-    (8, 768, 6085, [(4, 24), (4, 12)]), (4, 768, 6085, [(4, 12), (4, 6)]), (4, 384, 6085, [(4, 6)]),
-    (4, 768, 3043, [(4, 6)]), (2, 768, 9217, [(4, 9)]), (2, 768, 1025, [(4, 1)]), (1, 768, 9217, [(4, 5)]),
-    (1, 768, 3043, [(2, 3)]),
-])  # fmt: skip
-def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_within_2_percent(B, D, L, fastest):
-    """Channels of a lane and chunks of a segment, of all lengths on an H200."""
-    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, D, L, 16, 2, H200)
-    assert (variant.channels, segment_chunks) in fastest
-
-
-@pytest.mark.parametrize(("B", "L", "N", "itemsize", "fastest"), [
-    (2, 6085, 16, 4, (4, 9)), (1, 6085, 32, 2, (4, 9)), (8, 4097, 32, 2, (2, 65)),
-])  # fmt: skip
-def test_the_cost_model_counts_blocks_of_wide_inputs_and_long_keys_that_share_a_multiprocessor(
-    B, L, N, itemsize, fastest
-):
-    variant, segment_chunks = variants.choose("backward", "longhorn", 2 * B, 768, L, N, itemsize, H200)
-    assert (variant.channels, segment_chunks) == fastest
-
-
-def test_the_cost_model_gives_a_lane_more_where_there_is_more():
-    def lane(B, D, L, itemsize=2):
-        variant, _ = variants.choose("forward", "longhorn", 2 * B, D, L, 16, itemsize, H200)
-        return variant.states * variant.channels
-
-    assert lane(128, 768, 197) == 64 > lane(128, 384, 197) == 32 > lane(1, 768, 197) == lane(8, 768, 6085, 4) == 4
-
-
-def test_the_cost_model_takes_two_tokens_at_a_time_where_sequences_are_long_and_a_block_has_the_memory():
+def test_the_cost_model_takes_two_tokens_at_a_time_only_where_a_cta_has_the_memory_and_vectors_can_be_moved():
     def consumers(B, L, **limits):
-        variant, _ = variants.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
+        variant, _ = heuristics.choose("forward", "longhorn", 2 * B, 768, L, 16, 2, H200, **limits)
         return variant.consumers if isinstance(variant, ForwardMma) else None
 
     assert [consumers(8, 6085), consumers(4, 6085), consumers(4, 6085, shared_bytes=99 * 1024)] == [6, 3, 3]
-    assert [consumers(8, 6085, vectors=False), consumers(128, 197)] == [None, None]
+    assert consumers(8, 6085, vectors=False) is None
 
 
 # What was chosen when docs/benchmarks.md was measured, for B, D, L, N and bytes of an element, and its chunks a segment
@@ -116,7 +93,7 @@ BACKWARD_CHOICES = [
 )
 def test_the_cost_model_chooses_as_when_it_was_measured(kind, recurrence, shape, variant, segment_chunks):
     B, D, L, N, itemsize = shape
-    assert variants.choose(kind, recurrence, 2 * B, D, L, N, itemsize, H200) == (variant, segment_chunks)
+    assert heuristics.choose(kind, recurrence, 2 * B, D, L, N, itemsize, H200) == (variant, segment_chunks)
 
 
 LANES = ForwardSimt(16, 4, 4, (540, 910, 1365))  # of 4 channels and 16 states each; three warps of a scheduler
@@ -143,9 +120,9 @@ SCHEDULERS = 4 * H200
         (FEW, 2 * 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 104),
         (FEW, 2 * SCHEDULERS, 64, 2, 0, 3000 + 100 * 69),
         (FEW, 3 * 2 * SCHEDULERS + 1, 64, 2, 0, 2 * (3000 + 100 * 156)),
-        (variants.SEGMENT_STATES["selective"], 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 350),
-        (variants.SEGMENT_GRADIENTS_MMA, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 130),
-        (variants.SEGMENT_GRADIENTS_MMA, 3 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 174),
+        (heuristics.SEGMENT_STATES["selective"], 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 350),
+        (heuristics.SEGMENT_GRADIENTS_MMA, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 130),
+        (heuristics.SEGMENT_GRADIENTS_MMA, 3 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 174),
         (BACK, 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 670),
         (BACK, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 1035),
         (BACK, 4 * 32 * SCHEDULERS, 16, 2, 0, 2 * (3000 + 100 * 1400)),
@@ -160,15 +137,15 @@ SCHEDULERS = 4 * H200
     ],
 )
 def test_cycles_are_those_of_the_warps_that_fit_in_waves(variant, channels, N, itemsize, short, cycles):
-    assert variants.cycles(variant, channels, N, itemsize, 100, H200, short) == cycles
+    assert heuristics.cycles(variant, channels, N, itemsize, 100, H200, short) == cycles
 
 
 CASES = list(itertools.product((1, 2, 16, 256), (1, 40, 768), (1, 64, 65, 197, 1025, 20000), (4, 16, 32, 64), (2, 4)))
 
 
 @RECURRENCES
-@KINDS
-def test_a_choice_covers_the_sequence_and_fits_a_block(kind, recurrence):
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_choice_covers_the_sequence_and_fits_a_cta(kind, recurrence):
     for sequences, D, L, N, itemsize in CASES:
         for multiprocessors, vectors, limit in (
             (H200, True, 227 * 1024),
@@ -176,26 +153,26 @@ def test_a_choice_covers_the_sequence_and_fits_a_block(kind, recurrence):
             (1, True, 99 * 1024),
         ):
             arguments = sequences, D, L, N, itemsize, multiprocessors, vectors, limit
-            variant, segment_chunks = variants.choose(kind, recurrence, *arguments)
+            variant, segment_chunks = heuristics.choose(kind, recurrence, *arguments)
             assert 1 <= segment_chunks <= -(-L // 64)
             assert isinstance(variant, Backward) == (kind == "backward")
             if isinstance(variant, ForwardMma):
                 assert (recurrence, N, itemsize, vectors) == ("longhorn", 16, 2, True)
                 assert variant.shared_bytes() <= limit
-            assert variants.choose(kind, recurrence, *arguments) == (variant, segment_chunks)
+            assert heuristics.choose(kind, recurrence, *arguments) == (variant, segment_chunks)
 
 
 @RECURRENCES
 def test_every_variant_is_the_best_for_some_inputs(recurrence):
     shapes = *CASES, (256, 384, 197, 16, 2), (256, 768, 197, 16, 2), (8, 768, 6085, 16, 2)
-    chosen = {variants.choose(kind, recurrence, *s, H200)[0] for kind in ("forward", "backward") for s in shapes}
+    chosen = {heuristics.choose(kind, recurrence, *s, H200)[0] for kind in ("forward", "backward") for s in shapes}
     every = {*FORWARD_SIMT[recurrence], *BACKWARD[recurrence]}
     assert chosen == every | set(FORWARD_MMA if recurrence == "longhorn" else [])
 
 
 def test_two_tokens_at_a_time_are_for_longhorn_in_16_bits_and_a_cta_that_has_the_memory():
     def consumers(recurrence, N, itemsize, *rest):
-        found = variants.forward_variants(recurrence, N, itemsize, *rest)
+        found = heuristics.forward_variants(recurrence, N, itemsize, *rest)
         assert found[: len(FORWARD_SIMT[recurrence])] == FORWARD_SIMT[recurrence]
         return [v.consumers for v in found[len(FORWARD_SIMT[recurrence]) :]]
 
@@ -211,48 +188,27 @@ def test_two_tokens_at_a_time_are_for_longhorn_in_16_bits_and_a_cta_that_has_the
 
 def test_three_tokens_at_a_time_are_for_the_gradients_of_longhorn_in_16_bits():
     every = itertools.product(("forward", "backward"), ("longhorn", "selective"), (4, 8, 16, 32, 64), (2, 4))
-    triples = [case for case in every if variants.segment_variant(*case) is variants.SEGMENT_GRADIENTS_MMA]
+    triples = [case for case in every if heuristics.segment_variant(*case) is heuristics.SEGMENT_GRADIENTS_MMA]
     assert triples == [("backward", "longhorn", 16, 2)]
-    assert variants.segment_variant("forward", "longhorn", 16, 2) is variants.SEGMENT_STATES["longhorn"]
-    assert variants.segment_variant("backward", "selective", 16, 2) is variants.SEGMENT_STATES["selective"]
+    assert heuristics.segment_variant("forward", "longhorn", 16, 2) is heuristics.SEGMENT_STATES["longhorn"]
+    assert heuristics.segment_variant("backward", "selective", 16, 2) is heuristics.SEGMENT_STATES["selective"]
 
 
 @pytest.mark.parametrize("N", [4, 8, 16, 32, 64])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_blocks_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
-    for variant in variants.backward_variants("longhorn", N) + variants.backward_variants("selective", N):
+def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
+    for variant in heuristics.backward_variants("longhorn", N) + heuristics.backward_variants("selective", N):
         for channels in {1, variant.lane_channels(N)}:
-            warps, block_bytes, blocks = variant.cta(N, itemsize, channels)
+            warps, shared_bytes, resident = variant.cta(N, itemsize, channels)
             assert warps in (1, 2, 4)
-            assert block_bytes <= 99 * 1024
+            assert shared_bytes <= 99 * 1024
             # halved only if it has to be
             of_keys = 4 * 64 * (2 * N + 1)
-            assert warps == 4 or of_keys + 2 * (block_bytes - of_keys) > 99 * 1024
-            assert blocks >= 1
-            assert blocks * (block_bytes + 1024) <= 228 * 1024
+            assert warps == 4 or of_keys + 2 * (shared_bytes - of_keys) > 99 * 1024
+            assert 1024 <= resident * (shared_bytes + 1024) <= 228 * 1024
             # 12 warps of 16-bit inputs with long keys have registers, of others 8
             most = (3 if itemsize == 2 and N in (16, 32) else 2) * 4 // warps
-            assert blocks == most or (blocks + 1) * (block_bytes + 1024) > 228 * 1024
-
-
-def test_bytes_of_a_block_are_those_of_its_structure():
-    """As the kernels assert where they are compiled."""
-
-    def block(of_lane, N, itemsize, channels):
-        found = Backward(of_lane, ()).cta(N, itemsize, channels)
-        assert [type(n) for n in found] == [int] * 3
-        return found
-
-    assert block(4, 16, 2, 4) == (4, 72448, 3)
-    assert block(2, 16, 2, 2) == (4, 53504, 3)
-    assert block(2, 16, 4, 1) == (4, 47104, 2)
-    assert block(2, 4, 4, 1) == (4, 55552, 2)
-    assert block(2, 64, 4, 2) == (1, 73760, 3)
-    assert [[v.shared_bytes(*rank) for rank in ([], [8], [24], [48])] for v in FORWARD_MMA] == [
-        [135936, 113408, 117504, 123648],
-        [82176, 71936, 76032, 82176],
-    ]
-    assert [v.warps for v in FORWARD_MMA] == [15, 10]
+            assert resident == most or (resident + 1) * (shared_bytes + 1024) > 228 * 1024
 
 
 def test_lanes_of_backward_have_no_more_channels_than_4_states_leave():
@@ -268,11 +224,11 @@ def test_the_model_is_asked_about_all_sequences_and_the_gpu_at_hand(monkeypatch)
         for recurrence, (B, D, L, N, itemsize), variant, segment_chunks in table:
             dtype = torch.bfloat16 if itemsize == 2 else torch.float32
             x = torch.empty(2, B, L, D, device="meta", dtype=dtype)
-            assert scan._choose(kind, recurrence, x, N, vectors=True) == (variant, segment_chunks)
+            assert cuda_scan._choose(kind, recurrence, x, N, vectors=True) == (variant, segment_chunks)
     x = torch.empty(2, 8, 6085, 768, device="meta", dtype=torch.bfloat16)
-    assert isinstance(scan._choose("forward", "longhorn", x, 16, vectors=False)[0], ForwardSimt)
+    assert isinstance(cuda_scan._choose("forward", "longhorn", x, 16, vectors=False)[0], ForwardSimt)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 99 * 1024)
-    assert scan._choose("forward", "longhorn", x, 16, vectors=True)[0] == FORWARD_MMA[1]
+    assert cuda_scan._choose("forward", "longhorn", x, 16, vectors=True)[0] == FORWARD_MMA[1]
 
 
 def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypatch):
@@ -281,7 +237,7 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
 
     def projects(B, L, D=768, recurrence="longhorn", R=24, N=16, dtype=torch.bfloat16):
         x = torch.empty(2, B, L, D, device="meta", dtype=dtype)
-        return scan.forward_schedule(recurrence, x, N, R).projects_step(L, R)
+        return cuda_scan.forward_schedule(recurrence, x, N, R).projects_step(L, R)
 
     assert projects(8, 6085)
     assert projects(8, 6085, R=48)
@@ -293,7 +249,7 @@ def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypa
     assert not projects(128, 197)
     assert projects(1, 197)  # where the scan alone would be faster from logits
     # nor where sequences are cut
-    monkeypatch.setattr(variants, "choose", lambda *args: Schedule(FORWARD_MMA[0], 4))
+    monkeypatch.setattr(heuristics, "choose", lambda *args: Schedule(FORWARD_MMA[0], 4))
     assert [projects(1, L) for L in (256, 257)] == [True, False]
 
 
