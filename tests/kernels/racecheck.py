@@ -2,12 +2,11 @@
 
     python3 tests/kernels/racecheck.py [--sanitizer PATH] [word ...]  # all, or those with a word in their names
     compute-sanitizer --tool racecheck --print-limit 20 python3 tests/kernels/racecheck.py --run block  # or block:racy
-    python3 tests/kernels/racecheck.py --compile FOLDER  # needs no GPU; `--cubins FOLDER` then runs these
 
 In the small kernels two warps write slots of shared memory and two others read what another thread wrote; PATTERNS says
 how they wait for each other. Where a race is planted, readers read a slot first and wait for it then: as many barriers
 are passed as before, so nothing hangs. Whoever changes barriers looks here for the pattern, or adds it: where racecheck
-tells right from racy its word is worth something. docs/kernels.md, "Races", has what it said.
+tells right from racy its word is worth something. research/notebooks/2026-11-races.md has what it said.
 """
 
 from __future__ import annotations
@@ -31,45 +30,17 @@ STEPS, SLOT_WORDS, CTAS = 8, 256, 2
 
 KERNEL = r"""
 constexpr int PRODUCERS = 64, THREADS = 128, WORDS = 256;
-#define DEVICE static __device__ __forceinline__
 DEVICE unsigned address(const void *p) { return __cvta_generic_to_shared(p); }
 DEVICE void named_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-DEVICE void copy(int *to, const int *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
-}
-DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-
-struct Barrier { unsigned long long state; };
-DEVICE void init(Barrier &b, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&b)), "r"(count) : "memory");
-}
-DEVICE void arrive(Barrier &b) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&b)) : "memory");
-}
-DEVICE void arrive_when_copied(Barrier &b) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(&b)) : "memory");
-}
-DEVICE void wait_for(Barrier &b, int phase) {
-    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra AGAIN;\n}" ::"r"(address(&b)), "r"(phase) : "memory");
-}
-DEVICE void copy_bulk(int *to, const int *from, int bytes, Barrier &b) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&b)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-                 "r"(address(to)), "l"(from), "r"(bytes), "r"(address(&b)) : "memory");
-}
+typedef unsigned long long Barrier;
 struct Slots {
     alignas(128) int at[SLOTS][WORDS];
     Barrier full[SLOTS], empty[SLOTS];
 };
-#define FULL slots.full[i % SLOTS]
-#define EMPTY slots.empty[i % SLOTS]
+#define FULL address(&slots.full[i % SLOTS])
+#define EMPTY address(&slots.empty[i % SLOTS])
 #define PHASE (i / SLOTS % 2)
 
 extern "C" __global__ void __launch_bounds__(THREADS) pipeline(const int *in, unsigned *out) {
@@ -79,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pipeline(const int *in, un
     unsigned sum = 0;
 #if MBARRIERS
     if (thread == 0)
-        for (int s = 0; s < SLOTS; s++) init(slots.full[s], FULL_COUNT), init(slots.empty[s], EVERY_LANE ? 64 : 2);
+        for (int i = 0; i < SLOTS; i++) init_barrier(FULL, FULL_COUNT), init_barrier(EMPTY, EVERY_LANE ? 64 : 2);
     __syncthreads();
 #endif
     // 16 bytes of a slot are a producer's
@@ -88,8 +59,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) pipeline(const int *in, un
             *reinterpret_cast<const int4 *>(in + i * WORDS + 4 * thread);
     };
     auto start_copy = [&](int i) {
-        if (i < STEPS) copy(&slots.at[i % SLOTS][4 * thread], in + i * WORDS + 4 * thread);
-        commit();
+        if (i < STEPS) copy_async<4>(&slots.at[i % SLOTS][4 * thread], in + i * WORDS + 4 * thread, true);
+        commit_copies();
+    };
+    auto start_bulk_copy = [&](int i) {
+        show_to_products();  // what was read before is what the copy overwrites
+        arrive_and_expect(FULL, WORDS * 4);
+        copy_bulk(address(slots.at[i % SLOTS]), in + i * WORDS, WORDS * 4, FULL);
     };
     // a consumer takes what another thread wrote
     auto word = [&](int i, int w) {
@@ -181,9 +157,7 @@ PATTERNS: dict[str, tuple[str, dict]] = {
     "copy_mbarrier": ("cp.async that arrives at mbarriers", on_mbarriers("start_copy(i); arrive_when_copied(FULL);")),
     "bulk": (
         "bulk copies, mbarriers",
-        on_mbarriers(
-            "if (thread == 0) copy_bulk(slots.at[i % SLOTS], in + i * WORDS, WORDS * 4, FULL);", FULL_COUNT=1
-        ),
+        on_mbarriers("if (thread == 0) start_bulk_copy(i);", FULL_COUNT=1),
     ),
 }  # fmt: skip
 
@@ -212,11 +186,13 @@ def names() -> list[str]:
 
 
 def source(name: str) -> str:
-    if name not in PROJECT:
-        macros = DEFAULTS | PATTERNS[name.removesuffix(":racy")][1] | dict(RACY=int(name.endswith(":racy")))
-        return "".join(f"#define {key} {value}\n" for key, value in macros.items()) + KERNEL
     from vil.kernels.cuda import compiler
 
+    if name not in PROJECT:
+        macros = DEFAULTS | PATTERNS[name.removesuffix(":racy")][1] | dict(RACY=int(name.endswith(":racy")))
+        shared = [(compiler.SOURCES / f"cuda/{file}.cuh").read_text() for file in ("elements", "async_copies", "sm90")]
+        defines = "".join(f"#define {key} {value}\n" for key, value in macros.items())
+        return defines + re.sub("#include .*", "", "".join(shared)) + KERNEL
     text = compiler.source(PROJECT[name][0])
     for pattern, new in PROJECT[name][2]:
         text, count = re.subn(pattern, new, text)
@@ -227,34 +203,14 @@ def source(name: str) -> str:
 
 def cubin(name: str, arch: str, macros: dict | None = None) -> bytes:
     """With lines, of a file that is written for the table to quote."""
-    file = name.replace(":", "-")
-    path = Path(os.environ.get("RACECHECK_FOLDER", tempfile.gettempdir()), f"{file}.cu")
-    text = source(name)
-    path.write_text(text)
-    if compiled := os.environ.get("RACECHECK_CUBINS"):
-        return Path(compiled, f"{file}.cubin").read_bytes()
     from cuda.core import Program, ProgramOptions
 
+    path = Path(os.environ.get("RACECHECK_FOLDER", tempfile.gettempdir()), f"{name.replace(':', '-')}.cu")
+    text = source(name)
+    path.write_text(text)
     defined = [(key, str(value)) for key, value in (macros or {}).items()] or None
     options = ProgramOptions(name=str(path), arch=arch, std="c++17", lineinfo=True, define_macro=defined)
     return bytes(Program(text, "c++", options).compile("cubin").code)
-
-
-def compile_all(chosen: list[str], folder: str) -> None:
-    from vil.kernels.cuda import compiler
-
-    os.environ["RACECHECK_FOLDER"] = folder
-    for name in chosen:
-        arch, macros = "sm_90", None
-        if name in PROJECT:
-            with mock.patch.object(compiler, "launch") as launched:
-                (scan if PROJECT[name][0] == SCAN else gate)("cpu")
-            file, _, macros, *_ = launched.call_args[0]
-            assert file == PROJECT[name][0]
-            arch += "a" * (file == GATE)
-        code = cubin(name, arch, macros)
-        Path(folder, name.replace(":", "-") + ".cubin").write_bytes(code)
-        print(name, len(code), "bytes")
 
 
 def run(name: str) -> None:
@@ -321,20 +277,13 @@ def scan(device: str) -> tuple:
 
 
 def scan_is_right() -> bool:
-    """Checked against the recurrence token by token."""
+    """Checked against the definition."""
     import torch
+    from vil.kernels.scan import naive
 
-    y, (x, logits, k, q, _, skip, bias) = scan("cuda")
-    G, B, L, D = x.shape
-    truth = torch.zeros(G, B, L, D, dtype=torch.double)
-    for g, tokens in ((0, range(L)), (1, reversed(range(L)))):
-        S = torch.zeros(B, k.shape[3], D, dtype=torch.double)
-        for t in tokens:
-            x_t, logits_t, k_t, q_t = (v[g, :, t].double() for v in (x, logits, k, q))
-            squares = (k_t * k_t)[:, :, None]
-            eps = 1 / (1 + torch.exp(-logits_t - bias[g])[:, None] + squares.sum(1, keepdim=True))
-            S = (1 - eps * squares) * S + eps * k_t[:, :, None] * x_t[:, None]
-            truth[g, :, t] = (S * q_t[:, :, None]).sum(1) + skip[g] * x_t
+    y, (x, step_logits, k, q, _, skip, bias) = scan("cuda")
+    double = [t.double() for t in (x, step_logits, k, q, skip, bias)]
+    truth = torch.stack([naive.longhorn(*(t[g] for t in double), reverse=bool(g)) for g in range(len(x))])
     return bool(((y.cpu().double() - truth).abs() < 0.02 * (1 + truth.abs())).all())
 
 
@@ -413,23 +362,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only kernels with one of them in their names")
     parser.add_argument("--run", metavar="NAME", help="run this kernel here and say whether its result is right")
-    parser.add_argument("--compile", metavar="FOLDER", help="write the kernels' machine code for Hopper there, no more")
-    parser.add_argument("--cubins", metavar="FOLDER", help="run these instead of compiling")
     parser.add_argument("--sanitizer", metavar="PATH", help="another compute-sanitizer than the one found")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at once")
     parser.add_argument("--folder", help="where logs and sources go; a temporary one otherwise")
     arguments = parser.parse_args()
-    if arguments.cubins:
-        os.environ["RACECHECK_CUBINS"] = str(Path(arguments.cubins).resolve())
     if arguments.run:
         if arguments.run not in names():
             raise SystemExit(f"no {arguments.run}; there are {', '.join(names())}")
         return run(arguments.run)
     chosen = [n for n in names() if not arguments.words or any(word in n for word in arguments.words)]
-    folder = arguments.compile or arguments.folder or tempfile.mkdtemp(prefix="racecheck-")
+    folder = arguments.folder or tempfile.mkdtemp(prefix="racecheck-")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if arguments.compile:
-        return compile_all(chosen, folder)
     path = arguments.sanitizer or sanitizer()
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.strip()
     print(f"{version}\nlogs and sources are in {folder}\n", flush=True)
