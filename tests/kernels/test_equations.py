@@ -1,4 +1,4 @@
-"""The equations of docs/kernels.md, in fp64, against the definition of the scan and against autograd."""
+"""The equations of docs/kernels (mathematics.md, block.md), in fp64, against the plain scan and autograd."""
 
 import math
 
@@ -150,7 +150,7 @@ def test_three_tokens_are_products_of_channels_and_states():
 
 
 def test_what_lanes_call_columns_and_rows_are_permutations():
-    """Facts 2 and 3 of the document's section 1, and the order of out_proj's rows."""
+    """Facts 2 and 3 of layouts.md, and the order of out_proj's rows."""
     channels = [8 * p + 4 * product + pair for product in range(2) for pair in (0, 1, 2, 3) for p in range(4)]
     assert sorted(channels) == list(range(32))
     outputs = {8 * i + 2 * a + e: 8 * a + 2 * i + e for i in range(4) for a in range(4) for e in (0, 1)}
@@ -179,7 +179,7 @@ def norm(x_TC):
 
 
 def test_the_gradients_of_a_block_are_those_of_the_chain():
-    """Equations (a) to (g), and at the end (a) of the block before, whose norm made xhat."""
+    """Equations (a) to (g) of block.md, and at the end (a) of the block before, whose norm made xhat."""
     shapes = (T, C), (C,), (2 * D, C), (C, D), (2, D, K), (2, D), (2, R + 2 * N, D), (2, D, R), (2, D), (2, D)
     x, gamma, W_in, W_out, w, b, Wx, Ws, bias, skip = parameters = leaves(*shapes)
     delta = torch.tensor([1.25, 0.7], **FP64).repeat_interleave(L)[:, None]
