@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from pictures import DATA_CONFIG, random_images, seed_all, small_config
+from pictures import DATA_CONFIG, random_images, seed_all
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 
@@ -89,13 +89,3 @@ def test_what_is_erased_becomes_noise_of_the_images_own(mode):
     noise = torch.cat([v.flatten() for v in values])
     assert noise.mean().abs() < 4 / math.sqrt(len(noise))
     assert (noise.std() - 1).abs() < 4 / math.sqrt(2 * len(noise))
-
-
-def test_augmentation_on_the_device_does_not_depend_on_the_micro_batch(image_folder):
-    augment = BatchAugmentation(small_config(image_folder), 4, DATA_CONFIG)
-    images, targets = random_images(32, 3, 16, 16), torch.arange(32) % 4
-    whole = augment(images, targets, epoch=1, position=64)
-    parts = [augment(images[i : i + 8], targets[i : i + 8], epoch=1, position=64 + i) for i in range(0, 32, 8)]
-    assert not torch.allclose(whole[0], normalised(images), atol=1e-3)
-    for tensor, pieces in zip(whole, zip(*parts)):
-        assert torch.equal(tensor, torch.cat(pieces))

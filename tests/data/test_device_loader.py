@@ -8,12 +8,8 @@ import pytest
 import torch
 from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined, training_set
 from PIL import Image
-from processes import SMALL
 from timm.data import create_transform
-from tqdm import tqdm
 
-from train_imagenet import Trainer
-from vil.config import Config
 from vil.data import device_loader
 from vil.data.device_loader import DeviceLoader
 from vil.data.images import UNREADABLE
@@ -177,18 +173,3 @@ def test_an_error_of_the_thread_comes_with_its_traceback(six_batches, monkeypatc
     with pytest.raises(ZeroDivisionError, match="of the code") as caught:
         list(six_batches)
     assert [entry.name for entry in caught.traceback][-3:] == ["_decode_and_transform", "_transform", "fail"]
-
-
-# training
-
-
-def test_training_follows_the_curve_of_timms_loader(photo_folder, tmp_path):
-    losses = []
-    for on_device in (False, True):
-        options = dict(augment_on_device=on_device, data_dir=str(photo_folder), output=str(tmp_path), workers=0)
-        trainer = Trainer(Config(**SMALL | options, experiment=str(on_device)), torch.device("cpu"), 0, 1)
-        trainer.train_one_epoch(0, tqdm(disable=True))
-        losses.append(trainer.meter.losses)
-    assert len(losses[1]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert losses[1] != losses[0]  # another path it was

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from processes import in_processes
 from torch import nn
 
-from vil.processes import join_processes, leave_processes
 from vil.training.gradients import FlatGradients
 
 
@@ -37,23 +35,6 @@ def test_gradients_add_up_where_parameters_show_them():
     torch.testing.assert_close(gradients.norm(), nn.utils.get_total_norm(known))
     gradients.zero()
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
-def averaged(rank):
-    join_processes("cpu")
-    model, loss = model_and_loss()
-    gradients = FlatGradients(model.parameters())
-    gradients.add(loss(torch.full((1, 3), float(rank))))
-    gradients.average_over_processes()
-    leave_processes()
-    return model[1].weight.grad.tolist()
-
-
-def test_processes_get_their_mean():
-    model, loss = model_and_loss()
-    (loss(torch.zeros(1, 3)) + loss(torch.ones(1, 3))).backward()
-    for ended in in_processes(2, averaged):
-        torch.testing.assert_close(torch.tensor(ended.value), model[1].weight.grad / 2)
 
 
 def test_parameters_of_another_dtype_are_refused():
