@@ -63,16 +63,13 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
 
 @MIXERS
 @pytest.mark.parametrize("conv_width", [2, 3])
-def test_other_filters_and_numbers_of_states(mixer, conv_width, calls):
+def test_other_filters_and_numbers_of_states(mixer, conv_width, calls, monkeypatch):
     """Against the plain composition, which other tests compare."""
     block, x = a_block(mixer, 24, conv_width, 8), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
-    vil_block.set_fused(False)
-    try:
-        plain = block(x)
-    finally:
-        vil_block.set_fused(True)
+    monkeypatch.setattr(vil_block, "_fused", False)
+    plain = block(x)
     assert calls == [True]
     assert relative_error(y, plain.double()) < 1e-6
     for a, e in zip(gradients(y, block, x), gradients(plain, block, x), strict=True):
@@ -98,18 +95,19 @@ def test_layouts_inference_and_the_class_token(mixer, calls):
 
 
 @MIXERS
-def test_a_frozen_weight_gets_no_gradient_and_changes_no_other(mixer):
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
+    """A weight, the input, or all weights, as where only the gradient of the image is wanted."""
     block, x = a_block(mixer, 16), torch.randn(2, 5, 16, requires_grad=True)
-    block(x).sum().backward()
-    expected = {name: p.grad.clone() for name, p in block.named_parameters()}
-    block.zero_grad()
-    block.mixer.directions[1].conv1d.weight.requires_grad_(False)
-    block(x.detach()).sum().backward()
-    for name, p in block.named_parameters():
-        if name == "mixer.directions.1.conv1d.weight":
-            assert p.grad is None
-        else:
-            assert torch.equal(p.grad, expected[name])
+    tensors = {"x": x, **dict(block.named_parameters())}
+    expected = dict(zip(tensors, torch.autograd.grad(block(x).sum(), tensors.values())))
+    for frozen in ({"x", "mixer.directions.1.conv1d.weight"}, set(tensors) - {"x"}):
+        for name, t in tensors.items():
+            t.requires_grad_(name not in frozen)
+            t.grad = None
+        block(x).sum().backward()
+        for name, t in tensors.items():
+            assert t.grad is None if name in frozen else torch.equal(t.grad, expected[name]), name
+    assert calls == [True] * 3
 
 
 @MIXERS
@@ -189,21 +187,20 @@ def test_others_see_the_parts_of_a_block(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("change", ["hook", "bias", "taps", "states", "off", "no numba"])
+CHANGES = {
+    "hook": lambda block, patch: block.mixer.in_proj.register_forward_hook(lambda *_: None),
+    "bias": lambda block, patch: setattr(block.mixer.in_proj, "bias", torch.nn.Parameter(torch.ones(64))),
+    "no bias": lambda block, patch: setattr(block.mixer.directions[0].conv1d, "bias", None),
+    "taps": lambda block, patch: setattr(block, "mixer", LonghornMixer(16, conv_width=5)),
+    "states": lambda block, patch: setattr(block, "mixer", LonghornMixer(16, state_size=5)),
+    "off": lambda block, patch: patch.setattr(vil_block, "_fused", False),
+    "no numba": lambda block, patch: patch.setattr(backends, "backend_for", lambda device: "reference"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_the_kernels_do_not_compute_takes_the_plain_path(change, calls, monkeypatch):
     block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16)
-    if change == "hook":
-        block.mixer.in_proj.register_forward_hook(lambda *_: None)
-    elif change == "bias":
-        block.mixer.in_proj.bias = torch.nn.Parameter(torch.ones(64))
-    elif change == "taps":
-        block.mixer = LonghornMixer(16, conv_width=5)
-    elif change == "states":
-        block.mixer = LonghornMixer(16, state_size=5)
-    elif change == "off":
-        monkeypatch.setattr(vil_block, "_fused", False)
-    else:
-        monkeypatch.setattr(backends, "backend_for", lambda device: "reference")
-    y = block(x)
-    assert y.shape == x.shape
+    CHANGES[change](block, monkeypatch)
+    assert block(x).shape == x.shape
     assert not calls
