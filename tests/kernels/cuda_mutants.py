@@ -377,8 +377,14 @@ class Run(NamedTuple):
     start: float
 
 
-def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
-    """Runs the tests of one mutant's file, or all without, in another process."""
+def tests_of(mutants: list[Mutant]) -> list[str]:
+    """The files of tests that are to notice these."""
+    every = (TESTS.get(m.file, FOLDERS[Path(m.file).parent.name]) for m in mutants)
+    return list(dict.fromkeys(file for files in every for file in files))
+
+
+def start(mutant: Mutant | None, folder: Path, files: list[str]) -> tuple[int, Run]:
+    """Runs these tests with or without a mutant, in another process."""
     folder.mkdir()
     run = Run(mutant, folder / "log", time.monotonic())
     pid = os.fork()
@@ -388,7 +394,6 @@ def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
     log = os.open(run.log, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    files = SCAN + BLOCK + AUGMENT
     if mutant:
         sources, cache = folder / "sources", folder / "cache"
         shutil.copytree(compiler.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
@@ -397,11 +402,7 @@ def start(mutant: Mutant | None, folder: Path) -> tuple[int, Run]:
         cache.mkdir()
         for library in emulator.CACHE.iterdir():  # of the other kernels
             (cache / library.name).symlink_to(library)
-        compiler.SOURCES, emulator.CACHE, files = (
-            sources,
-            cache,
-            TESTS.get(mutant.file, FOLDERS[Path(mutant.file).parent.name]),
-        )
+        compiler.SOURCES, emulator.CACHE = sources, cache
     code = 3
     try:
         code = pytest.main([*PYTEST, *files])
@@ -438,7 +439,7 @@ def main() -> int:
         return unplantable()
     chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.shows}" for word in args.words or [""])]
     with tempfile.TemporaryDirectory() as folder:
-        pid, run = start(None, Path(folder, "without"))
+        pid, run = start(None, Path(folder, "without"), tests_of(chosen))
         if found := outcome(os.waitpid(pid, 0)[1], run):
             print(run.log.read_text())
             print(f"The tests fail without a mutant: {found}")
@@ -447,7 +448,7 @@ def main() -> int:
         while waiting or running:
             while waiting and len(running) < args.jobs:
                 number, mutant = waiting.pop(0)
-                pid, run = start(mutant, Path(folder, str(number)))
+                pid, run = start(mutant, Path(folder, str(number)), tests_of([mutant]))
                 running[pid] = run
             time.sleep(0.1)
             for pid, run in list(running.items()):
