@@ -22,7 +22,7 @@ RETIRED = [
 ]
 # terms in which a retired word is right: the glossary's own, and names that are public
 TERMS = ("step_logit", "beta_logit", "dt_logit", "reference_scan")
-PENDING = ("logits", "logit", "rates", "dt_proj", "prenormed")  # in kernels/block, whose names are being changed
+PENDING = ("prenormed",)  # in kernels/block, where it is being changed
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
 from . import launch as kernels
 from .forward import REVERSE, project, split
-from .launch import Weights
+from .launch import PackedWeights
 from .tokens import Tokens
 from .weights import BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
 
@@ -48,9 +48,7 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     saved = SavedForBackward(*saved)
     (B, L, _), C, dtype = saved.uz.shape, sizes.C, saved.uz.dtype
     tokens, selective = Tokens(L, options.class_token_only), saved.A is not None
-    # shapes alone
-    like = BlockWeights.of([norm_C.new_empty(shape) for shape in sizes.shapes(selective).flat()])
-    w = Weights.of(saved.packed, *kernels.packed_sizes(like.out_proj, like.flat()[3:]))
+    w = PackedWeights.of(saved.packed, sizes)
     if dnext_TC is None:
         dx_TC = dx_BMC.view(-1, C)
         dout_TC = dx_TC.to(dtype)
@@ -72,10 +70,10 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, saved, tokens)
     *per_weight, dA_2DN = of_directions
-    dweights = kernels.unpack_gradients(norm_C, in_proj, like.flat()[3:], dfolded, *per_weight, dtype, in_one)
+    dweights = kernels.unpack_gradients(norm_C, in_proj, sizes, dfolded, *per_weight, dtype, in_one)
 
     if options.class_token_only:  # zeros for the residual stream of the other tokens
-        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.middle, L // 2)).view(-1, C)
+        dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
     if not options.prenormed:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, saved.xhat, saved.rstd, dx_TC)
     # the derivative of -exp(A_log) is itself
@@ -86,25 +84,26 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
 
 
 def _through_directions(
-    recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: Weights, saved: SavedForBackward, tokens: Tokens
-) -> DirectionGradients:
+    recurrence: str, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward,
+    tokens: Tokens,
+) -> DirectionGradients:  # fmt: skip
     """Scan, projections and convolutions of both directions; writes du."""
     p = project(u_BLD, w, tokens.H)
-    dv_2BHD, dlogits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
+    dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, tokens.read_by_both(dy_BLD), p.v, p.step_logits, p.k, p.q, saved.A, w.skip,
         w.step_bias, saved.states, REVERSE, overwrite_step_logits=True,
     )  # fmt: skip
-    v_2TD, dlogits_2TD, step_2TR, dk_2TN, dq_2TN = (
-        t.flatten(1, 2) for t in (p.v, dlogits_2BHD, p.step, dk_2BHN, dq_2BHN)
+    v_2TD, dstep_logits_2TD, step_2TR, dk_2TN, dq_2TN = (
+        t.flatten(1, 2) for t in (p.v, dstep_logits_2BHD, p.step, dk_2BHN, dq_2BHN)
     )
-    dprojected_2TP, dstep_proj = kernels.step_proj_backward(dlogits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
+    dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
     dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
     dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)
 
 
 def _through_in_proj(
-    duz_BLE: Tensor, dz_BMD: Tensor, w: Weights, saved: SavedForBackward, tokens: Tokens
+    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, saved: SavedForBackward, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the projection that contains the norm's weight, and of xhat."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)

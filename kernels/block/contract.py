@@ -69,7 +69,7 @@ def check_backward(
     dtype = saved[0].dtype
     check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
-    sizes["W"] = kernels.packed_size(*kernels.packed_sizes(weights.out_proj, weights.flat()[3:]), dtype)
+    sizes["W"] = kernels.packed_size(weights.sizes, dtype)
     rows = [
         (f"saved[{i}] ({name})", t, layout, own or dtype)
         for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence)))

@@ -15,22 +15,22 @@ STRIPS = 48  # of two tokens, that a CTA takes
 
 def conv_xproj(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
-    logits: bool = True,
+    project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """v_2BHD, convolution and SiLU of both directions; v x_proj^T (2, T, P), of which R columns are the step's; logits.
+    """v_2BHD, convolution and SiLU of both directions; its projections v x_proj^T (2, T, P); and the step's logits.
 
-    All are of the H tokens that each direction reads first, T in all. The last of the K taps is the token itself. The
-    logits (2, T, D), the step times step_proj^T, are computed if wanted.
+    The step is the first R columns. Its logits, step step_proj^T (2, T, D), are None without `project_step`. All are
+    of the H tokens that each direction reads first, T in all. The last of the K taps is the token itself.
     """
     (B, L, D), P, R, dtype = u_BLD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2], u_BLD.dtype
     if not fits(u_BLD, P, conv_2DK.shape[2]):
         v_2BHD = convolutions.conv(u_BLD, conv_2DK, conv_bias_2D, H)
         projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
-        return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT) if logits else None
-    macros = macros_of(dtype, D, P, R, conv_2DK.shape[2], logits, hardware.shared_bytes(place(u_BLD)))
+        return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT) if project_step else None
+    macros = macros_of(dtype, D, P, R, conv_2DK.shape[2], project_step, hardware.shared_bytes(place(u_BLD)))
     v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=dtype)
     projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=dtype)
-    step_logits_2TD = u_BLD.new_empty(2, B * H, D) if logits else None
+    step_logits_2TD = u_BLD.new_empty(2, B * H, D) if project_step else None
     compiler.launch("block/conv_xproj", "conv_xproj", macros, -(-_strips(u_BLD) // STRIPS), 192 * macros["SPLIT"], dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,
         step_proj=step_proj_2DR, v=v_2BHD, projected=projected_2TP, step_logits=step_logits_2TD, B=B, length=L, read=H,
@@ -54,7 +54,7 @@ def _strips(u_BLD: Tensor) -> int:
     return len(u_BLD) * -(-u_BLD.shape[1] // 2)
 
 
-def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, logits: bool, shared: int) -> dict:
+def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, project_step: bool, shared: int) -> dict:
     """Of conv_xproj.cu, where a CTA may have `shared` bytes."""
 
     def block_bytes(k_tile):
@@ -64,16 +64,16 @@ def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, logits: boo
     split = 2 if P > 64 else 1  # a warp has no registers for the sums of wide projections and all channels' inputs
     k_tile = 128 if split == 2 and D % 128 == 0 and block_bytes(128) <= shared else 64
     return dict(
-        INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(logits), SPLIT=split, K_TILE=k_tile,
+        INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(project_step), SPLIT=split, K_TILE=k_tile,
         BLOCK_BYTES=block_bytes(k_tile),
     )  # fmt: skip
 
 
 def plain(
     u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, H: int,
-    logits: bool = True,
+    project_step: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The definition of `conv_xproj`, always with the logits."""
+    """The definition of `conv_xproj`, always with the step's logits."""
     v_2BHD = convolutions.plain(u_BLD, conv_2DK, conv_bias_2D, H)
     projected_2TP = v_2BHD.flatten(1, 2) @ x_proj_2PD.mT
     return v_2BHD, projected_2TP, projected_2TP[..., : step_proj_2DR.shape[2]] @ step_proj_2DR.mT

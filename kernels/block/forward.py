@@ -16,7 +16,7 @@ from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
 from . import launch as kernels
 from .contract import check_forward
-from .launch import Weights
+from .launch import PackedWeights
 from .tokens import Tokens
 from .weights import BlockWeights, Inputs, Options, SavedForBackward
 
@@ -42,18 +42,15 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
     # a product that is no part of a kernel is written over the residual stream
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
-    flat = weights.flat()
-    packed, own_norm = kernels.pack_weights(
-        *flat[:3], flat[3:], dtype, tiles, None if normed else x_TC, options.eps, copy
-    )
-    w, A_2DN = Weights.of(packed, *kernels.packed_sizes(weights.out_proj, flat[3:])), rates(weights)
+    packed, own_norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
+    w, A_2DN = PackedWeights.of(packed, weights.sizes), A_of(weights)
     if normed:
         own_norm = *normed, x_TC.clone() if copy else x_TC
     xhat_TC, rstd_T, x_TC = own_norm
     uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
     u_BLD, z_BMD = split(uz_BLE, xhat_TC, w, tokens)
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
-    p = project(u_BLD, w, tokens.H, logits=not from_step)
+    p = project(u_BLD, w, tokens.H, project_step=not from_step)
     y_2BHD, states = scans.scan_forward(
         options.recurrence, p.v, p.step if from_step else p.step_logits, p.k, p.q, A_2DN,
         w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
@@ -71,13 +68,13 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     return [*results, *SavedForBackward(uz_BLE, mean_BMD, states, packed, A_2DN, *kept)]
 
 
-def rates(weights: BlockWeights) -> Tensor | None:
+def A_of(weights: BlockWeights) -> Tensor | None:
     """A (2, D, N), if the recurrence has rates."""
     forward, backward = (direction.A_log for direction in weights.directions)
     return None if forward is None else -torch.stack([forward.float(), backward.float()]).exp()
 
 
-def split(uz_BLE: Tensor, xhat_TC: Tensor, w: Weights, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """u of all tokens and z of those that are put out."""
     if not tokens.class_token_only:
         return uz_BLE.chunk(2, dim=-1)
@@ -86,10 +83,13 @@ def split(uz_BLE: Tensor, xhat_TC: Tensor, w: Weights, tokens: Tokens) -> tuple[
     return uz_BLE, torch.mm(xhat_BC, w.in_proj[D:].t()).unsqueeze(1)
 
 
-def project(u_BLD: Tensor, w: Weights, H: int, logits: bool = True) -> Projected:
+def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool = True) -> Projected:
     """Convolutions and projections of the H tokens that each direction reads; the step's logits if wanted."""
     B, R, P = len(u_BLD), w.step_proj.shape[2], w.x_proj.shape[1]
-    v_2BHD, projected_2TP, logits_2TD = kernels.conv_xproj(u_BLD, w.conv, w.conv_bias, w.x_proj, w.step_proj, H, logits)
+    v_2BHD, projected_2TP, step_logits_2TD = kernels.conv_xproj(
+        u_BLD, w.conv, w.conv_bias, w.x_proj, w.step_proj, H, project_step
+    )
     parts = projected_2TP.tensor_split((R, (R + P) // 2), dim=-1)
     step_2BHR, k_2BHN, q_2BHN = (t.unflatten(1, (B, -1)) for t in parts)
-    return Projected(v_2BHD, k_2BHN, q_2BHN, step_2BHR, logits_2TD.unflatten(1, (B, -1)) if logits else None)
+    step_logits_2BHD = step_logits_2TD.unflatten(1, (B, -1)) if project_step else None
+    return Projected(v_2BHD, k_2BHN, q_2BHN, step_2BHR, step_logits_2BHD)

@@ -20,7 +20,7 @@ from .gate_outproj_bwd_sm90 import gate_outproj_backward
 from .gate_outproj_sm90 import empty_tiles
 from .gate_outproj_sm90 import fits as runs_hopper_kernels
 from .norm_backward import norm_backward
-from .pack_weights import Weights, pack_weights, packed_size, packed_sizes
+from .pack_weights import PackedWeights, pack_weights, packed_size
 from .step_proj_bwd import products_over_tokens, step_proj_backward
 from .unpack_gradients import unflatten, unpack_gradients
 

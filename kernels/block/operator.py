@@ -27,7 +27,7 @@ from ..scan.chunks import chunk_state_count
 from . import launch as kernels
 from .backward import backward, named_gradients
 from .contract import check_backward, check_forward, check_lists, unobserved
-from .forward import forward, rates
+from .forward import A_of, forward
 from .tokens import Tokens
 from .weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward, Sizes
 
@@ -148,13 +148,13 @@ def _fake_block(*arguments):
     norm_next = norm_next and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
     if not keep:
         return y_BMC, own_norm if norm_next else [], []
-    packed = kernels.packed_size(*kernels.packed_sizes(weights.out_proj, weights.flat()[3:]), dtype)
+    packed = kernels.packed_size(weights.sizes, dtype)
     saved = SavedForBackward(
         x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
         x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
         x_BLC.new_empty((2, B, chunk_state_count(tokens.H), sizes.N, D)),
         x_BLC.new_empty(packed, dtype=dtype),
-        rates(weights),
+        A_of(weights),
         *((None, None) if normed else (t.clone() for t in own_norm)),
     )
     return y_BMC, own_norm if norm_next else [], saved.flat()

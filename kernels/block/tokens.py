@@ -15,7 +15,7 @@ class Tokens(NamedTuple):
     class_token_only: bool
 
     @property
-    def middle(self) -> int:
+    def class_token(self) -> int:
         return (self.L - 1) // 2
 
     @property
@@ -34,13 +34,13 @@ class Tokens(NamedTuple):
 
     def wanted(self, t_BLX: Tensor) -> Tensor:
         """Those that are put out, as a view."""
-        return t_BLX.narrow(1, self.middle, 1) if self.class_token_only else t_BLX
+        return t_BLX.narrow(1, self.class_token, 1) if self.class_token_only else t_BLX
 
     def wanted_of_both(self, y_2BHD: Tensor) -> Tensor:
         """Those that are put out, of what both directions have read."""
         if not self.class_token_only:
             return y_2BHD
-        return torch.stack([y_2BHD[0, :, self.middle], y_2BHD[1, :, 0]]).unsqueeze(2)
+        return torch.stack([y_2BHD[0, :, self.class_token], y_2BHD[1, :, 0]]).unsqueeze(2)
 
     def read_by_both(self, t_BLX: Tensor) -> Tensor:
         """What each direction reads (2, B, H, X), as a view: that of the second begins L - H tokens later."""

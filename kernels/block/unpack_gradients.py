@@ -9,41 +9,43 @@ from ..cuda import compiler
 from ..cuda.elements import ELEMENT
 from .pack_weights import by_direction, plain_packed
 from .plain import gradients as by_autograd
+from .weights import BlockWeights, Sizes
 
 
 def unpack_gradients(
-    norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, flat: bool = False,
+    norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
+    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of norm_C, in_proj and each direction's first six weights, from those of what `pack_weights` makes.
 
     Args:
+        norm_C, in_proj: The weights, for the gradients of their product.
+        sizes: The weights'.
         dfolded: Of the projection that contains the norm's weight.
         dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
         dstep_proj: (2, other parts, D, padded R).
         dchannels: (2, 2, D): of skip, then of the step's bias.
         dtype: Of the products.
-        flat: All in one tensor, for `unflatten`.
+        in_one: All in one tensor, for `unflatten`.
     """
-    (_, C), D, taps = in_proj.shape, dfolded.shape[0] // 2, dfilters.shape[2] - 1
-    P, padded, half = dx_proj.shape[2], dstep_proj.shape[3], len(directions) // 2
-    weights = [norm_C, in_proj, *directions[:6], *directions[half : half + 6]]
-    if flat:
-        memory = torch.empty(sum(t.numel() for t in weights), device=norm_C.device, dtype=norm_C.dtype)
-        gradients = unflatten(memory, weights)
-    else:
-        gradients = [torch.empty(t.shape, device=norm_C.device, dtype=norm_C.dtype) for t in weights]
-    blocks = -(-C // 8) + -(-2 * D * (P + padded + taps + 2) // 256)
+    C, D, _, R, K = sizes
+    norm, in_proj_shape, _, *directions = sizes.shapes(A_log=False).flat()
+    gradients = [norm_C.new_empty(shape) for shape in (norm, in_proj_shape, *directions)]
+    if in_one:
+        memory = norm_C.new_empty(sum(t.numel() for t in gradients))
+        gradients = unflatten(memory, gradients)
+    blocks = -(-C // 8) + -(-2 * D * (sizes.padded_P + sizes.padded_R + K + 2) // 256)
     vector = 4 if C % 4 == 0 else 1
-    macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[norm_C.dtype], VECTOR=vector, WIDTH=C, TAPS=taps)
+    macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[norm_C.dtype], VECTOR=vector, WIDTH=C, TAPS=K)
+    dnorm, din_proj, *ddirections = gradients
     compiler.launch("block/unpack_gradients", "unpack_gradients", macros, blocks, 256, dict(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
         filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1], dchannels=dchannels,
-        dnorm=gradients[0], din_proj=gradients[1], **by_direction("d", gradients[2:]), channels=D, projections_=P,
-        rank_=directions[3].shape[1], padded_rank_=padded,
+        dnorm=dnorm, din_proj=din_proj, **by_direction("d", (ddirections[:6], ddirections[6:])), channels=D,
+        projections_=sizes.padded_P, rank_=R, padded_rank_=sizes.padded_R,
     ))  # fmt: skip
-    return [memory] if flat else gradients
+    return [memory] if in_one else gradients
 
 
 def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -52,20 +54,20 @@ def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 def plain(
-    norm_C: Tensor, in_proj: Tensor, directions: list[Tensor], dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, flat: bool = False,
+    norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
+    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The definition of `unpack_gradients`."""
-    half = len(directions) // 2
 
     def packed(norm_C, in_proj, *directions):
-        folded, _, *rest = plain_packed(norm_C, in_proj, in_proj, directions, dtype)
+        weights = BlockWeights.of([norm_C, in_proj, in_proj, *directions])
+        folded, _, *rest = plain_packed(weights, dtype)
         return torch.cat([t.flatten() for t in (folded, *rest)])
 
     (dskip, dstep_bias), dfilters = dchannels.unbind(1), dfilters.sum(0)
     dpacked = (
         dfolded, dx_proj.sum(1), dstep_proj.sum(1), dfilters[:, :-1].mT, dfilters[:, -1], dstep_bias, dskip
     )  # fmt: skip
-    weights = [norm_C, in_proj, *directions[:6], *directions[half : half + 6]]
-    found = by_autograd(packed, weights, torch.cat([t.flatten() for t in dpacked]))
-    return [torch.cat([t.flatten() for t in found])] if flat else found
+    directions = [torch.zeros(shape, dtype=dtype) for shape in sizes.shapes(A_log=False).flat()[3:]]
+    found = by_autograd(packed, [norm_C, in_proj, *directions], torch.cat([t.flatten() for t in dpacked]))
+    return [torch.cat([t.flatten() for t in found])] if in_one else found

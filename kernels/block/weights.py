@@ -41,8 +41,8 @@ class Sizes(NamedTuple):
     def shapes(self, A_log: bool) -> BlockWeights:
         """The shape of each weight."""
         C, D, N, R, K = self
-        rates = (D, N) if A_log else None
-        direction = DirectionWeights((D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,), rates)
+        A = (D, N) if A_log else None
+        direction = DirectionWeights((D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,), A)
         return BlockWeights((C,), (2 * D, C), (C, D), (direction, direction))
 
 

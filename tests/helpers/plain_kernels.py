@@ -19,7 +19,7 @@ from vil.kernels.block.plain import gradients
 class PlainKernels:
     """What forward and backward call, by the definitions beside the kernels; nothing is fused."""
 
-    packed_sizes, packed_size = staticmethod(pack_weights.packed_sizes), staticmethod(pack_weights.packed_size)
+    packed_size = staticmethod(pack_weights.packed_size)
     unflatten = staticmethod(unpack_gradients.unflatten)
     rms_norm, norm_backward = staticmethod(norm_backward.plain_norm), staticmethod(norm_backward.plain)
     pack, pack_weights = staticmethod(pack_weights.plain_packed), staticmethod(pack_weights.plain)

@@ -16,7 +16,7 @@ from blocks import MIXERS, Scale, close, make_block, operator_on_a_cpu, options_
 from models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
 from plain_kernels import PlainKernels, in_tiles
 from spills import NVRTC, assert_no_spills
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from vil.kernels import backends
 from vil.kernels.block import (
     backward,
@@ -32,7 +32,7 @@ from vil.kernels.block import (
 )  # fmt: skip
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block import launch as kernels
-from vil.kernels.block.weights import Normed
+from vil.kernels.block.weights import BlockWeights, Normed
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.cuda.elements import ELEMENT
 from vil.kernels.scan import heuristics as variants
@@ -45,7 +45,7 @@ from vil.block import Block, LonghornMixer, MambaMixer
 def plain_kernels(monkeypatch):
     """The operator on a CPU, in fp64, with plain kernels; a list of whether a block, in turn, was handed its norm."""
     handed, pack_weights = [], PlainKernels.pack_weights
-    monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[6] is None) or pack_weights(*a))
+    monkeypatch.setattr(PlainKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
     for module in (operator, forward, backward):
         monkeypatch.setattr(module, "kernels", PlainKernels)
     for module in (forward, backward):
@@ -489,10 +489,8 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         return getattr(kernels, name)(*inputs, *written), written
 
     def check(name, inputs, writes, rounded):
-        exactly = [
-            [t.double() for t in i] if isinstance(i, list) else i.double() if isinstance(i, torch.Tensor) else i
-            for i in (*inputs, *[torch.empty(*size, dtype=dtype) for size in writes])
-        ]
+        given = *inputs, *[torch.empty(*size, dtype=dtype) for size in writes]
+        exactly = tree_map_only(torch.Tensor, torch.Tensor.double, given)
         values, written = result(name, inputs, writes)
         if name == "conv_backward":  # in parts
             values = values.sum(0, keepdim=True)
@@ -500,9 +498,8 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
             values = values[0], values[1].sum(1, keepdim=True)
         truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
         if name == "pack_weights":
-            sizes = kernels.packed_sizes(inputs[2], inputs[3])
             values, truths = [
-                [*kernels.Weights.of(packed, *sizes), *(t for t in norm if t is not None)]
+                [*kernels.PackedWeights.of(packed, inputs[0].sizes), *(t for t in norm if t is not None)]
                 for packed, norm in (values, truths)
             ]
         for value, truth in zip(
@@ -529,17 +526,15 @@ def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monke
         compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
         compare("gate", tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True)
     block = make_block(LonghornMixer, C)
-    norm, in_proj, out_proj, *directions = [p.detach() for p in weights_of(block).flat()]
-    weights = norm, in_proj, out_proj
+    weights = BlockWeights.of([p.detach() for p in weights_of(block).flat()])
     for x in (tokens(B * L, C, dtype=torch.float32), None):
-        compare("pack_weights", *weights, directions, dtype, None, x, 1e-5, True, rounded=torch.float64)
-    packed = PlainKernels.pack(*weights, directions, dtype)
-    parts, R, N = 3, packed[3].shape[2], block.mixer.state_size
+        compare("pack_weights", weights, dtype, None, x, 1e-5, True, rounded=torch.float64)
+    parts, R, N = 3, weights.sizes.padded_R, block.mixer.state_size
     dfilters, dchannels = torch.randn(parts, 2, taps + 1, 2 * C), torch.randn(2, 2, 2 * C)
     dx_proj, dstep_proj = torch.randn(2, parts, R + 2 * N, 2 * C), torch.randn(2, parts, 2 * C, R)
     compare(
-        "unpack_gradients", *weights[:2], directions, torch.randn(4 * C, C), dfilters, dx_proj, dstep_proj, dchannels,
-        dtype, rounded=torch.float64,
+        "unpack_gradients", weights.norm, weights.in_proj, weights.sizes, torch.randn(4 * C, C), dfilters, dx_proj,
+        dstep_proj, dchannels, dtype, rounded=torch.float64,
     )  # fmt: skip
     compare(
         "norm_backward", tokens(B * L, C), tokens(B * L, C), torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from blocks import close, make_block, weights_of
 from plain_kernels import PlainKernels, in_tiles
+from torch.utils._pytree import tree_map_only
 from vil.kernels.block import conv_xproj, gate_outproj_sm90
 from vil.kernels.block import launch as kernels
+from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler, hardware
 
 from vil.block import LonghornMixer
@@ -43,50 +45,47 @@ def normed(x, eps):
     return x.double() * scale[:, None], scale
 
 
+def block_weights(C, dtype=torch.float32):
+    return BlockWeights.of([p.detach() for p in weights_of(make_block(LonghornMixer, C, dtype=dtype)).flat()])
+
+
+def exactly(*tensors):
+    """In fp64; also in lists and named tuples."""
+    return tree_map_only(torch.Tensor, torch.Tensor.double, tensors)
+
+
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
 def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
-    block, x = make_block(LonghornMixer, 8), small_tokens(21, 8)
-    directions = [p.detach() for p in weights_of(block).flat()[3:]]
-    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
+    weights, x = block_weights(8), small_tokens(21, 8)
     for dtype in (torch.float32, BF16):
         for copy in (True, False):
-            _, (xhat, scale, x_or_copy) = kernels.pack_weights(*weights, directions, dtype, None, x, eps, copy)
-            for value, truth in zip((xhat, scale), normed(x, eps)):
+            _, (*norm, x_or_copy) = kernels.pack_weights(weights, dtype, None, x, eps, copy)
+            for value, truth in zip(norm, normed(x, eps), strict=True):
                 close(value, truth, dtype, "norm")
             assert torch.equal(x_or_copy, x)
             assert (x_or_copy is x) != copy
 
 
-def exactly(*tensors):
-    return [t if t is None else t.double() for t in tensors]
-
-
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     """The weights of a block as its kernels want them."""
-    C, dtype = 8, BF16
-    block = make_block(LonghornMixer, C, dtype=BF16)
-    directions = [p.detach() for p in weights_of(block).flat()[3:]]
-    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
-    sizes = _, D, P, R, taps = kernels.packed_sizes(weights[2], directions)
-    doubles = *exactly(*weights), exactly(*directions)
-    packed, _ = kernels.pack_weights(*weights, directions, dtype, None, None, 1e-5, True)
-    views = kernels.Weights.of(packed, *sizes)
-    for value, truth in zip(views, PlainKernels.pack(*doubles, torch.float64)):
-        close(value, truth, dtype, "packed")
+    weights = block_weights(8, BF16)
+    C, D, _, _, K = sizes = weights.sizes
+    packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
+    views = kernels.PackedWeights.of(packed, sizes)
+    for value, truth in zip(views, PlainKernels.pack(*exactly(weights), torch.float64), strict=True):
+        close(value, truth, BF16, "packed")
     # projections in the type of products, what other kernels read in fp32
-    fp32 = torch.float32
-    assert [t.dtype for t in views] == [dtype, dtype, dtype, dtype, fp32, fp32, fp32, fp32]
-    dweights = (
-        torch.randn(2 * D, C), torch.randn(3, 2, taps + 1, D), torch.randn(2, 5, P, D), torch.randn(2, 7, D, R),
-        torch.randn(2, 2, D),
+    assert [t.dtype for t in views] == 4 * [BF16] + 4 * [torch.float32]
+    shapes = (
+        (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (2, 2, D)
     )  # fmt: skip
-    like = [*weights[:2], *directions]
-    found = kernels.unpack_gradients(*weights[:2], directions, *dweights, dtype)
-    (flat,) = kernels.unpack_gradients(*weights[:2], directions, *dweights, dtype, flat=True)
-    assert all(torch.equal(a, b) for a, b in zip(kernels.unflatten(flat, like), found, strict=True))
-    truths = PlainKernels.unpack_gradients(*doubles[:2], doubles[3], *exactly(*dweights), torch.float64)
-    for value, truth, parameter in zip(found, truths, like, strict=True):
-        assert (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+    given = weights.norm, weights.in_proj, sizes, *[torch.randn(shape) for shape in shapes]
+    found, (in_one,) = (kernels.unpack_gradients(*given, BF16, in_one) for in_one in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(kernels.unflatten(in_one, found), found, strict=True))
+    norm, in_proj, _, *directions = weights.flat()
+    truths = PlainKernels.unpack_gradients(*exactly(*given), torch.float64)
+    for value, truth, weight in zip(found, truths, (norm, in_proj, *directions), strict=True):
+        assert (value.shape, value.dtype) == (weight.shape, weight.dtype)
         assert value.is_contiguous()
         close(value, truth, value.dtype, "gradient")
 
@@ -365,12 +364,9 @@ def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
 
 def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     C, T = 8, 2**29 + 41
-    block = make_block(LonghornMixer, C)
-    directions = [p.detach() for p in weights_of(block).flat()[3:]]
-    weights = [p.detach() for p in (block.norm.weight, block.mixer.in_proj.weight, block.mixer.out_proj.weight)]
     x = large(T, C, dtype=torch.float32)
     of_x = put(x)
-    _, (xhat, scale, copy) = kernels.pack_weights(*weights, directions, BF16, None, x, 1e-5, True)
+    _, (xhat, scale, copy) = kernels.pack_weights(block_weights(C), BF16, None, x, 1e-5, True)
     for value, truth in zip((xhat[-L:], scale[-L:]), normed(of_x, 1e-5)):
         close(value, truth, BF16, "norm")
     assert torch.equal(copy[-L:], of_x)

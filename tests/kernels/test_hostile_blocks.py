@@ -29,6 +29,7 @@ from vil.kernels import backends
 from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
+from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler
 
 from vil import block as vil_block
@@ -176,12 +177,15 @@ def test_numbers_of_states_that_there_are_no_kernels_for_are_refused(on_a_cpu):
     assert on_a_cpu == []
 
 
+def sizes_of(named):
+    return BlockWeights.of([named["norm_C"], named["in_proj"], named["out_proj"], *named["directions"]]).sizes
+
+
 def results(call, named):
     """Of packed weights the parts, as what is between them may be anything."""
     found = run(call, named)
     if call == "block" and named["keep"]:
-        sizes = kernels.packed_sizes(named["out_proj"], named["directions"])
-        found[2][3] = list(kernels.Weights.of(found[2][3], *sizes))
+        found[2][3] = list(kernels.PackedWeights.of(found[2][3], sizes_of(named)))
     return found
 
 
@@ -343,9 +347,9 @@ def in_dtype(call, named, dtype):
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
         of = [own or dtype for _, _, own in contract._saved_fields(named["recurrence"])]
-        saved, sizes = list(named["saved"]), kernels.packed_sizes(named["out_proj"], named["directions"])
-        packed = saved[3].new_zeros(kernels.packed_size(*sizes, dtype), dtype=dtype)
-        for part, value in zip(kernels.Weights.of(packed, *sizes), kernels.Weights.of(saved[3], *sizes)):
+        saved, sizes = list(named["saved"]), sizes_of(named)
+        packed = saved[3].new_zeros(kernels.packed_size(sizes, dtype), dtype=dtype)
+        for part, value in zip(kernels.PackedWeights.of(packed, sizes), kernels.PackedWeights.of(saved[3], sizes)):
             part.copy_(value)
         saved = [t.to(own) for t, own in zip(saved, of)]
         saved[3] = packed

@@ -191,9 +191,8 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
                 results = zip(replayed(call[-1]), function(*call), strict=True)
                 for i, (found, expected) in enumerate(results):
                     if function is run_forward and i == 6:  # packed weights, between which there may be anything
-                        flat = weights_of(make_block(mixer, C)).flat()
-                        sizes = kernels.packed_sizes(flat[2], flat[3:])
+                        sizes = weights_of(make_block(mixer, C)).sizes
                         found, expected = (torch.cat([
-                            part.double().flatten() for part in kernels.Weights.of(t, *sizes)
+                            part.double().flatten() for part in kernels.PackedWeights.of(t, sizes)
                         ]) for t in (found, expected))  # fmt: skip
                     assert found is None if expected is None else torch.equal(found, expected), (i, found, expected)
