@@ -18,6 +18,7 @@ from typing import Any
 
 from research import seeds, transfer
 from research.compare import holm, paired, spread, welch
+from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
 from vil.evaluation.comparison import markdown_table
 from vil.files import write_atomically
@@ -87,7 +88,7 @@ def recall() -> str:
 
 
 def image_by_image(name: str) -> str:
-    return seeds.compare_images(runs_of(name), seeds.Judged.read(RESULTS / f"{name}.csv.gz"))
+    return compare_images(runs_of(name), Judged.read(RESULTS / f"{name}.csv.gz"))
 
 
 def weights() -> str:

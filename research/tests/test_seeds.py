@@ -21,6 +21,7 @@ from processes import SMALL
 from scipy.stats import binomtest
 
 from research import seeds
+from research.predictions import Judged, compare_images, joined
 from vil.config import load_config
 from vil.data.splits import open_split
 from vil.factory import load_model
@@ -132,9 +133,7 @@ def stubbed(tmp_path, image_folder, monkeypatch):
     def judge(folder, runs, images):
         names = [images.filename(i) for i in range(len(images))]
         targets = np.array([CLASSES.index(name.split("/")[0]) for name in names])
-        return seeds.Judged(
-            targets, np.zeros((len(images), len(runs)), int), names, [f"vil_tiny-{r['seed']}" for r in runs]
-        )
+        return Judged(targets, np.zeros((len(images), len(runs)), int), names, [f"vil_tiny-{r['seed']}" for r in runs])
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     monkeypatch.setattr(seeds, "judge", judge)
@@ -329,13 +328,13 @@ def test_a_split_is_known_by_the_names_and_sizes_of_its_files(tar, tmp_path):
 
 def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
     def judged(images, runs, *predicted):
-        return seeds.Judged(np.zeros(2, dtype=int), np.array(predicted), images, runs)
+        return Judged(np.zeros(2, dtype=int), np.array(predicted), images, runs)
 
     first = judged(["a", "b"], ["x", "z"], [1, 2], [3, 4])
     parts = [first, judged(["a", "b"], ["y"], [5], [6])]
-    assert seeds.joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
+    assert joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
     with pytest.raises(SystemExit, match="other images"):
-        seeds.joined([first, judged(["a", "c"], ["y"], [5], [6])], ["x", "y"])
+        joined([first, judged(["a", "c"], ["y"], [5], [6])], ["x", "y"])
 
 
 @pytest.mark.parametrize(
@@ -358,9 +357,9 @@ def test_images_that_one_model_alone_gets_right_decide():
     targets = np.zeros(100, dtype=int)
     first, second, other_seed = (np.r_[np.zeros(n, dtype=int), np.ones(100 - n, dtype=int)] for n in (80, 70, 5))
     images, names = [str(i) for i in range(100)], ["a-3", "b-3", "b-4"]
-    judged = seeds.Judged(targets, np.stack([first, second, other_seed], axis=1), images, names)
+    judged = Judged(targets, np.stack([first, second, other_seed], axis=1), images, names)
     runs = [dict(model="a", seed=3), dict(model="b", seed=3), dict(model="b", seed=4)]
-    (line,) = seeds.compare_images(runs, judged).splitlines()[2:]
+    (line,) = compare_images(runs, judged).splitlines()[2:]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:6] == ["a, b", "3", "70", "10", "0", "20"]
     assert cells[7] == f"{binomtest(10, 10).pvalue:.2g}"
