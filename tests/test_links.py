@@ -1,0 +1,39 @@
+"""The documents: links lead somewhere, files that they name exist, and the first page stays short."""
+
+import re
+
+import pytest
+import tables
+from processes import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
+DOCUMENTS = sorted({str(page.relative_to(ROOT)) for page in PAGES})
+FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_a_document_names_exists(document):
+    page = ROOT / document
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\w|(?:train_imagenet|validate)\.py)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in named if not (ROOT / path).exists() and not (page.parent / path).exists()]
+    assert not missing
+
+
+def test_the_first_page_shows_a_figure_at_once_and_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    assert any("<img" in line or line.startswith("![") for line in lines[:25])
+
+
+def test_the_documents_are_read_in_an_hour_or_two():
+    assert sum(len(page.read_text().split()) for page in ROOT.glob("docs/**/*.md")) <= 20_000
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_tables_of_speed_are_those_of_the_files_of_results(page):
+    text = (ROOT / page).read_text()
+    assert text.count("<!-- table: ") >= 2
+    assert tables.renewed(text) == text
