@@ -1,63 +1,136 @@
-"""The operators against `naive`, their gradients, their limits and what they refuse."""
+"""The public scans against `naive` on every backend that runs here, their gradients, their limits, what they refuse.
+
+Triton runs on the GPU if there is one, else under its interpreter; tests/kernels/test_cuda.py has the CUDA kernels.
+"""
 
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
-from scans import SCANS, SHAPES, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
+from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import longhorn_scan, selective_scan
-from vil.kernels.scan import chunked, naive
+from vil.kernels.scan import chunked, chunks, naive, operator
+
+
+class Backend(NamedTuple):
+    name: str
+    dtype: torch.dtype  # of tests that want no other
+    tolerance: float
+    device: str = "cpu"
+
+    def run(self, scan):
+        return lambda *t, **options: scan(*(each.to(self.device) for each in t), backend=self.name, **options).cpu()
+
+    def error(self, scan, definition, inputs, dy_dtype=None, **options):
+        """The largest relative error of output and gradients."""
+        dy_dtype = dy_dtype or inputs[0].dtype
+        expected = outputs_and_gradients(definition, exact(inputs), dy_dtype, **options)
+        actual = outputs_and_gradients(self.run(scan), inputs, dy_dtype, **options)
+        assert [t.dtype for t in actual] == [inputs[0].dtype, *(t.dtype for t in inputs)]
+        return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
+TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
+# chunks of 16 tokens in plain PyTorch and of 64 elsewhere; blocks of 64 channels on CPUs, in Triton of 32 and 16
+SHAPES = {
+    REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
+    CPU: [(1, 1, 1, 1), (3, 64, 5, 8), (2, 101, 19, 5), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
+    TRITON: [(2, 3, 35, 3), (1, 1, 1, 16), (1, 4, 5, 33)],
+}
+
+
+@pytest.fixture
+def prepared(backend, monkeypatch):
+    """Chunks of 4 tokens, not 64, for Triton's interpreter, which takes milliseconds for a token."""
+    if backend is TRITON:
+        pytest.importorskip("triton")
+        from vil.kernels.scan import triton_scan
+
+        monkeypatch.setattr(triton_scan, "PROGRAMS", 4)  # fewer than blocks
+        for module in (chunks, triton_scan):
+            monkeypatch.setattr(module, "CHUNK", 4)
+
+
+def on(*backends):
+    def decorate(test):
+        test = pytest.mark.usefixtures("prepared")(test)
+        return pytest.mark.parametrize("backend", backends, ids=lambda backend: backend.name)(test)
+
+    return decorate
+
+
+def sizes(backend, *large):
+    """The sizes, or for Triton's interpreter small ones."""
+    return (1, 7, 6, 4) if backend is TRITON else large
 
 
 @SCANS
-@SHAPES
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [pytest.param(b, shape, id=f"{b.name}-{'x'.join(map(str, shape))}") for b in SHAPES for shape in SHAPES[b]],
+)
 @pytest.mark.parametrize("reverse", [False, True])
-def test_output_and_gradients_equal_the_definition(scan, definition, make_inputs, shape, reverse):
-    inputs = make_inputs(*shape)
-    expected = outputs_and_gradients(definition, inputs, reverse=reverse)
-    for actual, truth in zip(outputs_and_gradients(scan, inputs, reverse=reverse), expected):
-        assert relative_error(actual, truth) < 1e-12
+def test_output_and_gradients_equal_the_definition(
+    scan, definition, make_inputs, backend, shape, reverse, prepared, poison
+):
+    inputs = make_inputs(*shape, backend.dtype)
+    assert backend.error(scan, definition, inputs, reverse=reverse) < backend.tolerance
 
 
 @SCANS
+@on(CPU)
+def test_random_sizes(scan, definition, make_inputs, backend):
+    generator = torch.Generator().manual_seed(7)
+    for seed in range(12):
+        B, L, D = (torch.randint(1, high, (), generator=generator).item() for high in (4, 140, 140))
+        inputs = make_inputs(B, L, D, (1, 3, 4, 15, 16)[seed % 5], torch.float32, seed)
+        assert backend.error(scan, definition, inputs, reverse=seed % 2 > 0) < 3e-6
+
+
+@SCANS
+@on(REFERENCE, CPU, TRITON)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)])
-def test_low_precision_inputs_lose_only_their_own_rounding(scan, definition, make_inputs, dtype, tolerance):
-    inputs = make_inputs(2, 77, 24, 16, dtype)
-    expected = outputs_and_gradients(definition, exact(inputs), dtype)
-    actual = outputs_and_gradients(scan, inputs)
-    assert [t.dtype for t in actual] == [dtype] * len(actual)
-    for a, truth in zip(actual, expected):
-        assert relative_error(a, truth) < tolerance
+def test_low_precision_inputs_lose_only_their_own_rounding(scan, definition, make_inputs, backend, dtype, tolerance):
+    cuts_off = backend is TRITON and backend.device == "cpu" and dtype == torch.bfloat16  # the interpreter does
+    inputs = make_inputs(*sizes(backend, 2, 77, 24, 16), dtype)
+    assert backend.error(scan, definition, inputs) < (2 if cuts_off else 1) * tolerance
 
 
 @SCANS
-def test_gradcheck(scan, definition, make_inputs):
-    assert torch.autograd.gradcheck(lambda *t: scan(*t, reverse=True), make_inputs(2, 4, 3, 2))
+@on(REFERENCE, CPU, TRITON)
+@pytest.mark.parametrize("options", range(3))
+def test_skip_and_bias_are_optional(scan, definition, make_inputs, backend, options):
+    *inputs, skip, bias = make_inputs(*sizes(backend, 2, 9, 6, 4), backend.dtype)
+    bias_name = "beta_bias_D" if scan is longhorn_scan else "dt_bias_D"
+    given = [{}, {"skip_D": skip}, {bias_name: bias}][options]
+
+    def with_names(f):
+        return lambda *t, **o: f(*t[: len(inputs)], **dict(zip(given, t[len(inputs) :])), **o)
+
+    assert backend.error(with_names(scan), with_names(definition), [*inputs, *given.values()]) < backend.tolerance
 
 
 @SCANS
-def test_skip_and_bias_are_optional(scan, definition, make_inputs):
-    inputs = make_inputs(2, 9, 6, 4)[:-2]
-    for actual, truth in zip(outputs_and_gradients(scan, inputs), outputs_and_gradients(definition, inputs)):
-        assert relative_error(actual, truth) < 1e-12
-
-
-@SCANS
+@on(REFERENCE, CPU, TRITON)
 @pytest.mark.parametrize("reverse", [(False, True), (True, True, False), [True]])
-def test_directions_in_one_pass_equal_the_definition_of_each(scan, definition, make_inputs, reverse):
-    each = [make_inputs(2, 40, 6, 4, seed=g) for g in range(len(reverse))]
+def test_directions_in_one_pass_equal_the_definition_of_each(scan, definition, make_inputs, backend, reverse):
+    each = [make_inputs(*sizes(backend, 2, 70, 9, 4), backend.dtype, seed) for seed in range(len(reverse))]
     stacked = [torch.stack(tensors).detach().requires_grad_() for tensors in zip(*each)]
-    y, *gradients = outputs_and_gradients(scan, stacked, reverse=reverse)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for g, inputs in enumerate(each):
-        truth = definition(*inputs, reverse=reverse[g])
-        assert relative_error(y[g], truth) < 1e-12
-        for actual, expected in zip(gradients, torch.autograd.grad(truth, inputs, dy[g])):
-            assert relative_error(actual[g], expected) < 1e-12
+
+    def definitions(*stacked):
+        return torch.stack([definition(*(t[g] for t in stacked), reverse=r) for g, r in enumerate(reverse)])
+
+    def scans(*stacked, **options):
+        return scan(*stacked, reverse=reverse, **options)
+
+    assert backend.error(scans, definitions, stacked) < backend.tolerance
 
 
 @SCANS
-def test_the_state_has_at_least_fp32_whatever_the_other_inputs_have(scan, definition, make_inputs):
+@on(REFERENCE)
+def test_the_state_has_at_least_fp32_whatever_the_other_inputs_have(scan, definition, make_inputs, backend):
     inputs = [t.detach() for t in make_inputs(2, 40, 6, 16, torch.bfloat16)]
     for dtype, others, tolerance in ((torch.float64, torch.bfloat16, 1e-12), (torch.bfloat16, torch.float64, 4e-3)):
         x, *rest = inputs[0].to(dtype), *(t.to(others) for t in inputs[1:])
@@ -76,71 +149,68 @@ def test_reverse_scan_equals_flipped_forward_scan(scan, definition, make_inputs)
 @SCANS
 def test_batch_slices_do_not_change_the_result(scan, definition, make_inputs, monkeypatch):
     inputs = make_inputs(5, 70, 6, 4)
-    expected = outputs_and_gradients(scan, inputs)
     for elements in (1, 24 * 2, 24 * 3):  # one, two and three images of five
         monkeypatch.setattr(chunked, "SLICE_ELEMENTS", elements)
-        for actual, truth in zip(outputs_and_gradients(scan, inputs), expected):
-            assert relative_error(actual, truth) < 1e-13
+        assert REFERENCE.error(scan, definition, inputs) < 1e-12
 
 
 @SCANS
-def test_strided_and_offset_views(scan, definition, make_inputs):
-    inputs = make_inputs(3, 11, 8, 4)
-    expected = outputs_and_gradients(scan, inputs)
+@on(REFERENCE, CPU)
+def test_views_that_are_strided_offset_and_expanded(scan, definition, make_inputs, backend):
     views = []
-    for t in inputs:
+    for t in make_inputs(3, 11, 8, 4, backend.dtype):
         padded = torch.full([n + 3 for n in t.shape[::-1]], float("nan"), dtype=t.dtype)
         view = padded[tuple(slice(1, n + 1) for n in t.shape[::-1])].permute(*reversed(range(t.dim())))
         view.copy_(t.detach())
         views.append(view.requires_grad_())
-    for actual, truth in zip(outputs_and_gradients(scan, views), expected):
-        assert relative_error(actual, truth) < 1e-13
+    assert backend.error(scan, definition, views) < backend.tolerance
+    one = [t.detach()[:1] if t.dim() == 3 else t.detach() for t in views]
+    many = [t.expand(3, *t.shape[1:]) if t.dim() == 3 else t for t in one]
+    assert torch.equal(backend.run(scan)(*many), backend.run(scan)(*one).expand(3, -1, -1))
 
 
 @SCANS
-def test_a_frozen_input_gets_no_gradient_and_changes_no_other(scan, definition, make_inputs):
-    inputs = make_inputs(2, 9, 4, 4)
-    expected = outputs_and_gradients(scan, inputs)
-    inputs[2] = inputs[2].detach()
-    y = scan(*inputs)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y.backward(dy)
-    for i, t in enumerate(inputs):
-        if i != 2:
-            torch.testing.assert_close(t.grad, expected[1 + i])
+@on(REFERENCE, CPU, TRITON)
+def test_a_frozen_input_gets_no_gradient_and_changes_no_other(scan, definition, make_inputs, backend):
+    inputs = make_inputs(*sizes(backend, 2, 9, 4, 4), backend.dtype)
+    frozen = inputs.pop(2).detach()
+
+    def with_frozen(f):
+        return lambda *t, **options: f(*t[:2], frozen.to(t[0]), *t[2:], **options)
+
+    assert backend.error(with_frozen(scan), with_frozen(definition), inputs) < backend.tolerance
 
 
-@pytest.mark.parametrize("logit", [-1e4, -100.0, -88.9, 88.9, 100.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_logits_stay_finite_and_right(logit, dtype):
-    inputs = longhorn_inputs(2, 20, 6, 4, dtype)
-    inputs[1] = torch.full_like(inputs[1], logit).requires_grad_()
-    actual = outputs_and_gradients(longhorn_scan, inputs)
+@on(REFERENCE, REFERENCE._replace(dtype=torch.float32), CPU, TRITON)
+@pytest.mark.parametrize("step_logit", [-1e4, -100.0, -88.9, 88.9, 100.0, 1e4])
+def test_extreme_logits_stay_finite_and_right(step_logit, backend):
+    inputs = longhorn_inputs(*sizes(backend, 2, 20, 6, 4), backend.dtype)
+    inputs[1] = torch.full_like(inputs[1], step_logit).requires_grad_()
+    actual = outputs_and_gradients(backend.run(longhorn_scan), inputs)
     expected = outputs_and_gradients(naive.longhorn, exact(inputs), inputs[0].dtype)
-    for i, (a, truth) in enumerate(zip(actual, expected)):
+    for i, (a, truth) in enumerate(zip(actual, expected, strict=True)):
         assert torch.isfinite(a).all()
         if i != 2:  # the gradient of a saturated logit is below rounding in the definition's own form
             torch.testing.assert_close(a.double(), truth, rtol=1e-4, atol=1e-5)
     assert actual[2].abs().max() < 1e-6
 
 
+@on(REFERENCE, CPU, TRITON)
 @pytest.mark.parametrize("scale", [0.0, 100.0])
-def test_zero_and_large_keys(scale):
-    inputs = longhorn_inputs(2, 50, 6, 16, torch.float32)
+def test_zero_and_large_keys(scale, backend):
+    inputs = longhorn_inputs(*sizes(backend, 2, 50, 6, 16), torch.float32)
     k = inputs[2].detach()
     inputs[2] = (scale * k / k.norm(dim=-1, keepdim=True)).requires_grad_()
-    actual = outputs_and_gradients(longhorn_scan, inputs)
-    expected = outputs_and_gradients(naive.longhorn, exact(inputs), inputs[0].dtype)
-    for a, truth in zip(actual, expected):
-        assert relative_error(a, truth) < 1e-5
+    assert backend.error(longhorn_scan, naive.longhorn, inputs) < 1e-5
 
 
 @SCANS
+@on(REFERENCE, CPU)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_nan_and_infinity_propagate(scan, definition, make_inputs, poison):
-    inputs = [t.detach().clone() for t in make_inputs(2, 12, 4, 4)]
+def test_nan_and_infinity_propagate(scan, definition, make_inputs, poison, backend):
+    inputs = [t.detach().clone() for t in make_inputs(2, 12, 4, 4, backend.dtype)]
     inputs[0][0, 5, 1] = poison
-    finite = torch.isfinite(scan(*inputs))
+    finite = torch.isfinite(backend.run(scan)(*inputs))
     assert not finite[0, 5:, 1].any()
     finite[0, 5:, 1] = True
     assert finite.all()  # other images, tokens before it and other channels
@@ -157,40 +227,63 @@ def test_memory_kept_for_backward_is_a_state_every_16_tokens(scan, definition, m
 
 
 @SCANS
-def test_autocast_does_not_reach_the_state(scan, definition, make_inputs):
+@on(REFERENCE, CPU)
+def test_autocast_does_not_reach_the_state(scan, definition, make_inputs, backend):
     inputs = make_inputs(2, 40, 8, 16, torch.float32)
-    expected = outputs_and_gradients(scan, inputs)
+    expected = outputs_and_gradients(backend.run(scan), inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = outputs_and_gradients(scan, inputs)
-    for a, truth in zip(actual, expected):
+        actual = outputs_and_gradients(backend.run(scan), inputs)
+    for a, truth in zip(actual, expected, strict=True):
         assert torch.equal(a, truth)
 
 
 @SCANS
-@pytest.mark.parametrize("B", [0, 2])
-def test_empty_batch_and_empty_sequence(scan, definition, make_inputs, B):
-    assert scan(*make_inputs(B, 0 if B else 3, 4, 4)).shape == (B, 0 if B else 3, 4)
+@on(REFERENCE, CPU, TRITON)
+@pytest.mark.parametrize(("B", "L"), [(0, 3), (2, 0)])
+def test_empty_batch_and_empty_sequence(scan, definition, make_inputs, B, L, backend):
+    inputs = make_inputs(B, L, 4, 4, backend.dtype)
+    y, *gradients = outputs_and_gradients(backend.run(scan), inputs)
+    assert y.shape == (B, L, 4)
+    assert [g.shape for g in gradients] == [t.shape for t in inputs]
+    assert not any(g.any() for g in gradients)
 
 
 @SCANS
-def test_operator_registrations(scan, definition, make_inputs):
-    inputs = [t.unsqueeze(0) for t in make_inputs(2, 40, 4, 4)]
-    if scan is longhorn_scan:
-        x, logits, k, q = (t.transpose(1, 2) for t in inputs[:4])
-        arguments = ("longhorn", q, [x, logits, k], True)
+@on(REFERENCE, CPU, TRITON)
+def test_operator_registrations(scan, definition, make_inputs, backend):
+    stacked = [t.detach()[None].to(backend.device) for t in make_inputs(*sizes(backend, 2, 40, 4, 4), backend.dtype)]
+    recurrence, A = "longhorn", None
+    if scan is selective_scan:
+        recurrence, A = "selective", stacked.pop(2)
+    x, step_logits, k, q, skip, step_bias = stacked
+    if backend is REFERENCE:
+        inputs = [*(t.transpose(1, 2) for t in (x, step_logits, k)), *([] if A is None else [A.mT])]
+        function, arguments = chunked._scan_forward, (recurrence, q.transpose(1, 2), inputs, True)
     else:
-        x, dt, b, c = (t.transpose(1, 2) for t in (*inputs[:2], *inputs[3:5]))
-        arguments = ("selective", c, [x, dt, b, inputs[2].transpose(-1, -2)], True)
+        tensors = x, step_logits, k, q, A, skip, step_bias
+        function, arguments = operator.scan.default, (backend.name, recurrence, *tensors, [True], True)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(), arguments)
-    torch.library.opcheck(chunked._scan_forward, arguments)
+    torch.library.opcheck(function, arguments, atol=1e-5, rtol=1e-4)
 
 
 @SCANS
-def test_compiles_without_graph_breaks(scan, definition, make_inputs):
-    inputs = make_inputs(2, 40, 4, 4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # the reference, and the cpu backend
+def test_compiles_without_graph_breaks(scan, definition, make_inputs, dtype):
+    inputs = make_inputs(2, 40, 4, 4, dtype)
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
     for actual, truth in zip(outputs_and_gradients(compiled, inputs), outputs_and_gradients(scan, inputs)):
         torch.testing.assert_close(actual, truth)
+
+
+@SCANS
+def test_a_second_derivative_is_refused(scan, definition, make_inputs):
+    inputs = make_inputs(1, 5, 3, 4, torch.float32)
+    (dx,) = torch.autograd.grad(scan(*inputs, backend="cpu").sum(), inputs[:1], create_graph=True)
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.autograd.grad(dx.sum(), inputs[:1])
+
+
+# What is refused
 
 
 def test_refuses_what_does_not_fit():
