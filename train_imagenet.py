@@ -72,7 +72,8 @@ from vil.processes import (
 )
 from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
-from vil.training.summary import Bottleneck, EpochMeter, Reporter
+from vil.training.meter import Bottleneck, EpochMeter
+from vil.training.summary import Reporter
 
 
 class DivergenceError(RuntimeError):

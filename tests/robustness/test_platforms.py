@@ -18,7 +18,7 @@ from vil.kernels.scan import chunked as reference
 from vil.kernels.scan import interface as operators
 
 from vil import checkpoint, files
-from vil.training import summary
+from vil.training import meter
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
@@ -38,15 +38,15 @@ def test_training_is_interrupted_and_resumed_to_the_same_weights(tmp_path, image
 
 
 def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
-    bytes_here = summary.peak_memory()
+    bytes_here = meter.peak_memory()
     usage = types.SimpleNamespace(ru_maxrss=bytes_here)
     faked = types.SimpleNamespace(getrusage=lambda _: usage, RUSAGE_SELF=0)
     monkeypatch.setitem(sys.modules, "resource", faked)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert summary.peak_memory() == bytes_here
+    assert meter.peak_memory() == bytes_here
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert summary.peak_memory() == 0
+    assert meter.peak_memory() == 0
 
 
 def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch):

@@ -1,218 +1,24 @@
-"""A run's measurements of itself and its files for people: means and times of an epoch, tables, pictures, logs."""
+"""The files of a run for people: tables, pictures, logs."""
 
 import csv
 import math
 import re
 import shutil
-import statistics
 import struct
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from figures import kept_figures
-from processes import in_processes
 
-from vil import processes
 from vil.config import Config, ConfigError
 from vil.info import git_commit
-from vil.training import summary
-from vil.training.summary import Bottleneck, EpochMeter, Reporter
+from vil.training.summary import Reporter
 
 
 def fp32(value):
     return struct.unpack("f", struct.pack("f", value))[0]
-
-
-LOSSES, NORMS = (2.5, 0.1, 0.7), (1.0, float("inf"), 4.0)
-
-
-def note(meter, losses=LOSSES, norms=NORMS):
-    for loss, norm in zip(losses, norms):
-        meter.add(torch.tensor(loss), torch.tensor(norm))
-
-
-class Clock:
-    """A clock that goes on when it is told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def perf_counter(self):
-        return self.now
-
-    def strftime(self, form):
-        return time.strftime(form)
-
-    def batches(self, count, seconds):
-        for batch in range(count):
-            self.now += seconds
-            yield batch
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(summary, "time", clock)
-    return clock
-
-
-def test_losses_and_norms_are_means_over_the_steps():
-    meter = EpochMeter()
-    note(meter)
-    assert (meter.steps, meter.losses) == (3, [])  # nothing waits for the device
-    meter.collect()
-    note(meter, [1.5], [math.nan])
-    assert meter.steps == 4
-    meter.collect()
-    meter.collect()
-    assert meter.losses == [2.5, fp32(0.1), fp32(0.7), 1.5]
-    row = meter.summary(global_batch_size=16)
-    assert row["train_loss"] == statistics.fmean([2.5, fp32(0.1), fp32(0.7), 1.5])
-    assert row["grad_norm"] == 2.5  # of the steps that the scaler of float16 did not leave out
-    meter = EpochMeter()
-    note(meter, [1.0], [math.inf])
-    meter.collect()
-    assert math.isnan(meter.summary(1)["grad_norm"])
-
-
-def test_times_are_those_from_the_first_wait_for_a_batch_to_the_last_step(clock):
-    meter = EpochMeter()
-    clock.now += 100  # until the epoch begins
-    for _ in meter.timed(clock.batches(5, seconds=3.0)):
-        clock.now += 5
-        note(meter, [1.0], [1.0])
-    clock.now += 2  # the device finishes
-    meter.collect()
-    clock.now += 1000  # evaluation
-    row = meter.summary(global_batch_size=12)
-    assert row["images_per_second"] == pytest.approx(5 * 12 / (5 * (3 + 5) + 2))
-    assert row["data_wait_percent"] == pytest.approx(100 * 15 / 42)
-
-
-def test_a_meter_goes_on_where_another_one_stopped(clock):
-    whole, first = EpochMeter(), EpochMeter()
-    for meter in (whole, first):
-        for _ in meter.timed(clock.batches(3, seconds=1.0)):
-            clock.now += 2
-            note(meter, [0.3], [0.9])
-        meter.collect()
-    second = EpochMeter()
-    second.load_state_dict(first.state_dict())
-    clock.now += 1e6  # until the run is resumed
-    for meter in (whole, second):
-        for _ in meter.timed(clock.batches(2, seconds=4.0)):
-            clock.now += 1
-            note(meter, [0.7], [1.1])
-        meter.collect()
-    assert (second.steps, second.losses, second.norms) == (5, whole.losses, whole.norms)
-    rows = [meter.summary(8) for meter in (whole, second)]
-    assert rows[0] == rows[1]
-    assert rows[0]["images_per_second"] == pytest.approx(40 / (3 * 3 + 2 * 5))
-
-
-def measure(rank):
-    processes.join_processes("cpu")
-    clock = summary.time = Clock()
-    meter = EpochMeter()
-    for _ in meter.timed(clock.batches(1, seconds=(1.0, 3.0)[rank])):
-        clock.now += (3.0, 1.0)[rank]
-        note(meter, [(0.1, 0.2)[rank]], [(1.0, 4.0)[rank]])
-    meter.collect()
-    row = meter.summary(global_batch_size=16)
-    processes.leave_processes()
-    return row
-
-
-def test_means_are_over_all_processes():
-    rows = [ended.value for ended in in_processes(2, measure)]
-    for row in rows:
-        assert row["train_loss"] == (fp32(0.1) + fp32(0.2)) / 2
-        assert row["grad_norm"] == 2.5
-        assert row["images_per_second"] == 4.0  # 16 are the images of both
-        assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
-
-
-def looked(clock, steps, caplog):
-    """The lines about epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
-    bottleneck = Bottleneck()
-    with caplog.at_level("WARNING"):
-        for epoch in steps:
-            meter = EpochMeter()
-            for i, (data, host, gpu) in enumerate(epoch, start=1):
-                meter.seconds += data + host + gpu
-                meter.waited += data
-                meter.waited_for_gpu += gpu
-                if i % 5 == 0:
-                    bottleneck.look(meter, "3 workers")
-    return caplog.messages
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        ((6, 2, 0.1), r"training waits for images 74% of the time \(3 workers\): more --workers, .* may help"),
-        ((2, 5, 0.0), r"the GPU waits for what the host does, 71% of the time: --cuda-graphs, .* may help"),
-        ((6, 2, 0.2), None),  # it always has work, for which the host waits
-        ((0, 0.1, 9), None),
-    ],
-)
-def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, step, said):
-    start = [(50, 0, 0)] * 5  # of an epoch, when workers begin to load
-    messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
-    assert len(messages) == (said is not None)
-    assert said is None or re.fullmatch(said, messages[0])
-
-
-def test_the_host_is_two_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock, monkeypatch):
-    waited_for = []
-
-    class Event:
-        def __init__(self, blocking):
-            assert blocking  # a host that spins takes a core from the loader
-            self.number = len(events)
-            events.append(self)
-
-        def record(self):
-            pass
-
-        def synchronize(self):
-            clock.now += 7
-            waited_for.append(self.number)
-
-    events = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    meter = EpochMeter()
-    for step in range(5):
-        clock.now += 1
-        note(meter, [1.0], [1.0])
-        assert waited_for == list(range(step - 1))
-    assert meter.times == (5 + 3 * 7, 0, 3 * 7)
-    meter.collect()
-    assert waited_for == [0, 1, 2, 3, 4]
-    assert meter.summary(8)["gpu_wait_percent"] == pytest.approx(100 * 35 / 40)
-
-
-def fill_memory(rank):
-    torch.ones(100 * 2**20 // 4)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    meter = EpochMeter()
-    note(meter)
-    meter.collect()
-    return meter.summary(1)["peak_memory_gib"], int(status["VmHWM"].split()[0]) / 2**20
-
-
-def test_peak_memory_is_what_the_process_has_taken():
-    ((taken, truth),) = (ended.value for ended in in_processes(1, fill_memory))
-    assert taken == pytest.approx(truth, rel=0.02)
-
-
-# files
 
 
 def row(epoch, **values):

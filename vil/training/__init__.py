@@ -1,1 +1,1 @@
-"""Parts of `train_imagenet.py`: gradients in one piece of memory, interruption by signals, the summary of a run."""
+"""Parts of `train_imagenet.py`: gradients in one piece of memory, interruption, measurements, summary."""
