@@ -11,13 +11,21 @@ DOCUMENTS = sorted({str(page.relative_to(ROOT)) for page in PAGES})
 FOLDERS = "kernels|vil|tests|benchmarks|configs|docs|research|scripts|weights"
 
 
+def anchors(page):
+    """What GitHub calls a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_a_document_names_exists(document):
     page = ROOT / document
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text)
+    links += [(path, "") for path in re.findall(r'(?:src|srcset)="([^"]+)"', text)]
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    missing = [(file, a) for file, a in targets if not file.exists() or (a and a not in anchors(file))]
     named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*\w|(?:train_imagenet|validate)\.py)`", text)
-    missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in named if not (ROOT / path).exists() and not (page.parent / path).exists()]
     assert not missing
 
