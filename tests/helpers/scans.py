@@ -27,8 +27,6 @@ SCANS = pytest.mark.parametrize(
         pytest.param(selective_scan, naive.selective, selective_inputs, id="selective"),
     ],
 )
-# around the plain PyTorch backend's chunks of 16 tokens, and not multiples of anything
-SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)])
 
 
 def relative_error(actual, expected):

@@ -1,7 +1,6 @@
-"""What FlopCounterMode counts, against products counted by hand and against scalars that count themselves."""
+"""What FlopCounterMode counts, against products counted by hand and against numbers that count themselves."""
 
 import itertools
-import math
 import sys
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from blocks import options_of, weights_of
 from torch.utils.flop_counter import FlopCounterMode
 from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import operator as block_operator
-from vil.kernels.scan import naive
-from vil.kernels.scan import operator as scan_operator
+from vil.kernels.scan import naive, operator
 
 import vil  # noqa: F401  registers the models
 
@@ -52,156 +50,127 @@ def test_vil_tiny_in_numbers():
     assert forward_by_hand(192, depth=24) == 2_585_877_504 + 24 * 2 * 197 * 384 * 16 * 7
 
 
-class Number:
-    """A number that counts what is done with it."""
+class Counted:
+    """Numbers that count what is done with each of them."""
 
     count = 0
 
-    def __init__(self, value):
-        self.value = value
+    def __init__(self, values):
+        self.values = values
 
-    def _calculated(self, value):
-        Number.count += 1
-        return Number(value)
+    def done(self, values, operations=None):
+        Counted.count += values.numel() if operations is None else operations
+        return Counted(values)
 
     def __add__(self, other):
-        return self._calculated(self.value + other.value)
+        return self.done(self.values + other.values)
 
     def __sub__(self, other):
-        return self._calculated(self.value - other.value)
+        return self.done(self.values - other.values)
 
     def __mul__(self, other):
-        return self._calculated(self.value * other.value)
+        return self.done(self.values * other.values)
 
     def exp(self):
-        return self._calculated(math.exp(self.value))
+        return self.done(self.values.exp())
 
     def reciprocal(self):
-        return self._calculated(1 / self.value)
+        return self.done(1 / self.values)
+
+    def sum(self, dim):
+        return self.done(self.values.sum(dim, keepdim=True), self.values.numel())
+
+    def __getitem__(self, t):
+        return Counted(self.values[t])
 
 
-def zeros(*shape):
-    return [zeros(*shape[1:]) for _ in range(shape[0])] if shape else Number(0.0)
+def coefficients(x_LD1, logits_LD1, k_L1N, A_DN):
+    """Decay (L, D, N), what k_N is multiplied by to drive it (L, D, 1), step size (L, D, 1) and k^2 (L, 1, N)."""
+    one, squares = Counted(torch.ones(())), k_L1N * k_L1N
+    if A_DN is None:
+        steps = (squares.sum(-1) + one + (logits_LD1 * Counted(torch.tensor(-1.0))).exp()).reciprocal()
+        return one - steps * squares, steps * x_LD1, steps, squares
+    steps = Counted(torch.nn.functional.softplus(logits_LD1.values))  # whose cost is not an element of state's
+    return (A_DN * steps).exp(), steps * x_LD1, steps, squares
 
 
-def numbers(tensor):
-    return [numbers(row) for row in tensor] if tensor.dim() else Number(tensor.item())
+def forward(x, logits, k, q, A):
+    """y (L, D, 1), and the states before and after each token."""
+    decay, drive, _, _ = coefficients(x, logits, k, A)
+    states, y = [Counted(torch.zeros(decay.values[0].shape))], []
+    for t in range(len(x.values)):
+        states.append(decay[t] * states[-1] + k[t] * drive[t])
+        y.append((q[t] * states[-1]).sum(-1).values)
+    return torch.stack(y), states
 
 
-def values(rows):
-    return [values(row) for row in rows] if isinstance(rows, list) else rows.value
+def backward(dy, x, logits, k, q, A):
+    """Gradients of x (L, D, 1), q (L, 1, N) and A (D, N), with states and coefficients as given."""
+    states = forward(x, logits, k, q, A)[1]
+    decay, drive, steps, squares = coefficients(x, logits, k, A)
+    Counted.count = 0
+    dx, dq, dA, later = [], [], Counted(torch.zeros(decay.values[0].shape)), Counted(torch.zeros(decay.values[0].shape))
+    for t in reversed(range(len(x.values))):
+        dS = q[t] * dy[t] + later
+        later = decay[t] * dS
+        dq.append((states[t + 1] * dy[t]).sum(-2).values)
+        dx.append(((k[t] * dS).sum(-1) * steps[t]).values)
+        (drive[t] * dS).sum(-2)  # the gradient of k
+        ddecay = dS * states[t]
+        if A is None:
+            (squares[t] * ddecay).sum(-1)  # of the step size
+            (steps[t] * ddecay).sum(-2)  # of k^2
+        else:
+            dexponent = ddecay * decay[t]
+            (A * dexponent).sum(-1)  # of the step size
+            dA = dA + steps[t] * dexponent
+    return torch.stack(dx[::-1]), torch.stack(dq[::-1]), dA.values
 
 
-def coefficients(x, gates, k, rates):
-    """Of the recurrence, for scalars: decay (L, N, D), drive k input, the input (L, D), and step size and k^2."""
-    L, N, D = len(k), len(k[0]), len(x[0])
-    one = Number(1.0)
-    squares = [[key * key for key in row] for row in k]
-    steps = gates
-    if rates is None:
-        steps = [[Number(0.0)] * D for _ in range(L)]
-        for t in range(L):
-            norm = one
-            for n in range(N):
-                norm = norm + squares[t][n]
-            steps[t] = [(norm + (Number(0.0) - gates[t][d]).exp()).reciprocal() for d in range(D)]
-    inputs = [[steps[t][d] * x[t][d] for d in range(D)] for t in range(L)]
-    decay = zeros(L, N, D)
-    for t, n, d in itertools.product(range(L), range(N), range(D)):
-        decay[t][n][d] = one - steps[t][d] * squares[t][n] if rates is None else (rates[n][d] * steps[t][d]).exp()
-    return decay, inputs, steps, squares
-
-
-def forward(x, gates, k, q, rates):
-    """y (L, D), and the states before and after each token."""
-    L, N, D = len(k), len(k[0]), len(x[0])
-    decay, inputs, _, _ = coefficients(x, gates, k, rates)
-    states, y = [zeros(N, D)], zeros(L, D)
-    for t in range(L):
-        states.append(zeros(N, D))
-        for n, d in itertools.product(range(N), range(D)):
-            states[-1][n][d] = decay[t][n][d] * states[-2][n][d] + k[t][n] * inputs[t][d]
-            y[t][d] = y[t][d] + q[t][n] * states[-1][n][d]
-    return y, states
-
-
-def backward(dy, x, gates, k, q, rates):
-    """Gradients of x (L, D), q (L, N), and of Mamba's rates (N, D), with states and coefficients as given."""
-    states = forward(x, gates, k, q, rates)[1]
-    decay, inputs, steps, squares = coefficients(x, gates, k, rates)
-    Number.count = 0
-    L, N, D = len(k), len(k[0]), len(x[0])
-    dx, dq, drates, later = zeros(L, D), zeros(L, N), zeros(N, D), zeros(N, D)
-    for t in reversed(range(L)):
-        dinput, dstep, dkey, dsquare = zeros(D), zeros(D), zeros(N), zeros(N)
-        for n, d in itertools.product(range(N), range(D)):
-            dS = q[t][n] * dy[t][d] + later[n][d]
-            later[n][d] = decay[t][n][d] * dS
-            dq[t][n] = dq[t][n] + states[t + 1][n][d] * dy[t][d]
-            dinput[d] = dinput[d] + k[t][n] * dS
-            dkey[n] = dkey[n] + inputs[t][d] * dS
-            ddecay = dS * states[t][n][d]
-            if rates is None:
-                dstep[d] = dstep[d] + squares[t][n] * ddecay
-                dsquare[n] = dsquare[n] + steps[t][d] * ddecay
-            else:
-                dexponent = ddecay * decay[t][n][d]
-                dstep[d] = dstep[d] + rates[n][d] * dexponent
-                drates[n][d] = drates[n][d] + steps[t][d] * dexponent
-        dx[t] = [dinput[d] * steps[t][d] for d in range(D)]
-    return dx, dq, drates
-
-
-def random_inputs(L, D, N, selects):
+def random_inputs(recurrence, L=3, D=2, N=4):
+    """dy, x, step logits, k, q and A, with gradients."""
     g = torch.Generator().manual_seed(0)
-    x, gates, dy = (torch.randn(L, D, generator=g, dtype=torch.float64) for _ in range(3))
-    k, q = (torch.randn(L, N, generator=g, dtype=torch.float64) for _ in range(2))
-    rates = -torch.rand(N, D, generator=g, dtype=torch.float64) if selects else None
-    return x, gates.abs() if selects else gates, k, q, rates, dy
+    shapes = [(L, D, 1), (L, D, 1), (L, D, 1), (L, 1, N), (L, 1, N)]
+    tensors = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    A = -torch.rand(D, N, generator=g, dtype=torch.float64)
+    return [*tensors, A.requires_grad_() if recurrence == "selective" else None]
 
 
-def per_element_of_state(count):
+def counted_inputs(*arguments):
+    return [t if t is None else Counted(t.detach()) for t in random_inputs(*arguments)]
+
+
+def per_element_of_state(function, recurrence, first):
     """The coefficient of L D N in a count that is linear in each."""
-    corners = itertools.product((2, 3), repeat=3)
-    return sum((-1) ** (sum(corner) + 1) * count(*corner) for corner in corners)
+    total = 0
+    for corner in itertools.product((2, 3), repeat=3):
+        inputs = counted_inputs(recurrence, *corner)[first:]
+        Counted.count = 0
+        function(*inputs)
+        total += (-1) ** (sum(corner) + 1) * Counted.count
+    return total
 
 
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
-def test_scalars_count_what_the_formulas_say_of_an_element_of_state(recurrence):
-    def inputs(L, D, N):
-        return [t if t is None else numbers(t) for t in random_inputs(L, D, N, recurrence == "selective")]
-
-    def count_forward(L, D, N):
-        *arguments, _ = inputs(L, D, N)
-        Number.count = 0
-        forward(*arguments)
-        return Number.count
-
-    def count_backward(L, D, N):
-        *arguments, dy = inputs(L, D, N)
-        backward(dy, *arguments)
-        return Number.count
-
-    assert per_element_of_state(count_forward) == flops.FORWARD
-    assert per_element_of_state(count_backward) == flops.BACKWARD[recurrence]
+def test_numbers_count_what_the_formulas_say_of_an_element_of_state(recurrence):
+    assert per_element_of_state(forward, recurrence, 1) == flops.FORWARD
+    assert per_element_of_state(backward, recurrence, 0) == flops.BACKWARD[recurrence]
 
 
 @pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
-def test_the_scalars_compute_the_recurrence_and_its_gradients(recurrence):
-    x, gates, k, q, rates, dy = random_inputs(3, 2, 4, recurrence == "selective")
-    for tensor in (x, q, *([] if rates is None else [rates])):
-        tensor.requires_grad_()
-    if rates is None:
-        y = naive.longhorn(x[None], gates[None], k[None], q[None])[0]
+def test_the_numbers_compute_the_recurrence_and_its_gradients(recurrence):
+    dy, *inputs = random_inputs(recurrence)
+    x, logits, k, q, A = inputs
+    x_BLD, logits_BLD, k_BLN, q_BLN = (t.flatten(1)[None] for t in (x, logits, k, q))
+    if A is None:
+        y = naive.longhorn(x_BLD, logits_BLD, k_BLN, q_BLN)
     else:
-        logits = torch.log(torch.expm1(gates))  # softplus of which are the steps
-        y = naive.selective(x[None], logits[None], rates.mT, k[None], q[None])[0]
-    y.backward(dy)
-    arguments = [t if t is None else numbers(t.detach()) for t in (x, gates, k, q, rates)]
-    torch.testing.assert_close(torch.tensor(values(forward(*arguments)[0])), y.detach().float())
-    gradients = backward(numbers(dy), *arguments)
-    for found, tensor in zip(gradients, (x, q, *([] if rates is None else [rates]))):
-        torch.testing.assert_close(torch.tensor(values(found)), tensor.grad.float())
+        y = naive.selective(x_BLD, logits_BLD, A, k_BLN, q_BLN)
+    expected = torch.autograd.grad(y, [x, q, *([] if A is None else [A])], dy.detach().flatten(1)[None])
+    numbers = counted_inputs(recurrence)
+    torch.testing.assert_close(forward(*numbers[1:])[0].flatten(1)[None], y.detach())
+    for found, truth in zip(backward(*numbers), expected):
+        torch.testing.assert_close(found, truth)
 
 
 def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
@@ -209,16 +178,16 @@ def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
     found = set()
     for device, backend in (("cpu", "reference"), ("meta", "reference"), ("cpu", "auto"), ("meta", "operator")):
         tensors = [torch.randn(G, B, L, size, device=device, requires_grad=True) for size in (D, D, N, N)]
-        x, logits, k, q = tensors
-        rates = torch.full((G, D, N), -1.0, device=device, requires_grad=True)
+        x, step_logits, k, q = tensors
+        A = torch.full((G, D, N), -1.0, device=device, requires_grad=True)
         if backend == "operator":  # of GPUs, which has to have none for tensors without memory
             rest = None, None, [False] * G, True
-            (y, _), first = counted(scan_operator.scan, "cuda", "longhorn", *tensors, None, *rest)
-            (z, _), second = counted(scan_operator.scan, "triton", "selective", *tensors, rates, *rest)
+            (y, _), first = counted(operator.scan, "cuda", "longhorn", *tensors, None, *rest)
+            (z, _), second = counted(operator.scan, "triton", "selective", *tensors, A, *rest)
         else:
             keywords = dict(reverse=[False, True], backend=backend)
-            y, first = counted(longhorn_scan, x, logits, k, q, **keywords)
-            z, second = counted(selective_scan, x, logits, rates, k, q, **keywords)
+            y, first = counted(longhorn_scan, x, step_logits, k, q, **keywords)
+            z, second = counted(selective_scan, x, step_logits, A, k, q, **keywords)
         found.add((first, counted(y.sum().backward)[1], second, counted(z.sum().backward)[1]))
     elements = G * B * L * D * N
     assert found == {(7 * elements, 14 * elements, 7 * elements, 15 * elements)}
