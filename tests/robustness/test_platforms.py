@@ -14,8 +14,7 @@ import torch.distributed as dist
 from processes import ROOT, train_command
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from vil.kernels.scan import chunked as reference
-from vil.kernels.scan import interface as operators
+from vil.kernels.scan import chunked
 
 from vil import checkpoint, files
 from vil.training import meter
@@ -66,8 +65,8 @@ def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch)
 
 # what operators that are defined in Python run
 INSIDE = {
-    torch.ops.vil.reference_scan: reference._scan_forward._init_fn,
-    torch.ops.vil.reference_scan_backward: reference._scan_backward._init_fn,
+    torch.ops.vil.reference_scan: chunked._scan_forward._init_fn,
+    torch.ops.vil.reference_scan_backward: chunked._scan_backward._init_fn,
 }
 
 
@@ -89,7 +88,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
 def test_nothing_in_a_model_takes_fp64_which_apples_gpus_do_not_have(name, monkeypatch):
-    monkeypatch.setattr(operators, "_backend", lambda *_: reference)  # what runs there
+    monkeypatch.setattr("vil.kernels.backends._backend_for", lambda device: "reference")  # which runs there
     model = timm.create_model(name, depth=2, embed_dim=32, img_size=32, drop_path_rate=0.5)
     with Recorded() as recorded:
         model(torch.rand(2, 3, 32, 32)).sum().backward()
