@@ -72,7 +72,7 @@ def block(
 
 @register_flop_formula(torch.ops.vil.block_backward)
 def block_backward(
-    recurrence, class_token_only, prenormed, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj, directions,
+    recurrence, class_token_only, norm_given, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj, directions,
     saved, **_,
 ) -> int:  # fmt: skip
     B, L, _U = saved[0]

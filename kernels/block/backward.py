@@ -74,12 +74,12 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
 
     if options.class_token_only:  # zeros for the residual stream of the other tokens
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
-    if not options.prenormed:
+    if not options.norm_given:
         dx_TC, _ = kernels.norm_backward(dxhat_TC, saved.xhat, saved.rstd, dx_TC)
     # the derivative of -exp(A_log) is itself
     dA_log = (dA_2DN * saved.A).to(norm_C.dtype) if selective else None
     return [
-        dx_TC.view(B, L, C), dxhat_TC if options.prenormed else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
+        dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
     ]  # fmt: skip
 
 

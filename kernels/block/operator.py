@@ -41,7 +41,7 @@ torch.library.define(
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, bool class_token_only, bool prenormed, Tensor dx_BMC, Tensor? dnext_TC, Tensor[] next_normed,"
+    "(str recurrence, bool class_token_only, bool norm_given, Tensor dx_BMC, Tensor? dnext_TC, Tensor[] next_normed,"
     " Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj, Tensor[] directions, Tensor[] saved)"
     " -> Tensor[]",
 )
@@ -104,10 +104,10 @@ def _block(*arguments):
 
 
 def _block_backward(
-    recurrence, class_token_only, prenormed, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
+    recurrence, class_token_only, norm_given, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
-    """Gradients of x, of xhat (an empty tensor unless `prenormed`) and of the weights as they are given."""
+    """Gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights as they are given."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
         recurrence,
@@ -122,7 +122,7 @@ def _block_backward(
         directions,
         saved,
     )
-    options = BackwardOptions(recurrence, class_token_only, prenormed)
+    options = BackwardOptions(recurrence, class_token_only, norm_given)
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
         options, BlockWeights.of(weights).sizes, False, [*flat, *SavedForBackward.of(saved, recurrence)]
@@ -162,7 +162,7 @@ def _fake_block(*arguments):
 
 @torch.library.register_fake("vil::block_backward")
 def _fake_block_backward(
-    recurrence, class_token_only, prenormed, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
+    recurrence, class_token_only, norm_given, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
     weights = [norm_C, in_proj, out_proj, *directions]
@@ -181,7 +181,7 @@ def _fake_block_backward(
     )
     (B, L, _), xhat_TC = saved[0].shape, saved[-2]
     gradients = [t.new_empty(t.shape) for t in weights]
-    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if prenormed else 0), *gradients]
+    return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if norm_given else 0), *gradients]
 
 
 class _Block(torch.autograd.Function):
@@ -199,10 +199,10 @@ class _Block(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # no gradients of zeros for what is only kept
         ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
         _, scale_B, xhat_TC, rstd_T, norm_C, in_proj, *others = flat
-        prenormed = xhat_TC is not None
-        if prenormed:
+        norm_given = xhat_TC is not None
+        if norm_given:
             saved = *saved[:-2], xhat_TC, rstd_T
-        ctx.options = BackwardOptions(options.recurrence, options.class_token_only, prenormed)
+        ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given)
         ctx.sizes, ctx.shape = sizes, y_BMC.shape
         # the other weights are packed, but the operator's schema has them
         kept = () if at_once else others
@@ -226,7 +226,7 @@ class _Block(torch.autograd.Function):
                 *ctx.options, dx_BMC, dnext_TC, [] if xhat_TC is None else [xhat_TC, rstd_T], scale_B, norm_C, in_proj,
                 out_proj, directions, saved.flat(),
             )  # fmt: skip
-        return None, None, dx_BLC, None, dxhat_TC if ctx.options.prenormed else None, None, *gradients
+        return None, None, dx_BLC, None, dxhat_TC if ctx.options.norm_given else None, None, *gradients
 
 
 # `_Block.apply` without its question whether functions are transformed, which `unobserved` has answered
@@ -244,11 +244,11 @@ def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> 
     """What `forward` returns, by the operator."""
     with torch._C._AutoDispatchBelowAutograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_listed(options, keep, flat))
-    prenormed = Inputs.of(flat).normed is not None
+    norm_given = Inputs.of(flat).normed is not None
     return [
         y_BMC,
         *(next_normed or (None, None)),
-        *(SavedForBackward.of(saved, options.recurrence, prenormed) if keep else ()),
+        *(SavedForBackward.of(saved, options.recurrence, norm_given) if keep else ()),
     ]
 
 

@@ -104,7 +104,7 @@ class BackwardOptions(NamedTuple):
 
     recurrence: str
     class_token_only: bool
-    prenormed: bool  # the norm was given, so that its gradient is a result
+    norm_given: bool  # the norm was given, so that its gradient is a result
 
 
 class Normed(NamedTuple):
@@ -148,8 +148,8 @@ class SavedForBackward(NamedTuple):
         return [t for t in self if t is not None]
 
     @classmethod
-    def of(cls, flat: Sequence[Tensor], recurrence: str, prenormed: bool = False) -> SavedForBackward:
+    def of(cls, flat: Sequence[Tensor], recurrence: str, norm_given: bool = False) -> SavedForBackward:
         """From what `flat` returns."""
         uz, mean, states, packed, *others = flat
         A = others.pop(0) if recurrence == "selective" else None
-        return cls(uz, mean, states, packed, A, *((None, None) if prenormed else others))
+        return cls(uz, mean, states, packed, A, *((None, None) if norm_given else others))

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest has 
 import emulator
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too
-SCAN, BLOCK = ["tests/kernels/test_cuda.py"], ["tests/kernels/test_block_kernels.py", "tests/kernels/test_block.py"]
+SCAN = ["tests/kernels/test_cuda.py"]
+BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")]
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
 TESTS = {

@@ -49,9 +49,9 @@ def block_call(recurrence, L=5):
     )  # fmt: skip
 
 
-def block_backward_call(recurrence, class_token_only=False, prenormed=False):
+def block_backward_call(recurrence, class_token_only=False, norm_given=False):
     named = block_call(recurrence) | dict(class_token_only=class_token_only)
-    named |= dict(normed=named["normed"] if prenormed else [])
+    named |= dict(normed=named["normed"] if norm_given else [])
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, _, saved = operator._fake_block(*named.values())
     new, (B, M, C) = random_tensors(1), y.shape
@@ -59,7 +59,7 @@ def block_backward_call(recurrence, class_token_only=False, prenormed=False):
     after = [] if class_token_only else [new(B * M, C), new(B * M)]
     given = dict(dnext_TC=new(B * M, C) if after else None, next_normed=after)
     given |= {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions")}
-    how = dict(recurrence=recurrence, class_token_only=class_token_only, prenormed=prenormed)
+    how = dict(recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given)
     return how | dict(dx_BMC=new(B, M, C)) | given | dict(saved=saved)
 
 
@@ -67,7 +67,7 @@ CALLS = {
     "block": block_call,
     "block_backward": block_backward_call,
     "block_backward of the class token": lambda recurrence: block_backward_call(recurrence, class_token_only=True),
-    "block_backward of a given norm": lambda recurrence: block_backward_call(recurrence, prenormed=True),
+    "block_backward of a given norm": lambda recurrence: block_backward_call(recurrence, norm_given=True),
 }
 calls = pytest.mark.parametrize("call", CALLS)
 recurrences = pytest.mark.parametrize("recurrence", RECURRENCES)

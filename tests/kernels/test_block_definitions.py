@@ -1,0 +1,269 @@
+"""Each kernel of a block against the definition beside it: emulated on a CPU, and on a GPU."""
+
+import shutil
+
+import emulator
+import pytest
+import torch
+from blocks import close, make_block, relative_error, weights_of
+from plain_kernels import PlainKernels, in_tiles
+from spills import NVRTC, assert_no_spills
+from torch.utils._pytree import tree_map_only
+from vil.kernels.block import conv_backward, conv_xproj, gate_outproj_bwd_sm90, gate_outproj_sm90, step_proj_bwd
+from vil.kernels.block import launch as kernels
+from vil.kernels.block.weights import BlockWeights
+from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda.elements import ELEMENT
+
+from vil.block import LonghornMixer
+
+
+@NVRTC
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [(arch, dtype) for arch in ("sm_80", "sm_90", "sm_100", "sm_120") for dtype in ("bf16", "float")]
+    + [("sm_90", "fp16")],
+)
+def test_kernels_of_the_block_compile_without_spills(arch, dtype):
+    types = {name: t for t, name in ELEMENT.items()}
+    t, small = types[dtype], dtype != "float"
+    packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
+    of_conv_xproj = [
+        conv_xproj.macros_of(t, 1536, R + 32, R, 4, logits, shared)
+        for R in (16, 24, 48) for logits in (False, True) for shared in (99 << 10, 163 << 10) if small
+    ]  # fmt: skip
+    widths, hopper = (192, 384) if small else (), arch == "sm_90"
+    named = {
+        "block/pack_weights": packing,
+        "block/unpack_gradients": packing,
+        "block/norm_backward": packing,
+        "block/gate": packing[:1],
+        "block/conv": [dict(INPUT=dtype, TAPS=4, VECTOR=8 if small else 4)],
+        "block/conv_backward": [conv_backward.macros_of(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)],
+        "block/conv_xproj": of_conv_xproj,
+        "block/step_proj_bwd": [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
+        "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C) for C in widths],
+        "block/gate_outproj_sm90": [
+            gate_outproj_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper
+        ],
+        "block/gate_outproj_bwd_sm90": [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
+    }
+    assert_no_spills(
+        [
+            (name, arch + "a" * (name in compiler.ONLY_HOPPER), macros)
+            for name, all_macros in named.items() for macros in all_macros
+        ]
+    )  # fmt: skip
+
+
+# B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
+GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("shape", "hopper"), [*((shape, True) for shape in GATED), *((few, False) for few in GATED[4:])]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
+    check_gate_outproj("cpu", dtype, shape, monkeypatch)
+
+
+def random_tensors(device, *kinds):
+    """Of these sizes and dtypes."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
+
+
+def check_gate_outproj(device, dtype, shape, monkeypatch):
+    B, L, C, multiprocessors = shape
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
+    D = 2 * C
+    x, y, uz, out_proj, scale = random_tensors(
+        device, ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
+        ((B,), torch.float32),
+    )  # fmt: skip
+    z = uz[..., D:]
+    before = x.clone()
+    assert kernels.fuses_product(x, D, dtype)
+    tiles = kernels.empty_tiles(B * L, out_proj, dtype)
+    if tiles is not None:
+        tiles.copy_(in_tiles(out_proj))
+    for scale_B, keep in (scale, True), (None, False):
+        (out, mean, norm), (again, *_) = (
+            kernels.gate_outproj(x, y, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
+        )
+        assert torch.equal(x, before)
+        assert torch.equal(out, again)
+        gated, truth = PlainKernels.gate(y.double(), z.double(), None if scale_B is None else scale_B.double(), keep)
+        expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
+        assert relative_error(out, expected) < {torch.bfloat16: 1e-4, torch.float16: 1e-5}[dtype]
+        if keep:
+            close(mean, truth, dtype, "mean")
+        assert len(norm) == (0 if tiles is None else 2)
+        for value, truth in zip(norm, PlainKernels.rms_norm(out.double(), 1e-5, torch.float64)):
+            close(value, truth, dtype, "norm")
+
+
+# B, L, C and multiprocessors: groups of 33 to 50 tokens and fewer, also in the last of several rounds; and of 2 or none
+GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", GATED_BACKWARD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
+    monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # also for few tokens
+    monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
+    check_gate_outproj_backward("cpu", dtype, shape, monkeypatch)
+
+
+def check_gate_outproj_backward(device, dtype, shape, monkeypatch):
+    B, L, C, multiprocessors = shape
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
+    D = 2 * C
+    dout, out_proj, mean, uz, scale = random_tensors(
+        device, ((B * L, C), dtype), ((C, D), dtype), ((B, L, D), dtype), ((B, L, 2 * D), dtype), ((B,), torch.float32)
+    )
+    z = uz[..., D:]
+    # few tokens are left to two kernels, with the product in between
+    roundings = 1 if gate_outproj_sm90.fits(B * L, C, D, dtype, dout.device) else 3
+    for scale_B in scale, None:
+        duz, again = (torch.empty_like(uz) for _ in range(2))
+        gated, gated_again = (
+            kernels.gate_outproj_backward(dout, out_proj, mean, z, scale_B, *t.chunk(2, dim=-1)) for t in (duz, again)
+        )
+        assert torch.equal(duz, again)
+        assert torch.equal(gated, gated_again)
+        exactly = [t if t is None else t.double() for t in (dout, out_proj, mean, z, scale_B)]
+        truth = torch.empty(2, B, L, D, device=device, dtype=torch.float64)
+        close(gated, PlainKernels.gate_outproj_backward(*exactly, *truth), dtype, "gated")
+        for value, expected in zip(duz.chunk(2, dim=-1), truth):
+            close(value, expected, dtype, "duz", roundings)
+
+
+def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    launched = []
+    monkeypatch.setattr(compiler, "launch", lambda name, entry, *args: launched.append(entry))
+    C, D = 192, 384
+
+    def entry(L=64, dtype=torch.bfloat16, start=0, D=D, z=None):
+        uz, duz = (torch.empty(2 * L * D + start, dtype=dtype)[start:].view(1, L, 2 * D) for _ in range(2))
+        z = uz[..., D:] if z is None else z
+        dout, out_proj, mean = (torch.zeros(*size, dtype=dtype) for size in ((L, C), (C, D), (1, L, D)))
+        kernels.gate_outproj_backward(dout, out_proj, mean, z, None, *duz.chunk(2, dim=-1))
+        return launched.pop()
+
+    assert entry() == entry(dtype=torch.float16) == "gate_outproj_backward"
+    others = dict(L=63), dict(dtype=torch.float32), dict(start=4), dict(D=320)
+    for case in *others, dict(z=torch.zeros(1, 64, D, dtype=torch.bfloat16)):
+        assert entry(**case) == "gate_backward"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    monkeypatch.setattr(compiler, "launch", emulator.launch)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    (B, L, C, D), taps = shape, 4
+    torch.manual_seed(0)
+
+    def tokens(*sizes, dtype=dtype):
+        return torch.randn(*sizes).to(dtype)
+
+    comparisons = []
+
+    def compare(name, *inputs, writes=(), rounded=None):
+        """A kernel and the plain one, later; `writes` are the sizes of tensors that it is given to write."""
+        comparisons.append((name, inputs, writes, rounded))
+
+    def result(name, inputs, writes):
+        written = [torch.empty(*size, dtype=dtype) for size in writes]
+        return getattr(kernels, name)(*inputs, *written), written
+
+    def check(name, inputs, writes, rounded):
+        given = *inputs, *[torch.empty(*size, dtype=dtype) for size in writes]
+        exactly = tree_map_only(torch.Tensor, torch.Tensor.double, given)
+        values, written = result(name, inputs, writes)
+        if name == "conv_backward":  # in parts
+            values = values.sum(0, keepdim=True)
+        if name == "step_proj_backward":
+            values = values[0], values[1].sum(1, keepdim=True)
+        truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
+        if name == "pack_weights":
+            values, truths = [
+                [*kernels.PackedWeights.of(packed, inputs[0].sizes), *(t for t in norm if t is not None)]
+                for packed, norm in (values, truths)
+            ]
+        for value, truth in zip(
+            [*([values] if isinstance(values, torch.Tensor) else values), *written],
+            [*([truths] if isinstance(truths, torch.Tensor) else truths), *exactly[len(inputs) :]],
+        ):
+            close(value, truth, dtype, name)
+
+    u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
+    conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
+    for R, N in (8, 4), (24, 8):
+        P = R + 2 * N
+        x_proj = tokens(2, P, D)
+        for H in (L, L // 2 + 1):
+            dv, dprojected = tokens(2, B, H, D), tokens(2, B * H, P)
+            compare("conv_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
+        step = tokens(2, B * L, P)[..., :R]
+        if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
+            compare("step_proj_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N))
+        for H in (L, L // 2 + 1):
+            compare("conv_xproj", u, conv, conv_bias, x_proj, tokens(2, D, R), H)
+    for scale in (None, torch.rand(B)):
+        compare("gate", tokens(2, B, L, D), z, scale, True)
+        compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
+        compare("gate", tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True)
+    block = make_block(LonghornMixer, C)
+    weights = BlockWeights.of([p.detach() for p in weights_of(block).flat()])
+    for x in (tokens(B * L, C, dtype=torch.float32), None):
+        compare("pack_weights", weights, dtype, None, x, 1e-5, True, rounded=torch.float64)
+    parts, R, N = 3, weights.sizes.padded_R, block.mixer.state_size
+    dfilters, dchannels = torch.randn(parts, 2, taps + 1, 2 * C), torch.randn(2, 2, 2 * C)
+    dx_proj, dstep_proj = torch.randn(2, parts, R + 2 * N, 2 * C), torch.randn(2, parts, 2 * C, R)
+    compare(
+        "unpack_gradients", weights.norm, weights.in_proj, weights.sizes, torch.randn(4 * C, C), dfilters, dx_proj,
+        dstep_proj, dchannels, dtype, rounded=torch.float64,
+    )  # fmt: skip
+    compare(
+        "norm_backward", tokens(B * L, C), tokens(B * L, C), torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)
+    )
+    with emulator.compiling():
+        for name, inputs, writes, _ in comparisons:
+            result(name, inputs, writes)
+    for comparison in comparisons:
+        check(*comparison)
+
+
+# With a GPU
+
+
+def gpu_test(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
+
+
+@gpu_test
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    check_gate_outproj("cuda", dtype, shape, monkeypatch)
+
+
+@gpu_test
+@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED_BACKWARD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_backward_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+    check_gate_outproj_backward("cuda", dtype, shape, monkeypatch)
