@@ -14,7 +14,7 @@ from scipy import stats
 from spills import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
 from vil.kernels import augment, cuda
-from vil.kernels.augment import CODES, OPERATIONS
+from vil.kernels.augment import CODES
 from vil.kernels.cuda import compiler
 
 from vil.data import batched_transforms
@@ -27,7 +27,11 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 METHODS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
-@pytest.fixture(params=["definition", pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=GPU)])
+KERNELS = [pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=GPU)]
+of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
+
+
+@pytest.fixture(params=["definition", *KERNELS])
 def where(request, monkeypatch):
     """The device of images, how many to try, their size, and whether PIL's pixels are to be met exactly."""
     if request.param == "emulated":
@@ -35,14 +39,6 @@ def where(request, monkeypatch):
     if request.param == "gpu":
         return SimpleNamespace(device=torch.device("cuda"), count=64, size=(224, 224), exact=True)
     return SimpleNamespace(device=torch.device("cpu"), count=12, size=(19, 37), exact=request.param == "emulated")
-
-
-@pytest.fixture(params=[pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=GPU)])
-def kernels(request, monkeypatch):
-    """The device that the kernels run on."""
-    if request.param == "emulated":
-        emulate(monkeypatch)
-    return torch.device("cuda" if request.param == "gpu" else "cpu")
 
 
 def emulate(monkeypatch, launch=emulator.launch):
@@ -113,14 +109,14 @@ def test_crops_of_any_size_are_pils(where, interpolation):
         assert_levels(crops, expected, *((0, 0) if where.exact else (2, 0.1)))
 
 
+@of_kernels
 @pytest.mark.parametrize("shape", [(1, 3000), (3000, 1), (1500, 700)])
-def test_images_of_extreme_shapes_are_resized_as_by_pil(kernels, shape):
-    if kernels.type == "cuda":
+def test_images_of_extreme_shapes_are_resized_as_by_pil(where, shape):
+    if where.device.type == "cuda":
         shape = tuple(n if n == 1 else 3 * n if min(shape) > 1 else 32 * n for n in shape)
-    image = noise(*shape)
-    box = np.array([[0, 0, *shape]])
+    image, box = noise(*shape), np.array([[0, 0, *shape]])
     for interpolation, method in METHODS.items():
-        crop = crop_resize_flip([tensor(image).to(kernels)], box, np.array([False]), (5, 9), interpolation)
+        crop = crop_resize_flip([tensor(image).to(where.device)], box, np.array([False]), (5, 9), interpolation)
         assert torch.equal(crop[0].cpu(), tensor(image.resize((9, 5), method)))
 
 
@@ -211,10 +207,11 @@ def test_every_operation_is_timms(where, name, interpolation):
         assert torch.equal(pixels, given)
 
 
+@of_kernels
 @pytest.mark.parametrize("interpolation", METHODS)
-def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(kernels, interpolation):
-    numbers, (height, width) = random.Random(1), (41, 34) if kernels.type == "cpu" else (224, 224)
-    images = [smooth(height, width, i) for i in range(64 if kernels.type == "cuda" else 30)]
+def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, interpolation):
+    numbers, (height, width) = random.Random(1), (41, 34) if where.device.type == "cpu" else (224, 224)
+    images = [smooth(height, width, i) for i in range(30)]
     operations = [[random_operation(numbers) for _ in range(3)] for _ in images]
     codes, arguments = encoded(operations, (height, width))
     codes[::5, 1], codes[0] = 0, 0  # none in that turn; in none
@@ -223,7 +220,7 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(kernels, int
         for turn, (name, argument) in enumerate(turns):
             image = by_timm(image, name, argument, interpolation) if codes[i, turn] else image
         expected.append(tensor(image))
-    result = apply_operations(batch(images, kernels), codes, arguments, FILL, interpolation)
+    result = apply_operations(batch(images, where.device), codes, arguments, FILL, interpolation)
     assert_levels(result, expected, 0, 0)
 
 
@@ -234,19 +231,12 @@ def test_batches_without_operations_stay_as_they_are(where):
         assert torch.equal(apply_operations(images, codes, arguments, FILL, "bicubic"), images)
 
 
-@pytest.mark.parametrize("radius", [0, 0.1, 0.5, 1, 1.37, 2, 5.5, 30, 200])
-def test_a_blur_of_any_radius_is_pils(where, radius):
+def test_a_blur_of_any_radius_is_pils(where):
     for height, width in ((40, 70), (3, 2), (1, 1)):
-        image = noise(height, width)
-        codes, arguments = encoded([[("GaussianBlur", radius)]], (height, width))
-        blurred = apply_operations(batch([image], where.device), codes, arguments, FILL, "bicubic")
-        assert torch.equal(blurred[0].cpu(), tensor(image.filter(ImageFilter.GaussianBlur(radius))))
-
-
-def test_codes_are_places_of_known_operations():
-    assert OPERATIONS[0] == ""
-    assert sorted(OPERATIONS[1:]) == sorted(["Affine", *POINTWISE, "GaussianBlur"])
-    assert [OPERATIONS[code] for code in CODES.values()] == list(CODES)
+        for radius in (0, 0.1, 0.5, 1, 1.37, 2, 5.5, 30, 200):
+            image, blur = noise(height, width), encoded([[("GaussianBlur", radius)]], (height, width))
+            blurred = apply_operations(batch([image], where.device), *blur, FILL, "bicubic")
+            assert torch.equal(blurred[0].cpu(), tensor(image.filter(ImageFilter.GaussianBlur(radius)))), radius
 
 
 # finishing
@@ -264,34 +254,37 @@ def test_images_are_normalised_erased_and_mixed(where, shape):
         height, width = height + 200, width + 200
     numbers = np.random.default_rng(0)
     images = batch([noise(height, width, i) for i in range(count)], where.device)
-    given, truth = images.clone(), normalised(images)
-    torch.testing.assert_close(finish(images, MEAN, STD).cpu().double(), truth, rtol=0, atol=1e-6)
-    erasing = np.array([(0, 0, 0, 0), (0, 0, height, width), (height // 2, width // 3, 1, 1)] * 2, np.int32)[:count]
-    for (top, left, h, w), image in zip(erasing, truth):
+    given, whole = images.clone(), normalised(images)
+    boxes = np.array([(0, 0, 0, 0), (0, 0, height, width), (height // 2, width // 3, 1, 1)] * 2, np.int32)[:count]
+    erased = whole.clone()
+    for (top, left, h, w), image in zip(boxes, erased):
         image[:, top : top + h, left : left + w] = 0
-    keys = np.arange(count, dtype=np.uint32)
-    erased = finish(images, MEAN, STD, erasing, keys, "const")
-    torch.testing.assert_close(erased.cpu().double(), truth, rtol=0, atol=1e-6)
     mixing, partners = numbers.random((count, 6), np.float32), numbers.permutation(count)
     mixing[:, :4] = [0, height, 0, width]
     mixing[1, :5], mixing[2, 4] = (height // 3, height - height // 4, width // 5, width - 1, 0), 1
-    mixed = truth.clone()
-    for i, (top, bottom, left, right, share, _) in enumerate(mixing.tolist()):
-        inside = (slice(None), slice(int(top), int(bottom)), slice(int(left), int(right)))
-        mixed[i][inside] = share * truth[i][inside] + (1 - share) * truth[partners[i]][inside]
-    result = finish(images, MEAN, STD, erasing, keys, "const", mixing, partners)
-    torch.testing.assert_close(result.cpu().double(), mixed, rtol=0, atol=1e-6)
+
+    def mixed(truth):
+        result = truth.clone()
+        for i, (top, bottom, left, right, share, _) in enumerate(mixing.tolist()):
+            inside = (slice(None), slice(int(top), int(bottom)), slice(int(left), int(right)))
+            result[i][inside] = share * truth[i][inside] + (1 - share) * truth[partners[i]][inside]
+        return result
+
+    erasing, mixes = (boxes, np.arange(count, dtype=np.uint32), "const"), dict(mixing=mixing, partners=partners)
+    for found, truth in (
+        (finish(images, MEAN, STD), whole), (finish(images, MEAN, STD, *erasing), erased),
+        (finish(images, MEAN, STD, *erasing, **mixes), mixed(erased)),
+        (finish(images, MEAN, STD, **mixes), mixed(whole)),
+    ):  # fmt: skip
+        torch.testing.assert_close(found.cpu().double(), truth, rtol=0, atol=1e-6)
     assert torch.equal(images, given)
-    result = finish(images, MEAN, STD, mixing=mixing, partners=partners)
-    unerased = normalised(images)
-    torch.testing.assert_close(result[2].cpu().double(), unerased[2], rtol=0, atol=1e-6)
 
 
-def erased(device, keys, mode, size=(64, 64)):
+def erased(device, keys, mode, size=(64, 64), **mixes):
     """What becomes of images that are erased wholly."""
     images = torch.zeros(len(keys), 3, *size, dtype=torch.uint8, device=device)
     boxes = np.tile(np.array([0, 0, *size], np.int32), (len(keys), 1))
-    return finish(images, MEAN, STD, boxes, np.array(keys, np.uint32), mode).cpu()
+    return finish(images, MEAN, STD, boxes, np.array(keys, np.uint32), mode, **mixes).cpu()
 
 
 def test_erased_pixels_are_standard_normal_and_independent(where):
@@ -313,22 +306,16 @@ def test_erased_pixels_are_standard_normal_and_independent(where):
 
 
 def test_noise_depends_on_the_key_and_the_place_alone(where):
-    keys = [7, 2**32 - 1, 7, 0]
-    values = erased(where.device, keys, "pixel", (12, 10))
-    assert torch.equal(values, erased(where.device, keys, "pixel", (12, 10)))
+    keys, size = [7, 2**32 - 1, 7, 0], (12, 10)
+    values = erased(where.device, keys, "pixel", size)
+    assert torch.equal(values, erased(where.device, keys, "pixel", size))
     assert torch.equal(values[0], values[2])
-    assert torch.equal(values[1:2], erased(where.device, keys[1:2], "pixel", (12, 10)))
+    assert torch.equal(values[1:2], erased(where.device, keys[1:2], "pixel", size))
     for i, j in ((0, 1), (0, 3), (1, 3)):
         assert not (values[i] == values[j]).any()
-
-
-def test_noise_of_a_partner_is_that_partners(where):
-    images = torch.zeros(2, 3, 8, 6, dtype=torch.uint8, device=where.device)
-    boxes, keys = np.array([[0, 0, 8, 6]] * 2, np.int32), np.array([3, 4], np.uint32)
-    swapped = np.array([[0, 8, 0, 6, 0, 0]] * 2, np.float32)
-    alone = finish(images, MEAN, STD, boxes, keys, "pixel")
-    mixed = finish(images, MEAN, STD, boxes, keys, "pixel", swapped, np.array([1, 0]))
-    assert torch.equal(mixed, alone.flip(0))
+    # that of a partner is the partner's
+    partners = dict(mixing=np.array([[0, 12, 0, 10, 0, 0]] * 4, np.float32), partners=np.array([1, 0, 3, 2]))
+    assert torch.equal(erased(where.device, keys, "pixel", size, **partners), values[[1, 0, 3, 2]])
 
 
 def test_a_channel_of_an_image_is_erased_to_one_number(where):
@@ -354,7 +341,8 @@ def philox(counters, key):
     return np.stack([a, b, c, d], axis=1)
 
 
-def test_the_kernels_noise_is_philox_and_box_mullers(kernels):
+@of_kernels
+def test_the_kernels_noise_is_philox_and_box_mullers(where):
     answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's, of zeros
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
@@ -364,7 +352,7 @@ def test_the_kernels_noise_is_philox_and_box_mullers(kernels):
         far, turn = np.sqrt(-2 * np.log((bits[:, ::2] + 1) / 2**32)), 2 * np.pi * bits[:, 1::2] / 2**32
         numbers = torch.tensor(np.stack([far * np.cos(turn), far * np.sin(turn)], axis=2)).flatten()
         expected = numbers[: 3 * height * width] if mode == "pixel" else numbers[:3].repeat_interleave(height * width)
-        result = erased(kernels, [key], mode, (height, width))
+        result = erased(where.device, [key], mode, (height, width))
         torch.testing.assert_close(result.double().flatten(), expected, rtol=1e-5, atol=1e-5)
 
 

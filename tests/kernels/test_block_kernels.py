@@ -108,31 +108,26 @@ def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, pois
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
     """Stretches of even and odd numbers of tiles, one after the other in the same memory."""
-    conv, conv_bias, P = torch.randn(2, D, 4), torch.randn(2, D), 16
-    u, x_proj = torch.randn(B, L, D).to(dtype), torch.randn(2, P, D).to(dtype)
     for H in (L, L // 2 + 1):
-        dv, dprojected = torch.randn(2, B, H, D).to(dtype), torch.randn(2, B * H, P).to(dtype)
-        inputs = u, dv, dprojected, x_proj, conv, conv_bias
-        expected = torch.empty(B, L, D, dtype=torch.float64)
-        truth = PlainKernels.conv_backward(*(t.double() for t in inputs), expected)
-        du = torch.empty_like(u)
+        sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
+        inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)
+        du, expected = torch.empty(B, L, D, dtype=dtype), torch.empty(B, L, D, dtype=torch.float64)
+        truth = PlainKernels.conv_backward(*exactly(*inputs), expected)
         dfilters = kernels.conv_backward(*(t.clone() for t in inputs), du)
         close(dfilters.sum(0, keepdim=True), truth, dtype, "filters")
         close(du, expected, dtype, "du")
 
 
 @pytest.mark.parametrize(("B", "L"), [(2, 70), (6, 25), (3, 97)])
-@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("project_step", [False, True])
 @pytest.mark.parametrize(("D", "R"), [(256, 48), (192, 48), (128, 40)])  # 128 channels at once, 64
-def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, logits, poison):
-    P = R + 32
-    u, x_proj = torch.randn(B, L, 2 * D).to(BF16)[..., D:], (torch.randn(2, P, D) / D**0.5).to(BF16)
+def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, project_step, poison):
+    u, x_proj = torch.randn(B, L, 2 * D).to(BF16)[..., D:], (torch.randn(2, R + 32, D) / D**0.5).to(BF16)
     inputs = u, torch.randn(2, D, 4), torch.randn(2, D), x_proj, torch.randn(2, D, R).to(BF16)
     for H in (L, L // 2 + 1):
-        *values, found = kernels.conv_xproj(*inputs, H, logits)
-        *truths, truth = PlainKernels.conv_xproj(*exactly(*inputs), H)
-        assert (found is None) == (not logits)
-        for value, expected in zip([*values, found] if logits else values, [*truths, truth]):
+        found = kernels.conv_xproj(*inputs, H, project_step)
+        assert (found[2] is None) == (not project_step)
+        for value, expected in zip(found[: 2 + project_step], PlainKernels.conv_xproj(*exactly(*inputs), H)):
             close(value, expected, BF16, "conv_xproj")
 
 
@@ -141,11 +136,11 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(entry, blocks, bytes of shared memory) of every launch, of which none runs."""
+    """(entry, CTAs, bytes of shared memory, arguments) of every launch, of which none runs."""
     found = []
 
-    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
-        found.append((entry, grid, shared_bytes))
+    def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0):
+        found.append((entry, ctas, shared_bytes, arguments))
 
     monkeypatch.setattr(compiler, "launch", launch)
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
@@ -153,100 +148,86 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("T", "C", "hopper", "entry", "blocks"),
+    ("T", "C", "hopper", "entry", "ctas"),
     [
-        (16, 192, False, "gate_outproj_of_few", 4),
-        (33 * 16, 192, False, "gate_outproj_of_few", 132),
-        (33 * 16 + 1, 192, False, "gate", None),
-        (16 * 16, 384, False, "gate_outproj_of_few", 128),
-        (17 * 16, 384, False, "gate", None),
-        (96 * 133, 384, False, "gate", None),
-        (64 * 132 - 1, 384, True, "gate", None),
-        (64 * 132, 384, True, "gate_outproj", 132),
+        (16, 192, False, "gate_outproj_of_few", 4), (33 * 16, 192, False, "gate_outproj_of_few", 132),
+        (33 * 16 + 1, 192, False, "gate", None), (16 * 16, 384, False, "gate_outproj_of_few", 128),
+        (17 * 16, 384, False, "gate", None), (96 * 133, 384, False, "gate", None),
+        (64 * 132 - 1, 384, True, "gate", None), (64 * 132, 384, True, "gate_outproj", 132),
     ],
-)
-def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, blocks, launched, monkeypatch):
+)  # fmt: skip
+def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, entry, ctas, launched, monkeypatch):
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     monkeypatch.setattr("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x)
 
-    def entries(D=2 * C, dtype=BF16, columns=C):
+    def run(D=2 * C, dtype=BF16, columns=C):
         x, out_proj = torch.empty(T, columns)[:, :C], torch.empty(C, D, dtype=dtype)
         y, z = torch.empty(2, 1, T, D, dtype=dtype), torch.empty(1, T, 2 * D, dtype=dtype)[..., D:]
         launched.clear()
         tiles = kernels.empty_tiles(T, out_proj, dtype)
-        takes_tiles = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
-        assert (tiles is not None) == takes_tiles
         out, _, norm = kernels.gate_outproj(x, y, z, None, out_proj, tiles, True, 1e-5)
         fused = kernels.fuses_product(x, D, dtype)
         assert (out.data_ptr() == x.data_ptr()) != fused
-        assert len(norm) == (2 if takes_tiles else 0)
-        ((entry, grid, _),) = launched
-        return entry, grid if fused else None
+        on_hopper = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
+        assert (tiles is not None, len(norm)) == (on_hopper, 2 * on_hopper)
+        ((entry, ctas, *_),) = launched
+        return entry, ctas if fused else None
 
-    assert entries() == entries(dtype=torch.float16) == (entry, blocks)
+    assert run() == run(dtype=torch.float16) == (entry, ctas)
     # other widths and types, and rows that vectors cannot read
     if entry != "gate_outproj":
-        assert entries(columns=C + 1)[0] == "gate"
-    assert entries(dtype=torch.float32)[0] == entries(D=3 * C)[0] == "gate"
+        assert run(columns=C + 1)[0] == "gate"
+    assert run(dtype=torch.float32)[0] == run(D=3 * C)[0] == "gate"
 
 
-@pytest.mark.parametrize(("T", "blocks"), [(1, 1), (128, 1), (129, 1), (1000, 3), (8448, 132), (25217, 132), (99, 7)])
-def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, blocks):
-    rounds, tokens = gate_outproj_sm90.shares(T, blocks)
+@pytest.mark.parametrize(("T", "ctas"), [(1, 1), (128, 1), (129, 1), (1000, 3), (8448, 132), (25217, 132), (99, 7)])
+def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, ctas):
+    rounds, tokens = gate_outproj_sm90.shares(T, ctas)
     assert 1 <= tokens <= 64
-    assert rounds * 2 * blocks * tokens >= T > rounds * 2 * blocks * (tokens - 1)
-    assert (rounds - 1) * 2 * blocks * 64 < T
+    assert rounds * 2 * ctas * tokens >= T > rounds * 2 * ctas * (tokens - 1)
+    assert (rounds - 1) * 2 * ctas * 64 < T
 
 
 @pytest.mark.parametrize(("T", "parts"), [(96, 16), (15, 15), (34, 2), (17, 1), (1, 1)])
 def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
     a, b = torch.randn(2, T, 5), torch.randn(2, T, 3)
     found = kernels.products_over_tokens(a, b)
-    assert found.shape == (2, parts, 5, 3)
-    for part, products in enumerate(found.unbind(1)):
-        tokens = slice(part * T // parts, (part + 1) * T // parts)
-        torch.testing.assert_close(products, torch.einsum("gtm,gtn->gmn", a[:, tokens], b[:, tokens]))
+    by_part = a.unflatten(1, (parts, -1)), b.unflatten(1, (parts, -1))
+    torch.testing.assert_close(found, torch.einsum("gptm,gptn->gpmn", *by_part))
 
 
 def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2)
 
-    def entries(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
+    def run(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
         u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
+        x_proj, step_proj = torch.zeros(2, R + 2 * N, D, dtype=dtype), torch.zeros(2, D, R, dtype=dtype)
         launched.clear()
-        kernels.conv_xproj(
-            u, torch.empty(2, D, taps), torch.empty(2, D), torch.zeros(2, R + 2 * N, D, dtype=dtype),
-            torch.zeros(2, D, R, dtype=dtype), L,
-        )  # fmt: skip
-        ((entry, grid, _),) = launched
-        return entry, grid
+        kernels.conv_xproj(u, torch.empty(2, D, taps), torch.empty(2, D), x_proj, step_proj, L)
+        ((entry, ctas, *_),) = launched
+        return entry, ctas
 
-    assert entries() == entries(dtype=torch.float16) == ("conv_xproj", 2)
-    assert entries(B=3, L=97) == ("conv_xproj", 4)  # of 147 pairs of tokens 48 each
-    assert entries(R=48) == entries(R=40) == entries()  # so is P = 80 and 72
-    assert entries(L=95)[0] == "conv_xproj"  # 96 pairs
-    assert entries(L=94)[0] == "conv"  # too few for two CTAs of 48
-    assert entries(B=16, L=24)[0] == "conv_xproj"
-    assert entries(B=16, L=23)[0] == "conv"  # a CTA's tokens would be of more than five sequences
+    assert run() == run(dtype=torch.float16) == ("conv_xproj", 2)
+    assert run(B=3, L=97) == ("conv_xproj", 4)  # of 147 pairs of tokens 48 each
+    assert run(R=48) == run(R=40) == run()  # so is P = 80 and 72
+    assert run(L=95)[0] == run(B=16, L=24)[0] == "conv_xproj"  # 96 pairs
     for other in (
-        dict(D=96), dict(R=40, N=24), dict(taps=3), dict(dtype=torch.float32), dict(stride=68, start=0),
+        dict(L=94),  # too few for two CTAs of 48
+        dict(B=16, L=23),  # a CTA's tokens would be of more than five sequences
+        dict(D=96), dict(R=40, N=24), dict(taps=3), dict(dtype=torch.float32), dict(stride=68),
         dict(stride=128, start=4),
     ):  # fmt: skip
-        assert entries(**other)[0] == "conv", other
+        assert run(**other)[0] == "conv", other
 
 
 @pytest.mark.parametrize(
-    ("D", "shared", "split", "k_tile"),
-    [(128, 227, 2, 128), (64, 227, 2, 64), (192, 227, 2, 64), (128, 163, 2, 128), (128, 99, 2, 64)],
+    ("D", "shared", "k_tile"), [(128, 227, 128), (64, 227, 64), (192, 227, 64), (128, 163, 128), (128, 99, 64)]
 )
-def test_two_warps_share_the_tokens_of_wide_projections(D, shared, split, k_tile):
-    def macros(P):
+def test_two_warps_share_the_tokens_of_wide_projections(D, shared, k_tile):
+    for P, split in ((72, 2), (80, 2), (64, 1), (56, 1)):
         found = conv_xproj.macros_of(BF16, D, P, P - 32, 4, True, shared << 10)
         assert found["BLOCK_BYTES"] <= shared << 10
-        return found["SPLIT"], found["K_TILE"]
-
-    assert macros(72) == macros(80) == (split, k_tile)
-    assert macros(64) == macros(56) == (1, 64)
+        assert (found["SPLIT"], found["K_TILE"]) == (split, k_tile if split == 2 else 64)
 
 
 @pytest.mark.parametrize(
@@ -262,16 +243,12 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a, b).to(out_dtype))  # as on a GPU
     T, N = 1000, 16
-    dk, dq = torch.zeros(2, 2, T, N, dtype=dtype)
-    dprojected, dstep = kernels.step_proj_backward(
-        torch.zeros(2, T, D, dtype=dtype), torch.zeros(2, T, R, dtype=dtype), torch.zeros(2, D, R, dtype=dtype), dk, dq
-    )
-    # a block for every two multiprocessors, or for each 16 tokens
-    assert [entry[:2] for entry in launched] == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
-    assert dprojected.shape == (2, T, R + 2 * N)
-    assert dprojected.dtype == dtype
-    assert dstep.shape == (2, 63 if one_kernel else 10, D, R)
-    assert dstep.dtype == torch.float32
+    sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
+    dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])
+    # a CTA for every two multiprocessors, or for each 16 tokens
+    assert [one[:2] for one in launched] == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
+    assert (dprojected.shape, dprojected.dtype) == ((2, T, R + 2 * N), dtype)
+    assert (dstep_proj.shape, dstep_proj.dtype) == ((2, 63 if one_kernel else 10, D, R), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -287,17 +264,14 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
         ((1, 1, 64), 48, BF16, ("conv", 1, 0, 4), (1, 41984, 8, 1)),
     ],
 )
-def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype, forward, backward, monkeypatch):
-    (B, L, D), found = shape, []
-
-    def launch(name, entry, macros, grid, block, arguments, shared_bytes=0):
-        found.append((entry, grid, shared_bytes, arguments))
+def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(
+    shape, P, dtype, forward, backward, launched, monkeypatch
+):
+    B, L, D = shape
 
     def empty(*size, dtype=dtype, **kwargs):
         return torch.zeros((), dtype=dtype).expand(*size)
 
-    monkeypatch.setattr(compiler, "launch", launch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
     for module in ("conv", "conv_backward", "conv_xproj"):
         monkeypatch.setattr(f"vil.kernels.block.{module}.vector_width", lambda limit, u: math.gcd(limit, D))
     monkeypatch.setattr(torch, "empty", empty)
@@ -307,13 +281,11 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype
     u, x_proj = torch.zeros(D, dtype=dtype).expand(B, L, D), empty(2, P, D)
     conv, bias = torch.zeros(2, D, 4), torch.zeros(2, D)
     kernels.conv_xproj(u, conv, bias, x_proj, empty(2, D, 8), L)
-    ((*first, arguments),) = found
-    assert (*first, *([arguments["stretch"]] if first[0] == "conv" else [])) == forward
-    found.clear()
     dfilters = kernels.conv_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
-    ((_, grid, shared_bytes, arguments),) = found
-    stretch, parts = arguments["stretch"], arguments["parts"]
-    assert (grid, shared_bytes, stretch, parts) == backward
+    (*first, arguments), (_, *second, of_backward) = launched
+    assert (*first, *([arguments["stretch"]] if first[0] == "conv" else [])) == forward
+    stretch, parts = of_backward["stretch"], of_backward["parts"]
+    assert (*second[:2], stretch, parts) == backward
     assert dfilters.shape == (parts, 2, 5, D)
     assert stretch % 4 == 0
     rounds = -(-B * -(-L // stretch) // (4 * parts))  # of four stretches
@@ -321,101 +293,87 @@ def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(shape, P, dtype
 
 
 # Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
-# and only the last blocks of every grid run.
+# and only the last CTAs of every grid run.
+L = 50
 
 
 @pytest.fixture
 def large(monkeypatch):
+    """Makes a tensor that is random at its end."""
     if not emulator.has_sparse():
         pytest.skip("needs memory that is not reserved")
+
+    def make(*size, dtype=BF16):
+        t = emulator.sparse(size, dtype)
+        end(t).copy_(torch.randn(end(t).shape).to(dtype))
+        return t
+
     with emulator.sparse_where_large() as launch:
         monkeypatch.setattr(compiler, "launch", launch)
-        yield lambda *size, dtype=BF16: emulator.sparse(size, dtype)
+        yield make
 
 
-L = 50
-
-
-def put(t, *, tokens=L):
-    """Random numbers at the end of a tensor's batch, or of its tokens."""
-    last = t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == tokens else t[..., -tokens:, :]
-    return last.copy_(torch.randn(last.shape).to(t.dtype))
+def end(t):
+    """The last image of a batch, or as many tokens."""
+    return t[..., -1:, :, :] if t.dim() > 2 and t.shape[-2] == L else t[..., -L:, :]
 
 
 def test_offsets_of_more_than_32_bits_of_gates_emulated(large):
     B, D = 2**21 + 3, 40
-    y, uz, dgated, mean = large(2, B, L, D), large(B, L, 2 * D), large(B, L, D), large(B, L, D)
-    scale, z = torch.rand(B), uz[..., D:]
-    of_y, of_uz, of_dgated, of_mean = (put(t) for t in (y, uz, dgated, mean))
-    of_z, of_scale = of_uz[..., D:], scale[-1:]
-    gated, found = kernels.gate(y, z, scale, True)
-    truth, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, of_scale), True)
-    close(gated[-1:], truth, BF16, "gated")
-    close(found[-1:], mean_truth, BF16, "mean")
-    duz = large(B, L, 2 * D)
+    y, z, dgated, scale = large(2, B, L, D), large(B, L, 2 * D)[..., D:], large(B, L, D), torch.rand(B)
+    gated, mean = kernels.gate(y, z, scale, True)
+    for value, truth in zip((gated, mean), PlainKernels.gate(*exactly(end(y), end(z), scale[-1:]), True), strict=True):
+        close(end(value), truth, BF16, "gate")
+    duz, expected = emulator.sparse((B, L, 2 * D), BF16), torch.empty(1, L, 2 * D, dtype=torch.float64)
     gated = kernels.gate_backward(dgated, mean, z, scale, *duz.chunk(2, dim=-1))
-    expected = torch.empty(1, L, 2 * D, dtype=torch.float64)
-    truth = PlainKernels.gate_backward(
-        *exactly(of_dgated, of_mean, of_z, of_scale), *expected.chunk(2, dim=-1)
-    )  # fmt: skip
-    close(gated[-1:], truth, BF16, "gated")
-    close(duz[-1:], expected, BF16, "duz")
+    given = exactly(end(dgated), end(mean), end(z), scale[-1:])
+    close(end(gated), PlainKernels.gate_backward(*given, *expected.chunk(2, dim=-1)), BF16, "gated")
+    close(end(duz), expected, BF16, "duz")
 
 
 def test_offsets_of_more_than_32_bits_of_norms_emulated(large):
     C, T = 8, 2**29 + 41
-    x = large(T, C, dtype=torch.float32)
-    of_x = put(x)
-    _, (xhat, scale, copy) = kernels.pack_weights(block_weights(C), BF16, None, x, 1e-5, True)
-    for value, truth in zip((xhat[-L:], scale[-L:]), normed(of_x, 1e-5)):
+    x, dxhat, dresidual = large(T, C, dtype=torch.float32), large(T, C), large(T, C, dtype=torch.float32)
+    _, (xhat, rstd, copy) = kernels.pack_weights(block_weights(C), BF16, None, x, 1e-5, True)
+    for value, truth in zip((end(xhat), rstd[-L:]), normed(end(x), 1e-5), strict=True):
         close(value, truth, BF16, "norm")
-    assert torch.equal(copy[-L:], of_x)
-    dxhat, dresidual = large(T, C), large(T, C, dtype=torch.float32)
-    of_dxhat, of_dresidual = put(dxhat), put(dresidual)
-    dx, rounded = kernels.norm_backward(dxhat, xhat, scale, dresidual)
-    g, v, r, d = exactly(of_dxhat, xhat[-L:], scale[-L:], of_dresidual)
-    close(dx[-L:], d + r[:, None] * (g - v * (g * v).mean(-1, keepdim=True)), BF16, "dx")
-    assert torch.equal(rounded[-L:], dx[-L:].to(BF16))
+    assert torch.equal(end(copy), end(x))
+    dx, rounded = kernels.norm_backward(dxhat, xhat, rstd, dresidual)
+    truth, _ = PlainKernels.norm_backward(*exactly(end(dxhat), end(xhat), rstd[-L:], end(dresidual)))
+    close(end(dx), truth, BF16, "dx")
+    assert torch.equal(end(rounded), end(dx).to(BF16))
 
 
 @pytest.mark.parametrize("D", [40, 64])  # for the kernel of convolutions alone, and with projections
 def test_offsets_of_more_than_32_bits_of_convolutions_emulated(D, large, monkeypatch):
     B, P, R = 2**21 + 3, 16, 8
-    uz = large(B, L, 2 * D)
-    put(uz)
-    u, of_u = uz[..., :D], uz[-1:, :, :D]
-    conv, conv_bias = torch.randn(2, D, 4), torch.randn(2, D)
+    u, conv, conv_bias = large(B, L, 2 * D)[..., :D], torch.randn(2, D, 4), torch.randn(2, D)
     x_proj, step_proj = torch.randn(2, P, D).to(BF16), torch.randn(2, D, R).to(BF16)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "bmm", lambda a, b: a.new_zeros(()).expand(*a.shape[:2], b.shape[2]))
-        v, projected, logits = kernels.conv_xproj(u, conv, conv_bias, x_proj, step_proj, L)
-    truths = PlainKernels.conv_xproj(*exactly(of_u, conv, conv_bias, x_proj, step_proj), L)
-    close(v[:, -1:], truths[0], BF16, "v")
-    if D == 64:
-        close(projected[:, -L:], truths[1], BF16, "conv_xproj")
-        close(logits[:, -L:], truths[2], BF16, "conv_xproj")
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each block has one group of stretches
-    dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), large(B, L, 2 * D)[..., D:]
-    of_dv, of_dprojected = put(dv), put(dprojected)
+        found = kernels.conv_xproj(u, conv, conv_bias, x_proj, step_proj, L)
+    truths = PlainKernels.conv_xproj(*exactly(end(u), conv, conv_bias, x_proj, step_proj), L)
+    for value, truth in list(zip(found, truths, strict=True))[: 3 if D == 64 else 1]:
+        close(end(value), truth, BF16, "conv_xproj")
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each CTA has one group of stretches
+    dv, dprojected, du = large(2, B, L, D), large(2, B * L, P), emulator.sparse((B, L, 2 * D), BF16)[..., D:]
     dfilters = kernels.conv_backward(u, dv, dprojected, x_proj, conv, conv_bias, du)
     expected = torch.empty(1, L, D, dtype=torch.float64)
-    truth = PlainKernels.conv_backward(
-        *exactly(of_u, of_dv, of_dprojected, x_proj, conv, conv_bias), expected
-    )  # fmt: skip
-    close(du[-1:], expected, BF16, "du")
-    close(dfilters[-16:].sum(0, keepdim=True), truth, BF16, "filters")
+    given = exactly(end(u), end(dv), end(dprojected), x_proj, conv, conv_bias)
+    close(dfilters[-16:].sum(0, keepdim=True), PlainKernels.conv_backward(*given, expected), BF16, "filters")
+    close(end(du), expected, BF16, "du")
 
 
 def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each block has one tile
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2**40)  # each CTA has one tile
     T, D, R, N = 2**25 + 5, 128, 8, 4
-    dlogits, projected, dk, dq = large(2, T, D), large(2, T, R + 2 * N), large(2, T, N), large(2, T, N)
-    of_dlogits, of_step, of_dk, of_dq = (put(t) for t in (dlogits, projected, dk, dq))
-    step, of_step, step_proj = projected[..., :R], of_step[..., :R], torch.randn(2, D, R).to(BF16)
-    dprojected, dstep = kernels.step_proj_backward(dlogits, step, step_proj, dk, dq)
-    truths = PlainKernels.step_proj_backward(*exactly(of_dlogits, of_step, step_proj, of_dk, of_dq))
-    close(dprojected[1, -L:], truths[0][1], BF16, "dprojected")
-    close(dstep[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep")
+    dstep_logits, step, dk, dq = large(2, T, D), large(2, T, R + 2 * N)[..., :R], large(2, T, N), large(2, T, N)
+    step_proj = torch.randn(2, D, R).to(BF16)
+    dprojected, dstep_proj = kernels.step_proj_backward(dstep_logits, step, step_proj, dk, dq)
+    given = exactly(end(dstep_logits), end(step), step_proj, end(dk), end(dq))
+    truths = PlainKernels.step_proj_backward(*given)
+    close(end(dprojected)[1], truths[0][1], BF16, "dprojected")
+    close(dstep_proj[1, -16:].sum(0), truths[1][1, 0], BF16, "dstep_proj")
 
 
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
@@ -423,24 +381,21 @@ def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatc
     T = B * L
     monkeypatch.setattr(compiler, "launch", functools.partial(emulator.launch, blocks=6))
     as_hopper(monkeypatch, -(-T // 128))  # each group has tokens once
-    x, y, uz, scale = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D), torch.rand(B)
-    of_x, of_y, of_z = put(x), put(y), put(uz)[..., D:]
-    out_proj = torch.randn(C, D).to(BF16)
-    tiles = in_tiles(out_proj)
-    out, mean, norm = kernels.gate_outproj(x, y, uz[..., D:], scale, out_proj, tiles, True, 1e-5)
-    gated, mean_truth = PlainKernels.gate(*exactly(of_y, of_z, scale[-1:]), True)
-    truth = of_x + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
-    torch.testing.assert_close(out[-L:].double(), truth, atol=2e-2, rtol=1e-4)
-    close(mean[-1:], mean_truth, BF16, "mean")
-    for value, expected in zip(norm, normed(out[-L:], 1e-5)):
+    x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
+    scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
+    out, mean, norm = kernels.gate_outproj(x, y, z, scale, out_proj, in_tiles(out_proj), True, 1e-5)
+    gated, mean_truth = PlainKernels.gate(*exactly(end(y), end(z), scale[-1:]), True)
+    truth = end(x) + gated.to(BF16).double().flatten(0, 1) @ out_proj.double().t()
+    torch.testing.assert_close(end(out).double(), truth, atol=2e-2, rtol=1e-4)
+    close(end(mean), mean_truth, BF16, "mean")
+    for value, expected in zip(norm, normed(end(out), 1e-5), strict=True):
         close(value[-L:], expected, BF16, "norm")
-    # for three slices of channels, of each block two rounds of two groups of 64 tokens
+    # for three slices of channels, of each CTA two rounds of two groups of 64 tokens
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 3 * -(-T // 256))
-    dout, duz = large(T, C), large(B, L, 2 * D)
-    of_dout, expected = put(dout), torch.empty(1, L, 2 * D, dtype=torch.float64)
-    gated = kernels.gate_outproj_backward(dout, out_proj, mean, uz[..., D:], scale, *duz.chunk(2, dim=-1))
-    truth = PlainKernels.gate_outproj_backward(
-        *exactly(of_dout, out_proj, mean[-1:], of_z, scale[-1:]), *expected.chunk(2, dim=-1)
-    )  # fmt: skip
-    close(gated[-1:], truth, BF16, "gated")
-    close(duz[-1:], expected, BF16, "duz")
+    dout, duz = large(T, C), emulator.sparse((B, L, 2 * D), BF16)
+    gated = kernels.gate_outproj_backward(dout, out_proj, mean, z, scale, *duz.chunk(2, dim=-1))
+    expected = torch.empty(1, L, 2 * D, dtype=torch.float64)
+    given = exactly(end(dout), out_proj, end(mean), end(z), scale[-1:])
+    truth = PlainKernels.gate_outproj_backward(*given, *expected.chunk(2, dim=-1))
+    close(end(gated), truth, BF16, "gated")
+    close(end(duz), expected, BF16, "duz")
