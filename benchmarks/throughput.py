@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py --json benchmarks/results/h200_models.json     # then benchmarks/tables.py
     python benchmarks/throughput.py --models vil_small --cases train,224,128 infer,224,1 --modes eager graph
-    python benchmarks/throughput.py --picture docs/images/throughput.png           # training against resolution
+    python benchmarks/throughput.py --models vil_small --resolutions 224 512 1024     # training against resolution
 
 A training step is forward, backward and fused AdamW; both tasks run under bf16 autocast, on random images that lie on
 the device. Modes: `eager`; `compiled`, the whole model by torch.compile without graph breaks; `graph` and
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import io
 import itertools
 import re
 import statistics
@@ -32,12 +31,10 @@ from tables import write_results
 from torch.profiler import ProfilerActivity, profile
 
 import vil  # noqa: F401  registers the models
-from vil.files import write_atomically
 from vil.info import git_commit
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 MODELS = ["vil_small", "vim_small", "deit_small_patch16_224", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
-RESOLUTIONS = (224, 384, 512, 768, 1024, 1280, 1536)
 PATCHES = 128 * 14**2  # of a training batch, at any resolution: 128 images of 224 pixels
 
 
@@ -119,8 +116,6 @@ def main() -> None:
         print(profile_row(of_model))
     for result in (r for of_model in results for r in of_model if r.error):
         print(f"\n{result.model}, {result.case}, {result.mode}: {result.error}")
-    if options.picture:
-        write_atomically(options.picture, plot(results))
 
 
 def parse_options() -> argparse.Namespace:
@@ -128,13 +123,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="TASK,PIXELS,BATCH")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--picture", type=Path, help="train against resolution instead of the cases, and draw this PNG")
-    parser.add_argument("--resolutions", nargs="+", type=int, default=RESOLUTIONS, help="of the picture")
+    parser.add_argument("--resolutions", nargs="+", type=int, help="train at each of these instead of the cases")
     parser.add_argument("--json", type=Path, help="write every result to this file, for tables.py")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    if options.picture:
-        options.models = options.models or ["vil_small", "deit_small_patch16_224"]
+    if options.resolutions:
         options.cases = [Case("train", size, max(1, PATCHES // (size // 16) ** 2)) for size in options.resolutions]
     options.models = options.models or MODELS
     return options
@@ -284,33 +277,6 @@ def profile_row(results: list[Result]) -> str:
     cells.append(f"{sum(times.values()):.2f}")
     cells.append(f"{1e3 * case.batch / best.images_per_second:.2f}" if best else "-")
     return f"| {' | '.join(cells)} |"
-
-
-def plot(results: list[list[Result]]) -> bytes:
-    """A PNG of training speed and memory against resolution, each model in its best mode at each."""
-    from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    speed, memory = figure.subplots(1, 2)
-    best = [b for b in map(best_of, results) if b]
-    for model in dict.fromkeys(b.model for b in best):
-        of_model = [b for b in best if b.model == model]
-        sizes = [b.case.img_size for b in of_model]
-        speed.plot(sizes, [b.images_per_second for b in of_model], "o-", label=model)
-        memory.plot(sizes, [b.peak_gib / b.case.batch for b in of_model], "o-", label=model)
-    for axis, title in ((speed, "training, images/s"), (memory, "training, peak GiB per image of the batch")):
-        sizes = sorted({b.case.img_size for b in best})
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.minorticks_off()
-        axis.set_title(title)
-        axis.set_xlabel(f"image side in pixels; batches of at most {PATCHES:,} patches")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
-    return png.getvalue()
 
 
 if __name__ == "__main__":
