@@ -81,12 +81,15 @@ def threads():
 
 
 @SCANS
-def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs, threads):
+def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs, threads, monkeypatch):
     inputs = make_inputs(3, 70, 150, 4, torch.float32)
     threads(1)
     expected = outputs_and_gradients(on_cpu(scan), inputs)
-    for count in (2, 5, 64):
-        threads(count)
+    for count in (2, 5, 64, None):
+        if count is None:  # one, where the library of threads is not found
+            monkeypatch.setattr(compiler, "_parallel", lambda: None)
+        else:
+            threads(count)
         for actual, truth in zip(outputs_and_gradients(on_cpu(scan), inputs), expected, strict=True):
             assert torch.equal(actual, truth)
 
@@ -127,15 +130,6 @@ def test_a_forked_worker_scans(threads):
     worker.start()
     assert queue.get(timeout=60) == expected
     worker.join()
-
-
-def test_one_thread_where_the_library_of_threads_is_not_found(threads, monkeypatch):
-    threads(2)
-    inputs = longhorn_inputs(2, 70, 150, 4, torch.float32)
-    expected = outputs_and_gradients(on_cpu(longhorn_scan), inputs)
-    monkeypatch.setattr(compiler, "_parallel", lambda: None)
-    for actual, truth in zip(outputs_and_gradients(on_cpu(longhorn_scan), inputs), expected, strict=True):
-        assert torch.equal(actual, truth)
 
 
 # Compilation, its cache, and machines without

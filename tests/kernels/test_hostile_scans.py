@@ -227,34 +227,27 @@ def test_backward_of_a_scan_that_kept_no_states_says_so(launched):
 # Calls of random sizes
 
 
-SIZES = {"G": (0, 1, 2, 3), "B": (0, 1, 2), "L": (0, 1, 5, 64, 66), "D": (0, 1, 8), "N": (4, 5)}
-LAYOUT = dict(x="GBLD", step_logits="GBLD", k="GBLN", q="GBLN", A="GDN", skip="GD", step_bias="GD")
+SIZES = dict(G=(0, 1, 2, 3), B=(0, 1, 2), L=(0, 1, 5, 64, 66), D=(0, 1, 8), N=(4, 4, 4, 4, 4, 5))
+LAYOUT = dict(x="GBLD", step_logits="GBLD", k="GBLN", q="GBLN", A="GDN", skip="GD", step_bias="GD", reverse="G")
 
 
 def random_scan(draw):
-    """Arguments of a scan of which some may be of another size than the others, and whether none is."""
+    """Arguments of a scan of which one may be of another size than the others, and whether none is."""
     recurrence, new = draw.choice(RECURRENCES), random_tensors(draw.randrange(2**31))
-    common = {
-        letter: draw.choice(sizes) if letter != "N" or draw.random() < 0.1 else 4 for letter, sizes in SIZES.items()
-    }
-    tensors, found = {}, {letter: {size} for letter, size in common.items()}
-    for name, layout in LAYOUT.items():
-        if (name == "A" and recurrence == "longhorn") or (name in ("skip", "step_bias") and draw.random() < 0.2):
-            tensors[name] = None
-            continue
-        sizes = dict(common)
-        if draw.random() < 0.05:
-            letter = draw.choice(layout)
-            sizes[letter] = draw.choice(SIZES[letter])
-        for letter in layout:
-            found[letter].add(sizes[letter])
-        tensors[name] = new(*(sizes[letter] for letter in layout))
-    if tensors["A"] is not None:
-        tensors["A"] = -tensors["A"].exp()
-    reverse = [draw.random() < 0.5 for _ in range(common["G"] if draw.random() < 0.95 else draw.choice(SIZES["G"]))]
-    found["G"].add(len(reverse))
-    fits = all(len(sizes) == 1 for sizes in found.values()) and common["N"] == 4
-    return recurrence, list(tensors.values()), reverse, fits
+    sizes = {letter: draw.choice(choices) for letter, choices in SIZES.items()}
+    shapes = {name: [sizes[letter] for letter in layout] for name, layout in LAYOUT.items()}
+    absent = [name for name in ("skip", "step_bias") if draw.random() < 0.2] + ["A"] * (recurrence == "longhorn")
+    fits = sizes["N"] == 4
+    if draw.random() < 0.3:
+        name = draw.choice([name for name in LAYOUT if name not in absent])
+        dim = draw.randrange(len(LAYOUT[name]))
+        other = draw.choice(SIZES[LAYOUT[name][dim]])
+        fits &= other == shapes[name][dim]
+        shapes[name][dim] = other
+    tensors = [None if name in absent else new(*shapes[name]) for name in LAYOUT if name != "reverse"]
+    if tensors[4] is not None:
+        tensors[4] = -tensors[4].exp()
+    return recurrence, tensors, [draw.random() < 0.5 for _ in range(shapes["reverse"][0])], fits
 
 
 @needs_compiler

@@ -173,9 +173,8 @@ def test_the_operator_keeps_0_to_all_of_a_state_for_any_key_and_beta(g):
     k_BLN[:, 1] = randn(g, B, N) * 10.0 ** torch.randint(-6, 7, (B, 1), generator=g)
     k_BLN[0, 1] = torch.tensor([1e3, 0.0, 0.0, 0.0])  # a long key of one state all but clears it
     x_BLD = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1).expand(B, 2, D).contiguous()
-    logits_BLD[:, 0] = logits_BLD[0] = (
-        0  # a state is written, and then a token without content decides what is kept of it
-    )
+    # a state is written, and then a token without content decides what is kept of it
+    logits_BLD[:, 0] = logits_BLD[0] = 0
     written, kept = operator_states(x_BLD, logits_BLD, k_BLN).unbind(1)
     share = kept / written
     assert share.min() > 0
