@@ -2,7 +2,9 @@
 
 import copy
 import shutil
+import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import emulator
@@ -13,7 +15,8 @@ import torch
 import torch.nn.utils.prune
 import torch.utils.checkpoint
 from blocks import MIXERS, Scale, close, make_block, operator_on_a_cpu, options_of, outcome, relative_error, weights_of
-from models import assert_same_output_and_gradients, random_images, small, stochastic_depth, with_random_parameters
+from models import assert_same_output_and_gradients, random_images, small, stochastic_depth
+from models import with_random_parameters as randomised
 from plain_kernels import PlainKernels
 from torch.utils._pytree import tree_leaves
 from vil.kernels import backends
@@ -24,7 +27,7 @@ from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import heuristics as variants
 
 from vil import block as vil_block
-from vil.block import Block, LonghornMixer, MambaMixer
+from vil.block import LonghornMixer, MambaMixer
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def plain():
 @pytest.mark.parametrize("mixer", ["vil_tiny", "vim_tiny"])
 def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_kernels):
     """With stochastic depth in training and without in evaluation, with the norms handed over and not."""
-    model = with_random_parameters(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
+    model = randomised(small(mixer, depth=3, img_size=size, drop_path_rate=0.5))
     x, weights = random_images(5, 3, *size, dtype=torch.float64), dict(model.named_parameters())
     scales = stochastic_depth([0, 0.25, 0.5], len(x), seed=3)
     assert sum(scale.eq(0).sum() for scale in scales[1:]) in range(2, 9)
@@ -81,7 +84,7 @@ def test_a_model_of_fused_blocks_equals_the_independent_one(mixer, size, plain_k
 @pytest.mark.parametrize("between", ["hook", "eps", "dtype", "unfused"])
 def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kernels, plain):
     """By what one block has computed of the next one's norm."""
-    model = with_random_parameters(small(depth=3, img_size=32)).eval()
+    model = randomised(small(depth=3, img_size=32)).eval()
     if between == "hook":
         model.blocks[0].register_forward_hook(lambda module, args, output: output * torch.arange(32))
     elif between == "eps":
@@ -102,7 +105,7 @@ def test_what_comes_between_fused_blocks_is_not_passed_over(between, plain_kerne
 def test_a_second_derivative_is_refused_and_not_taken_for_none(at_once, plain_kernels, monkeypatch):
     """As in a penalty of gradients, whose own gradient would lack a part."""
     monkeypatch.setattr(operator, "at_once", lambda t: at_once)
-    model = with_random_parameters(small(depth=2, img_size=32)).eval()
+    model = randomised(small(depth=2, img_size=32)).eval()
     x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x)
     (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -156,7 +159,7 @@ CHANGES = {
 def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(change, plain_kernels, plain):
     """Forward and every gradient, of the first, a middle and the last; nothing found before is used."""
     for place in (0, 1, 2):
-        model = with_random_parameters(small(depth=3, img_size=32)).train()
+        model = randomised(small(depth=3, img_size=32)).train()
         x = random_images(2, 3, 32, 32, dtype=torch.float64)
         model(x).sum().backward()
         assert plain_kernels
@@ -173,7 +176,7 @@ def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(chan
 
 
 def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_kernels, plain):
-    model, other = (with_random_parameters(small(depth=2, img_size=32)).eval() for _ in range(2))
+    model, other = (randomised(small(depth=2, img_size=32)).eval() for _ in range(2))
     x = random_images(2, 3, 32, 32, dtype=torch.float64)
     expected = other(x)
     found = torch.func.functional_call(model, dict(other.named_parameters()), (x,))
@@ -260,46 +263,35 @@ def test_blocks_that_pass_on_norms_have_the_gradients_of_plain_ones(compiled, mi
     assert plain_kernels == [False, True, True]
 
 
-@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward"])
-def test_a_block_runs_fused_only_with_every_part_as_it_was_built(hook, monkeypatch, plain):
-    """What users attach or put in the place of a part has to run."""
-    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda" if device.type == "cpu" else "reference")
-    x = torch.randn(2, 5, 16)
+def test_seven_calls_lead_from_a_model_to_a_kernel(plain_kernels, monkeypatch):
+    """Here six: where a plan runs in place of the last, its own and that of its step follow."""
+    monkeypatch.setattr(operator, "at_once", lambda t: True)
+    model, ways = small(depth=2, img_size=32).double().eval(), []
+    package, pack_weights = (
+        (str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)),
+        PlainKernels.pack_weights,
+    )
 
-    def runs_fused(change=lambda block: None, x=x, mixer=LonghornMixer):
-        block = Block(16, mixer, drop_path=0.1)
-        change(block)
-        return vil_block.fused_block(block, x) is not None
+    def kernel(*arguments):
+        stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ours)]
+        ways.append([f"{Path(frame.filename).stem}.{frame.name}" for frame in stack])
+        return pack_weights(*arguments)
 
-    def attach(part):
-        getattr(part, f"register_{hook}_hook")(lambda *args: None)
+    monkeypatch.setattr(PlainKernels, "pack_weights", kernel)
+    model(random_images(1, 3, 32, 32, dtype=torch.float64))
+    way = "vision_longhorn.forward", "block.run_blocks", "operator.block", "operator.forward", "plan.run"
+    assert ways == [[*way, "forward.forward"]] * 2
 
-    assert runs_fused()
-    assert runs_fused(mixer=MambaMixer)
-    assert runs_fused(lambda block: block.bfloat16())
-    assert runs_fused(lambda block: attach(block))  # it runs whenever the block does
-    assert not runs_fused(lambda block: attach(block.drop_path))
-    assert not runs_fused(x=x.double())
-    assert not runs_fused(x=x.bfloat16())
-    assert not runs_fused(x=x[:0])
-    assert not runs_fused(x=x.to("meta"))
-    for part in ("norm", "mixer", "mixer.directions.1.conv1d", "mixer.out_proj"):
-        assert not runs_fused(lambda block, part=part: attach(block.get_submodule(part)))
-    assert not runs_fused(lambda block: block.mixer.in_proj.double())
-    assert not runs_fused(lambda block: setattr(block, "norm", torch.nn.RMSNorm(16)))
-    assert not runs_fused(lambda block: block.mixer.directions[0].add_module("x_proj", torch.nn.Identity()))
-    assert not runs_fused(mixer=lambda dim, **dd: LonghornMixer(dim, state_size=12, **dd))
-    assert runs_fused(mixer=lambda dim, **dd: LonghornMixer(dim, state_size=8, **dd))
+
+@pytest.mark.parametrize("runs_at_once", [False, True])
+def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, plain_kernels, plain, monkeypatch):
+    monkeypatch.setattr(operator, "at_once", lambda t: runs_at_once)
+    model = randomised(small(depth=2, img_size=32)).eval().requires_grad_(False)
+    x = random_images(2, 3, 32, 32, dtype=torch.float64).requires_grad_()
+    (found,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert plain_kernels
     plain()
-    assert not runs_fused()
-    vil_block.set_fused(True)
-    assert runs_fused()
-
-
-def test_compiles_without_graph_breaks():
-    block = make_block(LonghornMixer, 16)
-    x = torch.randn(2, 5, 16)
-    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
 
 
 # With a GPU

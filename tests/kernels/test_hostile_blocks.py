@@ -25,14 +25,12 @@ from hostile import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from vil.kernels import backends
 from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler
 
-from vil import block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -266,47 +264,6 @@ def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
     arguments = dict(y=y, z=z, z_stride=1, scales=None, gated=None, means=None, tokens=1, L=1, D=1)
     with pytest.raises(ValueError, match=r"gate needs its tensors on one GPU; they are on .*cpu"):
         compiler.launch("block/gate", "gate", dict(INPUT="float"), 1, 32, arguments)
-
-
-@pytest.fixture
-def takes_a_cpu_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(backends, "backend_for", lambda device: "cuda" if device.type == "cpu" else "reference")
-
-
-@pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
-def test_a_block_with_a_weight_elsewhere_is_not_fused(mixer, takes_a_cpu_for_a_gpu):
-    x = torch.randn(1, 5, 16)
-    names = [name for name, _ in Block(16, mixer).named_parameters()]
-    for name in names:
-        block = Block(16, mixer)
-        assert vil_block.fused_block(block, x) is not None
-        part, _, weight = name.rpartition(".")
-        setattr(block.get_submodule(part), weight, torch.nn.Parameter(block.get_parameter(name).to("meta")))
-        assert vil_block.fused_block(block, x) is None, name
-    assert len(names) == (15 if mixer is LonghornMixer else 17)
-
-
-def test_a_block_that_the_kernels_cannot_compute_takes_the_plain_path(takes_a_cpu_for_a_gpu):
-    """Also of parts of the right types."""
-    x = torch.randn(1, 5, 16)
-
-    def fused(mixer=LonghornMixer, **parts):
-        block = Block(16, mixer)
-        for name, part in parts.items():
-            place, _, last = name.replace("__", ".").rpartition(".")
-            block.get_submodule(place).add_module(last, part)
-        found = vil_block.fused_block(block, x) is not None
-        assert found or block(x).shape == x.shape
-        return found
-
-    assert fused()
-    assert vil_block.fused_block(Block(16, LonghornMixer).double(), x) is None
-    for taps in (1, 2, 3, 4, 5):
-        assert fused(lambda dim, taps=taps, **dd: LonghornMixer(dim, conv_width=taps, **dd)) == (taps in (2, 3, 4))
-    assert not fused(mixer__in_proj=torch.nn.Linear(16, 64))  # with a bias
-    assert not fused(mixer__directions__0__x_proj=torch.nn.Linear(32, 33))
-    assert not fused(norm=torch.nn.Identity())
-    assert not fused(mixer__out_proj=torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False)))
 
 
 # With a GPU

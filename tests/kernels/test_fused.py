@@ -1,0 +1,101 @@
+"""Which operator computes a block here, and that it stands only for a block with every part as it was built."""
+
+import pytest
+import torch
+from torch import nn
+from vil.kernels import backends
+from vil.kernels.block import cpu, operator
+
+from vil.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
+
+OPERATORS = {"cuda": operator.block, "cpu": cpu.block, "reference": None}
+
+
+@pytest.fixture(params=OPERATORS)
+def backend(request, monkeypatch):
+    """What a machine would run on its CPU."""
+    monkeypatch.setattr(
+        backends, "backend_for", lambda device: request.param if device.type == "cpu" else "reference"
+    )  # fmt: skip
+    return request.param
+
+
+def found(block, x):
+    """The operator."""
+    fused = fused_block(block, x)
+    return fused and fused[0]
+
+
+def replaced(place, part):
+    """A change of a block: another part there."""
+    place, _, last = place.rpartition(".")
+    return lambda block: block.get_submodule(place).add_module(last, part)
+
+
+def hooked(hook, place):
+    return lambda block: getattr(block.get_submodule(place), f"register_{hook}_hook")(lambda *_: None)
+
+
+def without_bias(block):
+    block.mixer.directions[0].conv1d.bias = None
+
+
+FITTING = {
+    "nothing": lambda block: None,
+    "Mamba": lambda block: block.add_module("mixer", MambaMixer(16)),
+    "a hook on the block": hooked("forward", ""),  # it runs whenever the block does
+    "8 states": replaced("mixer", LonghornMixer(16, state_size=8)),
+    **{f"{n} taps": replaced("mixer", LonghornMixer(16, conv_width=n)) for n in (2, 3)},
+}
+HOOKS = ("forward", "forward_pre", "full_backward")
+PLACES = ("drop_path", "norm", "mixer", "mixer.directions.1", "mixer.directions.1.conv1d", "mixer.out_proj")
+OTHERS = {
+    **{
+        f"a {hook} hook at {p}": hooked(hook, p) for hook in ("forward", "forward_pre", "full_backward") for p in PLACES
+    },
+    "a forward of an instance": lambda block: setattr(block.mixer.out_proj, "forward", lambda y: y),
+    "a weight in fp64": lambda block: block.mixer.in_proj.double(),
+    "a block in fp64": lambda block: block.double(),
+    "another norm": replaced("norm", nn.RMSNorm(16)),
+    "no norm": replaced("norm", nn.Identity()),
+    "no projection": replaced("mixer.directions.0.x_proj", nn.Identity()),
+    "a projection in a container": replaced("mixer.out_proj", nn.Sequential(nn.Linear(32, 16, bias=False))),
+    "a bias": replaced("mixer.in_proj", nn.Linear(16, 64)),
+    "a bias of keys": replaced("mixer.directions.0.x_proj", nn.Linear(32, 33)),
+    "no bias of a convolution": without_bias,
+    "12 states": replaced("mixer", LonghornMixer(16, state_size=12)),
+    **{f"{n} taps": replaced("mixer", LonghornMixer(16, conv_width=n)) for n in (1, 5)},
+}
+
+
+@pytest.mark.parametrize("change", FITTING)
+def test_a_block_as_it_was_built_runs_fused(change, backend):
+    block = Block(16, LonghornMixer, drop_path=0.1)
+    FITTING[change](block)
+    assert found(block, torch.randn(2, 5, 16)) is OPERATORS[backend]
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_what_users_attach_or_put_in_the_place_of_a_part_has_to_run(change, backend):
+    block = Block(16, LonghornMixer, drop_path=0.1)
+    OTHERS[change](block)
+    assert found(block, torch.randn(2, 5, 16)) is None
+
+
+def test_the_operator_takes_a_residual_stream_in_fp32_and_weights_beside_it(backend):
+    block, x = Block(16, LonghornMixer), torch.randn(2, 5, 16)
+    for other in (x.double(), x.bfloat16(), x[:0], x.to("meta")):
+        assert found(block, other) is None
+    for name, p in Block(16, MambaMixer).named_parameters():
+        block, (place, _, weight) = Block(16, MambaMixer), name.rpartition(".")
+        setattr(block.get_submodule(place), weight, nn.Parameter(p.to("meta")))
+        assert found(block, x) is None, name
+    # in 16 bits on GPUs alone
+    assert found(Block(16, LonghornMixer).bfloat16(), x) is (operator.block if backend == "cuda" else None)
+
+
+def test_set_fused_switches_it(backend):
+    block, x = Block(16, LonghornMixer), torch.randn(2, 5, 16)
+    for enable in (False, True):
+        set_fused(enable)
+        assert found(block, x) is (OPERATORS[backend] if enable else None)
