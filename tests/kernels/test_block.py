@@ -267,10 +267,8 @@ def test_seven_calls_lead_from_a_model_to_a_kernel(plain_kernels, monkeypatch):
     """Here six: where a plan runs in place of the last, its own and that of its step follow."""
     monkeypatch.setattr(operator, "at_once", lambda t: True)
     model, ways = small(depth=2, img_size=32).double().eval(), []
-    package, pack_weights = (
-        (str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)),
-        PlainKernels.pack_weights,
-    )
+    ours = str(Path(vil_block.__file__).parent), str(Path(backends.__file__).parent)
+    pack_weights = PlainKernels.pack_weights
 
     def kernel(*arguments):
         stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ours)]
