@@ -14,8 +14,8 @@
 //   chunk    __syncthreads; keys and queries to shared memory; __syncthreads
 //   tile     copies and step sizes; __syncwarp; its halves; __syncthreads; all threads add the warps' dk and dq
 //   half     rescan; __syncwarp; dq; __syncwarp; walk back; __syncwarp; dk, dx, dstep_logit; __syncwarp
-// The warps' sums of dk and dq have two buffers, so that one barrier a tile is enough: who writes those of a buffer
-// again has passed the barrier of the tile between, to which the others came when they had read it.
+// The warps' sums of dk and dq have two buffers, so that one barrier a tile is enough (rule 1 of cuda/pipeline.cuh).
+// The rest is a warp's own (rule 3).
 //
 // Registers and shared memory are dealt so that 12 warps fit on a multiprocessor of an H200. docs/kernels/
 // scan-backward.md draws tiles, lanes and buffers, and says what was tried.

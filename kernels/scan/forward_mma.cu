@@ -15,7 +15,8 @@
 //   channel producers    factors of channels, in units of 8 tokens of a consumer's channels (forward_mma_channels.cuh)
 //
 // All meet at one __syncthreads for a tile. For n tiles, of which the last holds the token behind the segment (y of the
-// last token may need the product of the pair behind it), there are barriers 0 to n. Between barriers j and j + 1
+// last token may need the product of the pair behind it), there are barriers 0 to n. In interval j, which follows
+// barrier j,
 //
 //   copier               tile j + STAGES - 1 on its way, to where tile j - 1 was; tile j + 3 has arrived before j + 1
 //   state producers      tile j + 2's keys          to states[(j + 2) % 3]
@@ -24,10 +25,8 @@
 //                        with two pairs still to compute)     to y[j % 3], whose last 8 tokens are there before j + 2
 //   copier               y of tile j - 2
 //
-// so whatever is written between two barriers is read behind the second, and written again two (channels), three
-// (states, y) or more (tiles) barriers later, where its readers have passed one in between. Before barrier 0 the
-// producers meet twice among themselves (`sync_producers`): tiles 0 and 1 have arrived; the states of both are
-// prepared.
+// which has as many buffers as rule 1 of cuda/pipeline.cuh asks for. Before barrier 0 the producers meet twice among
+// themselves (`sync_producers`): tiles 0 and 1 have arrived; the states of both are prepared.
 
 #include "forward_mma_copier.cuh"
 #include "forward_mma_states.cuh"

@@ -13,9 +13,8 @@
 //
 // The factors of states are the same for all channels: `stage_factors` leaves them in memory, 176 bytes a token, in the
 // order in which lanes of `segment_gradients` read them. A warp of that has DL / 2 times 16 channels and nothing to do
-// with other warps, so that __syncwarp is its only barrier: behind wait_for_copies (the tile is there for all lanes),
-// behind the loads of the tile (it may be overwritten), and between the writing and reading of channels' factors, both
-// ways. docs/kernels/scan-backward.md draws its lanes and buffers.
+// with other warps, so that __syncwarp is its only barrier (rule 3 of cuda/pipeline.cuh). docs/kernels/
+// scan-backward.md draws its lanes and buffers.
 
 #include "tiles.cuh"
 

@@ -5,9 +5,7 @@
 //     barrier      __syncthreads
 //     each warp    copies of the tile after the last on its way; step sizes, to shared memory; __syncwarp; the tokens
 //
-// One barrier a tile is enough, as there are two buffers of keys: who writes keys of tile i + 2 has passed the barrier
-// of tile i + 1, to which the others came when they had read those of tile i. What a warp copies it reads itself,
-// behind wait_for_copies and that barrier; it overwrites the stage that it read before that barrier. Further macros:
+// One barrier a tile is enough by rules 1 and 2 of cuda/pipeline.cuh, as keys have two buffers. Further macros:
 //   UNROLL    tokens whose instructions are interleaved and whose sums over lanes are finished together
 //   AHEAD     whether a lane has so few states that there are registers to load the next tokens ahead
 
