@@ -1,13 +1,19 @@
 """Operators on plain tensors; they know nothing of vision. Imported as `vil.kernels`. One folder an operator:
 
-`scan`     the recurrences: `reference` defines them, `operators` has the public functions, `op` the operators, which
-           `launch` (CUDA C++), `triton_scan` (Triton) and `cpu_scan` (Numba) run
-`block`    the operator around the scan, the mixer of a block with norm and residual addition: `reference` defines it,
-           `op` computes it by what `launch` runs, `cpu` on CPUs
-`augment`  augmentation of images, before all that
-`flops`    what PyTorch's FlopCounterMode counts for them
-`cuda`     what their CUDA sources share, and what compiles and launches them
-`cpu`      the same for kernels in Numba's Python
+`scan`      the recurrences: `naive` defines them, `interface` has the public functions, `operator` is `vil::scan`, run
+            by `cuda_scan` (CUDA C++), `triton_scan` and `cpu_scan` (Numba); `chunked` is plain PyTorch, anywhere
+`block`     the operator around the scan, the model's residual block: `naive` defines it, `fused` says which block runs
+            as one operator, `operator` is `vil::block`, `forward` and `backward` launch its kernels, `cpu` is for CPUs
+`augment`   augmentation of images, before all that
+
+and what these share:
+
+`backends`  which backend runs tensors here, or why not
+`checks`    what operators refuse before they read a tensor
+`cuda`      headers of CUDA sources, and what compiles, launches and replays kernels
+`cpu`       the same for kernels in Numba's Python
+`cache`     compiled code on disk
+`flops`     what PyTorch's FlopCounterMode counts for the operators
 """
 
 from . import flops
