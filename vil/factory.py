@@ -15,11 +15,10 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from vil.vision_longhorn import VisionLonghorn, checkpoint_filter_fn
-
 from . import checkpoint
 from .config import ConfigError
 from .processes import is_first_process
+from .vision_longhorn import VisionLonghorn, checkpoint_filter_fn
 
 _logger = logging.getLogger(__name__)
 

@@ -21,11 +21,10 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor, nn
 
-from vil.published import published
-
 from ..data.images import UNREADABLE
 from ..files import write_atomically
 from ..processes import interleave_over_processes
+from ..published import published
 from .evaluator import Evaluation
 
 

@@ -9,10 +9,9 @@ import torch
 from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
-from vil.published import IMAGENET_CLASSES
-
 from ..config import ConfigError
 from ..data.splits import class_names, open_split
+from ..published import IMAGENET_CLASSES
 
 
 def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes: int):

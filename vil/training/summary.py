@@ -15,10 +15,9 @@ from typing import Any
 
 import yaml
 
-from vil.info import format_environment
-
 from ..config import Config, ConfigError
 from ..files import write_atomically
+from ..info import format_environment
 
 _logger = logging.getLogger(__name__)
 
