@@ -19,16 +19,21 @@ def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tenso
     v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=dtype)
     macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector_width(16 // dtype.itemsize, u_BLD), TAPS=taps)
     threads = B * D // min(4, macros["VECTOR"])
-    stretch = 64  # tokens that a thread takes: few enough for 512 threads a multiprocessor
-    while stretch > 8 and threads * -(-L // stretch) < 512 * hardware.multiprocessors(place(u_BLD)):
-        stretch //= 2
-    stretch = -(-L // (4 * -(-L // stretch))) * 4
+    stretch = stretch_of(threads, L, hardware.multiprocessors(place(u_BLD)))
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     compiler.launch("block/conv", "conv", macros, blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, v=v_2BHD, B=B, L=L, H=H, D=D,
         stretch=stretch,
     ))  # fmt: skip
     return v_2BHD
+
+
+def stretch_of(threads: int, L: int, multiprocessors: int) -> int:
+    """Tokens that a thread takes, a multiple of 4: few enough for 512 threads a multiprocessor."""
+    stretch = 64
+    while stretch > 8 and threads * -(-L // stretch) < 512 * multiprocessors:
+        stretch //= 2
+    return -(-L // (4 * -(-L // stretch))) * 4
 
 
 def plain(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:

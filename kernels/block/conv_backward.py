@@ -29,12 +29,7 @@ def conv_backward(
         dv_2BHD.flatten(1, 2).baddbmm_(dprojected_2TP, x_proj_2PD)
     macros = macros_of(u_BLD.dtype, vector_width(16 // size, u_BLD), taps, P)
     blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
-    # No more parts than keep the GPU busy: each is written, and added by another kernel. They all get as many
-    # stretches of tokens, four at a time, and these are as long as that allows.
-    most = max(1, resident * hardware.multiprocessors(place(u_BLD)) // blocks)
-    rounds = -(-B * -(-L // 256) // (4 * most))
-    stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
-    parts = min(-(-B * -(-L // stretch) // 4), most)
+    stretch, parts = share(B, L, resident * hardware.multiprocessors(place(u_BLD)) // blocks)
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     compiler.launch("block/conv_backward", "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
@@ -42,6 +37,18 @@ def conv_backward(
         D=D, stretch=stretch, parts=parts,
     ), macros["BLOCK_BYTES"])  # fmt: skip
     return dfilters
+
+
+def share(B: int, L: int, most: int) -> tuple[int, int]:
+    """Tokens of a stretch, and parts of all stretches, of which `most` keep the GPU busy.
+
+    There are no more parts than that, as another kernel adds them. They all get as many stretches, four at a time, and
+    these are as long as that allows.
+    """
+    most = max(1, most)
+    rounds = -(-B * -(-L // 256) // (4 * most))
+    stretch = max(8, -(-L // (4 * max(1, 4 * most * rounds // B))) * 4)
+    return stretch, min(-(-B * -(-L // stretch) // 4), most)
 
 
 def macros_of(dtype: torch.dtype, vector: int, taps: int, P: int) -> dict:

@@ -1,7 +1,6 @@
 """Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
 
 import functools
-import math
 import shutil
 
 import emulator
@@ -10,7 +9,7 @@ import torch
 from blocks import close, make_block, weights_of
 from plain_kernels import PlainKernels, in_tiles
 from torch.utils._pytree import tree_map_only
-from vil.kernels.block import conv_xproj, gate_outproj_sm90
+from vil.kernels.block import conv, conv_backward, conv_xproj, gate_outproj_sm90
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler, hardware
@@ -136,13 +135,9 @@ def test_wide_projections_of_two_warps_for_the_same_tokens_emulated(D, R, B, L, 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(entry, CTAs, bytes of shared memory, arguments) of every launch, of which none runs."""
+    """(entry, CTAs) of every launch, of which none runs."""
     found = []
-
-    def launch(name, entry, macros, ctas, threads, arguments, shared_bytes=0):
-        found.append((entry, ctas, shared_bytes, arguments))
-
-    monkeypatch.setattr(compiler, "launch", launch)
+    monkeypatch.setattr(compiler, "launch", lambda name, entry, macros, ctas, *_: found.append((entry, ctas)))
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 132)
     return found
 
@@ -170,7 +165,7 @@ def test_few_and_many_tokens_have_kernels_that_gate_and_multiply(T, C, hopper, e
         assert (out.data_ptr() == x.data_ptr()) != fused
         on_hopper = kernels.runs_hopper_kernels(T, C, D, dtype, x.device)
         assert (tiles is not None, len(norm)) == (on_hopper, 2 * on_hopper)
-        ((entry, ctas, *_),) = launched
+        ((entry, ctas),) = launched
         return entry, ctas if fused else None
 
     assert run() == run(dtype=torch.float16) == (entry, ctas)
@@ -204,7 +199,7 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         x_proj, step_proj = torch.zeros(2, R + 2 * N, D, dtype=dtype), torch.zeros(2, D, R, dtype=dtype)
         launched.clear()
         kernels.conv_xproj(u, torch.empty(2, D, taps), torch.empty(2, D), x_proj, step_proj, L)
-        ((entry, ctas, *_),) = launched
+        ((entry, ctas),) = launched
         return entry, ctas
 
     assert run() == run(dtype=torch.float16) == ("conv_xproj", 2)
@@ -246,50 +241,31 @@ def test_gradients_of_the_step_are_one_kernel_where_registers_hold_its_weights(
     sizes = (2, T, D), (2, T, R), (2, D, R), (2, T, N), (2, T, N)
     dprojected, dstep_proj = kernels.step_proj_backward(*[torch.zeros(size, dtype=dtype) for size in sizes])
     # a CTA for every two multiprocessors, or for each 16 tokens
-    assert [one[:2] for one in launched] == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
+    assert launched == ([("step_proj_backward", 2 * min(63, 66))] if one_kernel else [])
     assert (dprojected.shape, dprojected.dtype) == ((2, T, R + 2 * N), dtype)
     assert (dstep_proj.shape, dstep_proj.dtype) == ((2, 63 if one_kernel else 10, D, R), torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("shape", "P", "dtype", "forward", "backward"),
+    ("B", "L", "most", "stretch", "parts"),
     [
-        # CTAs and bytes of shared memory; of the kernels of convolutions alone the tokens of a stretch, and parts
-        ((128, 197, 768), 56, BF16, ("conv_xproj", 264, 70728), (384, 46080, 200, 32)),
-        ((64, 577, 384), 80, BF16, ("conv_xproj", 386, 158280), (384, 50176, 148, 64)),
-        ((8, 6085, 768), 56, BF16, ("conv_xproj", 508, 70728), (396, 46080, 188, 33)),
-        ((1, 6085, 768), 56, BF16, ("conv", 572, 0, 16), (384, 46080, 48, 32)),
-        ((1, 197, 384), 48, BF16, ("conv", 19, 0, 8), (42, 41984, 8, 7)),
-        ((2, 50, 100), 40, torch.float32, ("conv", 3, 0, 8), (8, 56320, 8, 4)),
-        ((1, 1, 64), 48, BF16, ("conv", 1, 0, 4), (1, 41984, 8, 1)),
+        (128, 197, 33, 200, 32), (64, 577, 66, 148, 64), (8, 6085, 33, 188, 33), (1, 6085, 33, 48, 32),
+        (1, 197, 66, 8, 7), (2, 50, 198, 8, 4), (1, 1, 396, 8, 1),
     ],
-)
-def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(
-    shape, P, dtype, forward, backward, launched, monkeypatch
-):
-    B, L, D = shape
-
-    def empty(*size, dtype=dtype, **kwargs):
-        return torch.zeros((), dtype=dtype).expand(*size)
-
-    for module in ("conv", "conv_backward", "conv_xproj"):
-        monkeypatch.setattr(f"vil.kernels.block.{module}.vector_width", lambda limit, u: math.gcd(limit, D))
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size: empty(*size))
-    monkeypatch.setattr(torch, "bmm", lambda a, b: empty(*a.shape[:2], b.shape[2]))
-    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda *tensors: None)
-    u, x_proj = torch.zeros(D, dtype=dtype).expand(B, L, D), empty(2, P, D)
-    conv, bias = torch.zeros(2, D, 4), torch.zeros(2, D)
-    kernels.conv_xproj(u, conv, bias, x_proj, empty(2, D, 8), L)
-    dfilters = kernels.conv_backward(u, empty(2, B, L, D), empty(2, B * L, P), x_proj, conv, bias, u)
-    (*first, arguments), (_, *second, of_backward) = launched
-    assert (*first, *([arguments["stretch"]] if first[0] == "conv" else [])) == forward
-    stretch, parts = of_backward["stretch"], of_backward["parts"]
-    assert (*second[:2], stretch, parts) == backward
-    assert dfilters.shape == (parts, 2, 5, D)
+)  # fmt: skip
+def test_gradients_of_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, most, stretch, parts):
+    assert conv_backward.share(B, L, most) == (stretch, parts)
     assert stretch % 4 == 0
     rounds = -(-B * -(-L // stretch) // (4 * parts))  # of four stretches
     assert (rounds - 1) * 4 * parts < B * -(-L // stretch)
+
+
+@pytest.mark.parametrize(
+    ("B", "L", "D", "vector", "stretch"),
+    [(1, 6085, 768, 4, 16), (1, 197, 384, 4, 8), (2, 50, 100, 4, 8), (1, 1, 64, 4, 4)],
+)
+def test_convolutions_keep_a_gpu_busy_as_when_they_were_measured(B, L, D, vector, stretch):
+    assert conv.stretch_of(B * D // vector, L, 132) == stretch
 
 
 # Tensors of more than 2^32 elements, of which this machine has no more than is touched: all but the last image are 0,
