@@ -1,11 +1,11 @@
-"""The equations of docs/kernels (mathematics.md, block.md), in fp64, against the plain scan and autograd."""
+"""The equations of docs/kernels (mathematics.md, block.md), in fp64, against the definition and autograd."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from vil.kernels.scan import chunked
+from vil.kernels.scan import naive
 
 FP64 = dict(dtype=torch.float64)
 B, L, C, D, N, R, K = 2, 7, 6, 12, 4, 3, 4  # images, tokens, widths, states, rank, taps
@@ -43,9 +43,7 @@ def steps_of_longhorn(x_LD, logits_LD, k_LN):
 
 def test_longhorns_gradients_in_residual_form_are_those_of_the_definition():
     x, logits, k, q, skip, bias = inputs = leaves((L, D), (L, D), (L, N), (L, N), (D,), (D,))
-    y = chunked.scan("longhorn", *(t[None, None] for t in (x, logits, k, q)), None, skip[None], bias[None], [False])[
-        0, 0
-    ]
+    y = naive.longhorn(*(t[None] for t in (x, logits, k, q)), skip, bias)[0]
     dy = randn(L, D)
     expected = torch.autograd.grad(y, inputs, dy)
     with torch.no_grad():
@@ -69,11 +67,9 @@ def test_longhorns_gradients_in_residual_form_are_those_of_the_definition():
 def test_mambas_gradients_from_the_state_before_and_the_decay_are_those_of_the_definition():
     x, logits, b, c = inputs = leaves((L, D), (L, D), (L, N), (L, N))
     A = (-torch.rand(D, N, **FP64)).requires_grad_()
-    y = chunked.scan(
-        "selective", x[None, None], logits[None, None], b[None, None], c[None, None], A[None], None, None, [0]
-    )
+    y = naive.selective(x[None], logits[None], A, b[None], c[None])
     dy = randn(L, D)
-    expected = torch.autograd.grad(y[0, 0], (*inputs, A), dy)
+    expected = torch.autograd.grad(y[0], (*inputs, A), dy)
     with torch.no_grad():
         dt, S, before, after = F.softplus(logits), torch.zeros(D, N, **FP64), [], []
         for t in range(L):
@@ -173,6 +169,10 @@ def test_24_bits_of_a_state_are_within_a_part_in_32768_and_have_no_bias():
     assert error.mean().abs() < 2**-21
 
 
+def both_scans(*inputs):
+    return torch.stack([naive.longhorn(*(t[g] for t in inputs), reverse=bool(g)) for g in range(2)])
+
+
 def norm(x_TC):
     rho = (x_TC.square().mean(-1, keepdim=True) + EPS) ** -0.5
     return x_TC * rho, rho
@@ -197,7 +197,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
     v = F.silu(sums)
     step, k, q = torch.einsum("gbld,gpd->gblp", v, Wx).split((R, N, N), -1)
     logits = torch.einsum("gblr,gdr->gbld", step, Ws)
-    y = chunked.scan("longhorn", v, logits, k, q, None, skip, bias, [False, True])
+    y = both_scans(v, logits, k, q, skip, bias)
     m = y.mean(0).view(T, D)
     gated = delta * m * F.silu(z)
     x_next = x + gated @ W_out.T
@@ -214,7 +214,7 @@ def test_the_gradients_of_a_block_are_those_of_the_chain():
         dgated, sigma = do @ W_out, torch.sigmoid(z)  # (b)
         dy = (delta * dgated * z * sigma / 2).view(B, L, D)
         dz = delta * dgated * m * sigma * (1 + z * (1 - sigma))
-    y = chunked.scan("longhorn", *scanned[:4], None, *scanned[4:], [False, True])
+    y = both_scans(*scanned)
     dv, dlogits, dk, dq, dskip, dbias = torch.autograd.grad(y, scanned, torch.stack([dy, dy]))  # (c)
     with torch.no_grad():
         dp = torch.cat([torch.einsum("gbld,gdr->gblr", dlogits, Ws), dk, dq], -1)  # (d)

@@ -51,40 +51,32 @@ def test_the_cost_model_takes_two_tokens_at_a_time_only_where_a_cta_has_the_memo
 
 
 # What was chosen when docs/benchmarks.md was measured, for B, D, L, N and bytes of an element, and its chunks a segment
+BACK_LONGHORN, BACK_SELECTIVE = BACKWARD["longhorn"], BACKWARD["selective"]
+# fmt: off
 FORWARD_CHOICES = [
-    ("longhorn", (128, 768, 197, 16, 2), LONGHORN[0], 4),
-    ("longhorn", (128, 384, 197, 16, 2), LONGHORN[1], 4),
-    ("longhorn", (64, 192, 197, 16, 2), LONGHORN[1], 4),
-    ("longhorn", (8, 768, 197, 16, 2), FORWARD_MMA[1], 4),
-    ("longhorn", (1, 768, 197, 16, 2), LONGHORN[2], 4),
-    ("longhorn", (1, 768, 197, 16, 4), LONGHORN[2], 4),
-    ("longhorn", (8, 768, 6085, 16, 2), FORWARD_MMA[0], 96),
-    ("longhorn", (4, 768, 6085, 16, 2), FORWARD_MMA[1], 96),
-    ("longhorn", (32, 384, 785, 16, 2), FORWARD_MMA[0], 13),
-    ("longhorn", (1, 768, 6085, 16, 2), LONGHORN[1], 5),
-    ("longhorn", (4, 384, 6085, 16, 2), FORWARD_MMA[1], 96),
-    ("longhorn", (2, 768, 9217, 16, 2), FORWARD_MMA[1], 145),
-    ("longhorn", (1, 192, 577, 16, 2), LONGHORN[2], 1),
-    ("selective", (128, 768, 197, 16, 2), SELECTIVE[0], 4),
-    ("selective", (1, 768, 197, 16, 2), SELECTIVE[1], 4),
-    ("selective", (8, 768, 6085, 16, 2), SELECTIVE[1], 96),
-    ("selective", (1, 768, 6085, 16, 2), SELECTIVE[0], 5),
-    ("selective", (4, 384, 6085, 16, 2), SELECTIVE[0], 9),
+    ("longhorn", (128, 768, 197, 16, 2), LONGHORN[0], 4), ("longhorn", (128, 384, 197, 16, 2), LONGHORN[1], 4),
+    ("longhorn", (64, 192, 197, 16, 2), LONGHORN[1], 4), ("longhorn", (8, 768, 197, 16, 2), FORWARD_MMA[1], 4),
+    ("longhorn", (1, 768, 197, 16, 2), LONGHORN[2], 4), ("longhorn", (1, 768, 197, 16, 4), LONGHORN[2], 4),
+    ("longhorn", (8, 768, 6085, 16, 2), FORWARD_MMA[0], 96), ("longhorn", (4, 768, 6085, 16, 2), FORWARD_MMA[1], 96),
+    ("longhorn", (32, 384, 785, 16, 2), FORWARD_MMA[0], 13), ("longhorn", (1, 768, 6085, 16, 2), LONGHORN[1], 5),
+    ("longhorn", (4, 384, 6085, 16, 2), FORWARD_MMA[1], 96), ("longhorn", (2, 768, 9217, 16, 2), FORWARD_MMA[1], 145),
+    ("longhorn", (1, 192, 577, 16, 2), LONGHORN[2], 1), ("selective", (128, 768, 197, 16, 2), SELECTIVE[0], 4),
+    ("selective", (1, 768, 197, 16, 2), SELECTIVE[1], 4), ("selective", (8, 768, 6085, 16, 2), SELECTIVE[1], 96),
+    ("selective", (1, 768, 6085, 16, 2), SELECTIVE[0], 5), ("selective", (4, 384, 6085, 16, 2), SELECTIVE[0], 9),
     ("selective", (1, 768, 197, 16, 4), SELECTIVE[1], 4),
 ]
 BACKWARD_CHOICES = [
-    ("longhorn", (128, 768, 197, 16, 2), BACKWARD["longhorn"][0], 4),
-    ("longhorn", (64, 192, 197, 16, 2), BACKWARD["longhorn"][1], 4),
-    ("longhorn", (1, 768, 197, 16, 2), BACKWARD["longhorn"][1], 1),
-    ("longhorn", (32, 384, 785, 16, 2), BACKWARD["longhorn"][0], 6),
-    ("longhorn", (8, 768, 6085, 16, 2), BACKWARD["longhorn"][0], 24),
-    ("longhorn", (1, 768, 6085, 16, 2), BACKWARD["longhorn"][0], 3),
-    ("longhorn", (1, 768, 65, 16, 2), BACKWARD["longhorn"][1], 2),
-    ("longhorn", (8, 768, 1025, 64, 2), BACKWARD["longhorn"][1], 17),
-    ("selective", (8, 768, 6085, 16, 2), BACKWARD["selective"][0], 16),
-    ("selective", (1, 768, 6085, 16, 2), BACKWARD["selective"][0], 6),
-    ("selective", (2, 768, 9217, 16, 2), BACKWARD["selective"][0], 3),
+    ("longhorn", (128, 768, 197, 16, 2), BACK_LONGHORN[0], 4),
+    ("longhorn", (64, 192, 197, 16, 2), BACK_LONGHORN[1], 4), ("longhorn", (1, 768, 197, 16, 2), BACK_LONGHORN[1], 1),
+    ("longhorn", (32, 384, 785, 16, 2), BACK_LONGHORN[0], 6),
+    ("longhorn", (8, 768, 6085, 16, 2), BACK_LONGHORN[0], 24),
+    ("longhorn", (1, 768, 6085, 16, 2), BACK_LONGHORN[0], 3), ("longhorn", (1, 768, 65, 16, 2), BACK_LONGHORN[1], 2),
+    ("longhorn", (8, 768, 1025, 64, 2), BACK_LONGHORN[1], 17),
+    ("selective", (8, 768, 6085, 16, 2), BACK_SELECTIVE[0], 16),
+    ("selective", (1, 768, 6085, 16, 2), BACK_SELECTIVE[0], 6),
+    ("selective", (2, 768, 9217, 16, 2), BACK_SELECTIVE[0], 3),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(
@@ -115,16 +107,13 @@ SCHEDULERS = 4 * H200
         (LANES, 128 * SCHEDULERS, 16, 2, 1, 3000 + 100 * 910),
         (LANES, 3 * 128 * SCHEDULERS, 16, 2, 999, 3000 + 100 * 1365),
         # a lane has all states where there are fewer than it may have
-        (LANES, 128 * SCHEDULERS, 4, 2, 0, 3000 + 100 * 540),
-        (FEW, 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 69),
-        (FEW, 2 * 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 104),
-        (FEW, 2 * SCHEDULERS, 64, 2, 0, 3000 + 100 * 69),
+        (LANES, 128 * SCHEDULERS, 4, 2, 0, 3000 + 100 * 540), (FEW, 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 69),
+        (FEW, 2 * 8 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 104), (FEW, 2 * SCHEDULERS, 64, 2, 0, 3000 + 100 * 69),
         (FEW, 3 * 2 * SCHEDULERS + 1, 64, 2, 0, 2 * (3000 + 100 * 156)),
         (heuristics.SEGMENT_STATES["selective"], 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 350),
         (heuristics.SEGMENT_GRADIENTS_MMA, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 130),
         (heuristics.SEGMENT_GRADIENTS_MMA, 3 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 174),
-        (BACK, 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 670),
-        (BACK, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 1035),
+        (BACK, 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 670), (BACK, 2 * 32 * SCHEDULERS, 16, 2, 0, 3000 + 100 * 1035),
         (BACK, 4 * 32 * SCHEDULERS, 16, 2, 0, 2 * (3000 + 100 * 1400)),
         # wider inputs leave room for two CTAs, 4 states for one channel of a lane, 64 for half of a CTA's warps
         (BACK, 3 * 32 * SCHEDULERS, 16, 4, 0, 2 * (3000 + 100 * 1035)),
@@ -135,7 +124,7 @@ SCHEDULERS = 4 * H200
         (FORWARD_MMA[0], 96 * H200 + 1, 16, 2, 0, 2 * (19000 + 100 * 87)),
         (FORWARD_MMA[1], 48 * H200, 16, 2, 9, 6500 + 100 * 52),
     ],
-)
+)  # fmt: skip
 def test_cycles_are_those_of_the_warps_that_fit_in_waves(variant, channels, N, itemsize, short, cycles):
     assert heuristics.cycles(variant, channels, N, itemsize, 100, H200, short) == cycles
 
