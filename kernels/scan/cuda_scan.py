@@ -3,12 +3,12 @@
 `heuristics.choose` says which variant of a kernel runs and how sequences are cut. Each kernel has its limits and macros
 in the module beside it:
 
-| kernel | modules | computes |
+| kernels | source and module | result |
 | --- | --- | --- |
-| scan_forward | forward_simt.{cu,py}, forward_mma.{cu,py} | y, and the states between chunks |
-| scan_backward, reduce_partials | backward.{cu,py} | all gradients |
-| segment_states, pass_states; segment_gradients | segments.py, segment_states.cu; segment_gradients_mma.cu | states \
-between segments |
+| scan_forward | forward_simt or forward_mma, .cu and .py | y, and the states between chunks |
+| scan_backward, reduce_partials | backward.cu, backward.py | all gradients |
+| segment_states, pass_states | segment_states.cu, segments.py | states between segments, or their gradients |
+| stage_factors, segment_gradients | segment_gradients_mma.cu, segments.py | these gradients, on tensor cores |
 """
 
 from __future__ import annotations

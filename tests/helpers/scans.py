@@ -20,6 +20,27 @@ def selective_inputs(B, L, D, N, dtype=torch.float64, seed=0):
     return [t.detach().to(dtype).requires_grad_() for t in (x, dt_logits, A, b, c, skip, dt_bias)]
 
 
+def of_recurrence(recurrence):
+    """What makes its inputs, and its definition."""
+    both = {"longhorn": (longhorn_inputs, naive.longhorn), "selective": (selective_inputs, naive.selective)}
+    return both[recurrence]
+
+
+def in_order(recurrence, inputs):
+    """x, step logits, k, q, A, skip and bias of a public function's inputs."""
+    x, step_logits, *rest = inputs
+    A = rest.pop(0) if recurrence == "selective" else None
+    k, q, skip, bias = rest if len(rest) > 2 else (*rest, None, None)
+    return x, step_logits, k, q, A, skip, bias
+
+
+def of_both_directions(recurrence, shape, dtype, device):
+    """Inputs of each direction, parameters in fp32; and stacked, for `in_order`."""
+    make, _ = of_recurrence(recurrence)
+    pair = [[t.detach() if t.dim() == 3 else t.detach().float() for t in make(*shape, dtype, seed)] for seed in (0, 1)]
+    return pair, [torch.stack(tensors).to(device) for tensors in zip(*pair)]
+
+
 SCANS = pytest.mark.parametrize(
     ("scan", "definition", "make_inputs"),
     [

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from scans import longhorn_inputs, selective_inputs
+from scans import in_order, of_both_directions
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.augment import OPERATIONS
 from vil.kernels.cuda import hardware
@@ -42,19 +42,19 @@ def main() -> None:
 
 def cuda_scan(recurrence: str, dtype: torch.dtype) -> None:
     for channels in (D, 40):  # no vectors, and whole ones
-        x, logits, *rest = inputs(recurrence, dtype, channels)
-        A, k, q, skip, bias = rest if recurrence == "selective" else (None, *rest)
-        tensors = x, logits, k, q, A, skip, bias
+        tensors = in_order(recurrence, of_both_directions(recurrence, (B, L, channels, N), dtype, "cuda")[1])
         for segment_chunks in (2, 1):  # chunks: both are one segment, or each is one
             for variant in variants.forward_variants(recurrence, N, dtype.itemsize, channels % 8 == 0):
                 schedule = variants.Schedule(variant, segment_chunks)
                 _, states = scan.scan_forward(recurrence, *tensors, REVERSE, True, schedule)
-                if isinstance(variant, variants.ForwardMma):
+                if schedule.projects_step(L, 8):
                     x, logits, *others = tensors
                     step_proj = torch.randn(2, channels, 8, device="cuda", dtype=dtype)
                     scan.scan_forward(recurrence, x, logits[..., :8], *others, REVERSE, True, schedule, step_proj)
             for variant in variants.BACKWARD[recurrence]:
-                scan.scan_backward(recurrence, x, *tensors, states, REVERSE, variants.Schedule(variant, segment_chunks))
+                scan.scan_backward(
+                    recurrence, tensors[0], *tensors, states, REVERSE, variants.Schedule(variant, segment_chunks)
+                )
 
 
 def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ def triton_scans(recurrence: str, dtype: torch.dtype) -> None:
     for segment_chunks, segments in ((2, 1), (1, 2)):
         for channels in (16, 64):  # of a block
             with mock.patch.object(triton_scan, "_schedule", return_value=(segment_chunks, segments, channels)):
-                tensors = [t.requires_grad_() for t in inputs(recurrence, dtype)]
+                tensors = [t.requires_grad_() for t in of_both_directions(recurrence, (B, L, D, N), dtype, "cuda")[1]]
                 operator(*tensors, reverse=REVERSE, backend="triton").sum().backward()
 
 
@@ -109,13 +109,6 @@ def in_fp32(product):
         return product(a.float(), b.float()).to(out_dtype or a.dtype)
 
     return in_fp32
-
-
-def inputs(recurrence: str, dtype: torch.dtype, D: int = D) -> list[torch.Tensor]:
-    """Of two directions; parameters in fp32."""
-    make = {"longhorn": longhorn_inputs, "selective": selective_inputs}[recurrence]
-    pair = [[t if t.dim() == 3 else t.float() for t in make(B, L, D, N, dtype, seed)] for seed in (0, 1)]
-    return [torch.stack(tensors).detach().cuda() for tensors in zip(*pair)]
 
 
 if __name__ == "__main__":

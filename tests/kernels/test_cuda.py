@@ -9,7 +9,17 @@ from pathlib import Path
 import emulator
 import pytest
 import torch
-from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
+from scans import (
+    SCANS,
+    exact,
+    in_order,
+    longhorn_inputs,
+    of_both_directions,
+    of_recurrence,
+    outputs_and_gradients,
+    relative_error,
+    selective_inputs,
+)  # fmt: skip
 from spills import NVRTC, assert_no_spills
 from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cuda import compiler, hardware
@@ -96,28 +106,6 @@ def results_of(f, inputs, dy, **kwargs):
     """The output, and the gradient of every input for `dy`."""
     y = f(*inputs, **kwargs)
     return [y, *torch.autograd.grad(y, inputs, dy)]
-
-
-def of_recurrence(recurrence):
-    """What makes its inputs, and its definition."""
-    return (
-        (longhorn_inputs, naive.longhorn) if recurrence == "longhorn" else (selective_inputs, naive.selective)
-    )  # fmt: skip
-
-
-def in_order(recurrence, inputs):
-    """x, step logits, k, q, A, skip and bias of a public function's inputs."""
-    x, step_logits, *rest = inputs
-    A = rest.pop(0) if recurrence == "selective" else None
-    k, q, skip, bias = rest if len(rest) > 2 else (*rest, None, None)
-    return x, step_logits, k, q, A, skip, bias
-
-
-def of_both_directions(recurrence, shape, dtype, device):
-    """Inputs of each direction, parameters in fp32; and stacked, as `scan_forward` takes them."""
-    make, _ = of_recurrence(recurrence)
-    pair = [[t.detach() if t.dim() == 3 else t.detach().float() for t in make(*shape, dtype, seed)] for seed in (0, 1)]
-    return pair, [torch.stack(tensors).to(device) for tensors in zip(*pair)]
 
 
 def placed(t, place):
