@@ -38,7 +38,7 @@ DEVICE double filter(double x, bool bicubic) {
     return x < 2 ? (((x - 5) * x + 8) * x - 4) * -0.5 : 0;
 }
 
-// A block for each direction of each crop. Pixels outside of what is resized have no taps.
+// A CTA for each direction of each crop. Pixels outside of what is resized have no taps.
 extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__restrict__ crops, int *__restrict__ memory,
                                                                  i64 H, i64 W, i64 bicubic) {
     Axis axis = crops[blockIdx.x / 2].axes[blockIdx.x % 2];
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(256) resize_weights(const Crop *__r
     }
 }
 
-// A block for each band of `rows` rows of the result, a thread for each column. It goes through the crop row by row,
+// A CTA for each band of `rows` rows of the result, a thread for each column. It goes through the crop row by row,
 // resizes the row at its column and adds that to the rows of the result that need it, which wait in shared memory.
 extern "C" __global__ void __launch_bounds__(256)
 crop_resize_flip(const Crop *__restrict__ crops, int *__restrict__ memory, u8 *__restrict__ out, i64 H, i64 W, i64 rows) {
@@ -116,7 +116,29 @@ DEVICE bool has_table(i64 code) {
            code == SOLARIZEADD || code == CONTRAST || code == BRIGHTNESS;
 }
 
-// For operations that map each channel's values to others: tables (B, 3, 256); a block for each image
+// What an operation makes of `value` in a channel of an image
+struct Levels {
+    int low, high;  // the lowest and highest that there are
+    unsigned last, below;  // pixels of the highest, pixels below this one
+};
+DEVICE int mapped(i64 code, double argument, int value, Levels levels, int mean, i64 pixels) {
+    if (code == AUTOCONTRAST && levels.low < levels.high) {
+        double scale = 255.0 / (levels.high - levels.low), offset = -levels.low * scale;
+        return to_byte(value * scale + offset);
+    }
+    if (code == EQUALIZE && levels.low < levels.high) {
+        i64 step = (pixels - levels.last) / 255;
+        return step ? int(min((step / 2 + levels.below) / step, i64(255))) : value;
+    }
+    if (code == INVERT || code == SOLARIZE && value >= argument) return 255 - value;
+    if (code == POSTERIZE && argument < 8) return value & ~((1 << 8 - int(argument)) - 1);
+    if (code == SOLARIZEADD && value < 128) return min(max(value + int(argument), 0), 255);
+    if (code == CONTRAST) return blend(mean, value, argument);
+    if (code == BRIGHTNESS) return blend(0, value, argument);
+    return value;
+}
+
+// For operations that map each channel's values to others: tables (B, 3, 256); a CTA for each image
 extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *__restrict__ operations,
                                                                const u8 *__restrict__ images, u8 *__restrict__ tables,
                                                                i64 pixels) {
@@ -162,25 +184,9 @@ extern "C" __global__ void __launch_bounds__(512) build_tables(const Operation *
     __syncthreads();
     int mean = int(double(sum[0]) / pixels + 0.5);
     for (int i = threadIdx.x; i < 3 * 256; i += blockDim.x) {
-        int value = i % 256, low = lowest[i / 256], high = highest[i / 256], to = value;
-        if (code == AUTOCONTRAST && low < high) {
-            double scale = 255.0 / (high - low), offset = -low * scale;
-            to = to_byte(value * scale + offset);
-        } else if (code == EQUALIZE && low < high) {
-            i64 step = (pixels - counts[(i - value + high) * COPIES]) / 255;
-            if (step) to = min((step / 2 + counts[i * COPIES + 1]) / step, i64(255));
-        } else if (code == INVERT || code == SOLARIZE && value >= argument) {
-            to = 255 - value;
-        } else if (code == POSTERIZE && argument < 8) {
-            to = value & ~((1 << 8 - int(argument)) - 1);
-        } else if (code == SOLARIZEADD && value < 128) {
-            to = min(max(value + int(argument), 0), 255);
-        } else if (code == CONTRAST) {
-            to = blend(mean, value, argument);
-        } else if (code == BRIGHTNESS) {
-            to = blend(0, value, argument);
-        }
-        tables[blockIdx.x * i64(3 * 256) + i] = to;
+        int value = i % 256, low = lowest[i / 256], high = highest[i / 256];
+        Levels levels = {low, high, low < high ? counts[(i - value + high) * COPIES] : 0, counts[i * COPIES + 1]};
+        tables[blockIdx.x * i64(3 * 256) + i] = mapped(code, argument, value, levels, mean, pixels);
     }
 }
 
@@ -231,7 +237,7 @@ DEVICE int smooth(const u8 *pixels, int x, int y, int H, int W) {
     return (2 * sum + 13) / 26;
 }
 
-// Each image's operation, but GAUSSIANBLUR, for which it is copied; `parts` blocks for each image, a thread for each pixel
+// Each image's operation, but GAUSSIANBLUR, for which it is copied; `parts` CTAs for each image, a thread a pixel
 extern "C" __global__ void __launch_bounds__(256)
 apply_operations(const Operation *__restrict__ operations, const u8 *__restrict__ tables, const u8 *__restrict__ images,
                  u8 *__restrict__ out, i64 H, i64 W, i64 parts, i64 red, i64 green, i64 blue, i64 bicubic) {
@@ -264,7 +270,7 @@ apply_operations(const Operation *__restrict__ operations, const u8 *__restrict_
 }
 
 // PIL's Gaussian blur along one direction, in place: three times the mean over a box that ends within a pixel. A line has
-// `length` pixels `step` apart, and `together` of the `lines` of a channel, `apart` from each other, are a block's.
+// `length` pixels `step` apart, and `together` of the `lines` of a channel, `apart` from each other, are a CTA's.
 extern "C" __global__ void __launch_bounds__(256) gaussian_blur(const Operation *__restrict__ operations,
                                                                 u8 *__restrict__ images, i64 length, i64 step, i64 lines,
                                                                 i64 apart, i64 together) {
@@ -359,7 +365,7 @@ DEVICE Floats<4> normalise(const Rest &rest, const u8 *pixels, int first, const 
     return values;
 }
 
-// Normalisation, random erasing and mixing; `parts` blocks for each image, a thread for each four neighbours
+// Normalisation, random erasing and mixing; `parts` CTAs for each image, a thread for each four neighbours
 extern "C" __global__ void __launch_bounds__(256)
 finish(const Rest *__restrict__ rests, const u8 *__restrict__ images, float *__restrict__ out, i64 H, i64 W, i64 parts,
        double mean_red, double mean_green, double mean_blue, double deviation_red, double deviation_green,
