@@ -73,8 +73,15 @@ DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 
         "}, {%96, %97, %98, %99}, %100, p, 1, 1, 0;\n}"                                                \
         : R96(sums)                                                                                    \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix), "r"(int(add)))
+// A matrix as wgmma takes it (PTX ISA, matrix descriptor): fields of 16 bits each, in units of 16 bytes, with where it
+// is in shared memory, how far its halves are apart and how far each 8 rows; then the order of pieces
+constexpr unsigned long long SWIZZLED_128_BYTES = 1, SWIZZLED_64_BYTES = 2, SHARED_MEMORY = (1 << 18) - 1;
+DEVICE unsigned long long matrix_at(unsigned address, int apart, int eight_rows, unsigned long long swizzle) {
+    unsigned long long from = (address & SHARED_MEMORY) / 16, halves = apart / 16, rows = eight_rows / 16;
+    return from | halves << 16 | rows << 32 | swizzle << 62;
+}
 DEVICE unsigned long long matrix_of_64_byte_rows(unsigned address) {
-    return (address & 0x3ffff) >> 4 | 1ull << 16 | 8ull * 64 / 16 << 32 | 2ull << 62;
+    return matrix_at(address, 16, 8 * 64, SWIZZLED_64_BYTES);
 }
 DEVICE void multiply_group(bf16, float (&sums)[96], const unsigned (&a)[4], unsigned b, bool add) {
     unsigned long long matrix = matrix_of_64_byte_rows(b);
@@ -92,9 +99,9 @@ DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0
 DEVICE void hold(float (&sums)[96]) { asm volatile("" : R96(sums)::"memory"); }
 DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
 
-// The same with a in shared memory too, and 128 columns of b. Both are in rows of 128 bytes, where 16 bytes are at their
-// number ^ row % 8: of a with 16 columns of a row of it, of b with 64 columns of a row of it, its other 64 in rows `apart`
-// bytes further on.
+// The same with a in shared memory too, and 128 columns of b. Both are in rows of 128 bytes, where 16 bytes are at
+// their number ^ row % 8: of a with 16 columns of a row of it, of b with 64 columns of a row of it, its other 64 in rows
+// `apart` bytes further on.
 #define WGMMA_SHARED(type)                                                                             \
     asm volatile(                                                                                      \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                   \
@@ -103,7 +110,7 @@ DEVICE void hold(float (&sums)[64]) { asm volatile("" : R64(sums)::"memory"); }
         : R64(sums)                                                                                    \
         : "l"(matrix_of_128_byte_rows(a, 16)), "l"(matrix_of_128_byte_rows(b, apart)), "r"(int(add)))
 DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
-    return (address & 0x3ffff) >> 4 | (unsigned long long)(apart >> 4) << 16 | 8ull * 128 / 16 << 32 | 1ull << 62;
+    return matrix_at(address, apart, 8 * 128, SWIZZLED_128_BYTES);
 }
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
