@@ -64,7 +64,8 @@ def block(
     """
     if normed is not None and normed.xhat.dtype != options.dtype:
         normed = None
-    needed = torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in weights.flat()]))  # noqa: C419
+    parameters = weights.flat()
+    needed = torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in parameters]))  # noqa: C419
     flat = Inputs(x_BLC, scale_B, normed, weights).flat()
     if not at_once(x_BLC):
         y_BMC, next_normed, _ = torch.ops.vil.block(*_listed(options, needed, flat))
@@ -110,18 +111,9 @@ def _block_backward(
     """Gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights as they are given."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
-        recurrence,
-        class_token_only,
-        dx_BMC,
-        dnext_TC,
-        next_normed,
-        scale_B,
-        norm_C,
-        in_proj,
-        out_proj,
-        directions,
+        recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
         saved,
-    )
+    )  # fmt: skip
     options = BackwardOptions(recurrence, class_token_only, norm_given)
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
@@ -148,12 +140,11 @@ def _fake_block(*arguments):
     norm_next = norm_next and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
     if not keep:
         return y_BMC, own_norm if norm_next else [], []
-    packed = kernels.packed_size(weights.sizes, dtype)
     saved = SavedForBackward(
         x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
         x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
         x_BLC.new_empty((2, B, chunk_state_count(tokens.H), sizes.N, D)),
-        x_BLC.new_empty(packed, dtype=dtype),
+        x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
         A_of(weights),
         *((None, None) if normed else (t.clone() for t in own_norm)),
     )
@@ -167,18 +158,9 @@ def _fake_block_backward(
 ):  # fmt: skip
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
-        recurrence,
-        class_token_only,
-        dx_BMC,
-        dnext_TC,
-        next_normed,
-        scale_B,
-        norm_C,
-        in_proj,
-        out_proj,
-        directions,
+        recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
         saved,
-    )
+    )  # fmt: skip
     (B, L, _), xhat_TC = saved[0].shape, saved[-2]
     gradients = [t.new_empty(t.shape) for t in weights]
     return [dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if norm_given else 0), *gradients]
@@ -245,11 +227,8 @@ def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> 
     with torch._C._AutoDispatchBelowAutograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_listed(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None
-    return [
-        y_BMC,
-        *(next_normed or (None, None)),
-        *(SavedForBackward.of(saved, options.recurrence, norm_given) if keep else ()),
-    ]
+    kept = SavedForBackward.of(saved, options.recurrence, norm_given) if keep else ()
+    return [y_BMC, *(next_normed or (None, None)), *kept]
 
 
 def _differentiable_block(*arguments):
