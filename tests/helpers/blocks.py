@@ -4,8 +4,9 @@ import contextlib
 import math
 
 import torch
-from vil.kernels.block import operator
+from vil.kernels.block import backward, gate_outproj, operator, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
+from vil.kernels.cuda import hardware
 
 from vil.block import Block, LonghornMixer, MambaMixer
 
@@ -51,6 +52,20 @@ def options_of(block, dtype, class_token_only=False, norm_next=False):
 
 def relative_error(value, truth):
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
+    """What launches ask of a GPU; and products of 16-bit types with results in fp32, which CPUs have not."""
+
+    def product(a, b):
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(backward, "_mm", product)
+    monkeypatch.setattr(step_proj_bwd, "_bmm_in_fp32", product)
+    monkeypatch.setattr(gate_outproj, "_add_product", lambda x, a, b: x.add_(product(a, b)))
 
 
 class Scale(torch.nn.Module):

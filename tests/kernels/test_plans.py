@@ -5,11 +5,11 @@ import shutil
 import emulator
 import pytest
 import torch
-from blocks import make_block, weights_of
+from blocks import make_block, on_an_emulated_gpu, weights_of
 from vil.kernels.block import backward, forward
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward
-from vil.kernels.cuda import compiler, hardware, plan
+from vil.kernels.cuda import compiler, plan
 from vil.kernels.cuda.plan import Plan
 
 from vil.block import LonghornMixer, MambaMixer
@@ -150,12 +150,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
 ):
     """Bit for bit, forward and backward, given a norm and with one of its own, also a second time, of other tensors."""
     dtype, (B, L, C) = torch.bfloat16, shape
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(backward, "_mm", lambda a, b: a.float() @ b.float())
-    monkeypatch.setattr("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x.add_(a.float() @ b.float()))
-    monkeypatch.setattr("vil.kernels.block.step_proj_bwd._bmm_in_fp32", lambda a, b: a.float() @ b.float())
+    on_an_emulated_gpu(monkeypatch, hopper=hopper)
     monkeypatch.setattr(compiler.Launch, "run_with", emulator.run_with)
 
     def at_once(one):
