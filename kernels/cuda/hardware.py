@@ -1,4 +1,4 @@
-"""What a launch asks about the GPU that it is for. Tests that stand in for a GPU replace these functions."""
+"""The GPU that a launch is for. Tests that stand in for one replace these functions."""
 
 from __future__ import annotations
 

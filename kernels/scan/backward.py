@@ -13,7 +13,7 @@ from .launches import Kernel, align, common_macros
 
 
 class Cta(NamedTuple):
-    """What a CTA of backward.cu takes, and how many of it share a multiprocessor."""
+    """The warps and memory of a CTA of backward.cu, and how many of it share a multiprocessor."""
 
     warps: int
     shared_bytes: int

@@ -1,9 +1,9 @@
 """Which variant of a kernel runs, and into how many segments it cuts a sequence: a small cost model.
 
 A variant says how channels and their states are dealt to the lanes of a warp. Many in a lane share the cost of reading
-keys and of addressing, but leave fewer warps, too few for a small batch to keep the GPU busy. What a variant takes is
-measured on an H200, in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their
-first token. As many warps of a scheduler as there are numbers run at once, the others in waves after them. A scan takes
+keys and of addressing, but leave fewer warps, too few for a small batch to keep the GPU busy. Its time is measured on
+an H200, in cycles: `cycles[w - 1]` for a token of w warps that share a scheduler, and `start` before their first token.
+As many warps of a scheduler as there are numbers run at once, the others in waves after them. A scan takes
 
     waves * (start + tokens * cycles[warps of a scheduler - 1])
 
@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     segment_chunks: int
 
     def segments(self, L: int) -> int:
-        """Of a sequence of L tokens."""
+        """How many a sequence of L tokens is cut into."""
         return -(-L // (self.segment_chunks * CHUNK))
 
     def projects_step(self, L: int, R: int) -> bool:
@@ -81,7 +81,7 @@ def forward_variants(
 
 
 def segment_variant(kind: str, recurrence: str, N: int, itemsize: int) -> SegmentStates | SegmentGradientsMma:
-    """What finds the states between segments for `kind` "forward", or their gradients for "backward"."""
+    """The kernel that finds the states between segments (`kind` "forward") or their gradients ("backward")."""
     mma = kind == "backward" and has_mma(recurrence, N, itemsize)
     return SEGMENT_GRADIENTS_MMA if mma else SEGMENT_STATES[recurrence]
 

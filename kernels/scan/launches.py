@@ -1,4 +1,4 @@
-"""What all launches of the scan's kernels share."""
+"""A kernel of the scan as it is launched, and what all launches share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVRTC says of kernels that it compiles, without a GPU: registers that do not fit are spilled to memory."""
+"""Compiles kernels without a GPU and reads what NVRTC reports: registers that do not fit are spilled to memory."""
 
 import io
 import os
@@ -14,7 +14,7 @@ NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVR
 
 
 def log_of_compiling(file, arch, macros):
-    """What ptxas says, kept from the first time that it says it."""
+    """The report of ptxas, kept from the first time."""
     from cuda.bindings import nvrtc
 
     def compile_cubin(path):
@@ -28,7 +28,7 @@ def log_of_compiling(file, arch, macros):
 
 
 def assert_no_spills(kernels):
-    """Of (file, architecture, macros), which NVRTC compiles two at a time.
+    """`kernels` are (file, architecture, macros), which NVRTC compiles two at a time.
 
     A few words where nothing is measured: releases of NVRTC differ in that (13.0 spills up to 36 bytes, 13.2 none).
     """

@@ -1,4 +1,4 @@
-// What racecheck.py compiles: two warps write slots of shared memory, two others read what another thread wrote. Its
+// racecheck.py compiles this: two warps write slots of shared memory, two others read what another thread wrote. Its
 // PATTERNS define PRODUCE, WAIT and DONE, by which they wait for each other; RACY reads a slot before it waits.
 
 constexpr int PRODUCERS = 64, THREADS = 128, WORDS = 256;

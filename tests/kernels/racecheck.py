@@ -1,4 +1,4 @@
-"""What NVIDIA's racecheck says of kernels that are right, of the same with a planted race, and of two of our own.
+"""Runs NVIDIA's racecheck on kernels that are right, on the same with a planted race, and on two of our own.
 
     python3 tests/kernels/racecheck.py [--sanitizer PATH] [word ...]  # all, or those with a word in their names
     compute-sanitizer --tool racecheck --print-limit 20 python3 tests/kernels/racecheck.py --run block  # or block:racy
@@ -223,7 +223,7 @@ def sanitizer() -> str:
 
 
 def racecheck(path: str, name: str, folder: str) -> str:
-    """What it prints for one kernel."""
+    """Its output for one kernel."""
     log = Path(folder, f"{name.replace(':', '-')}.log")
     command = [path, "--tool", "racecheck", "--print-limit", "1000", sys.executable, __file__, "--run", name]
     environment = os.environ | {"RACECHECK_FOLDER": folder, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

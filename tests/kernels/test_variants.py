@@ -27,7 +27,7 @@ FASTEST = [
 
 @pytest.mark.parametrize(("shape", "fastest"), FASTEST)
 def test_the_cost_model_cuts_backward_as_the_fastest_that_was_measured_or_one_within_2_percent(shape, fastest):
-    """Of all lengths of segments on an H200."""
+    """All lengths of segments were measured, on an H200."""
     B, *rest = shape
     variant, segment_chunks = heuristics.choose("backward", "longhorn", 2 * B, *rest, H200)
     assert (variant.channels, segment_chunks) in fastest
@@ -50,7 +50,7 @@ def test_the_cost_model_takes_two_tokens_at_a_time_only_where_a_cta_has_the_memo
     assert consumers(8, 6085, vectors=False) is None
 
 
-# What was chosen when docs/benchmarks.md was measured, for B, D, L, N and bytes of an element, and its chunks a segment
+# Choices when docs/benchmarks.md was measured, for B, D, L, N and bytes of an element, with the chunks of a segment
 BACK_LONGHORN, BACK_SELECTIVE = BACKWARD["longhorn"], BACKWARD["selective"]
 # fmt: off
 FORWARD_CHOICES = [
@@ -206,7 +206,6 @@ def test_lanes_of_backward_have_no_more_channels_than_4_states_leave():
 
 
 def test_the_model_is_asked_about_all_sequences_and_the_gpu_at_hand(monkeypatch):
-    """Of tensors (G, B, L, D)."""
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
     monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
     for kind, table in ("forward", FORWARD_CHOICES), ("backward", BACKWARD_CHOICES):
