@@ -6,16 +6,6 @@ from .trust import MODEL_KWARGS, NOT_FROM_CHECKPOINTS, confirm_dataset, options_
 from .values import parse_key_values
 
 __all__ = [
-    "DATASETS",
-    "FIELDS",
-    "MODEL_KWARGS",
-    "NOT_FROM_CHECKPOINTS",
-    "SYNONYMS",
-    "Config",
-    "ConfigError",
-    "Parser",
-    "confirm_dataset",
-    "load_config",
-    "options_of_checkpoint",
-    "parse_key_values",
-]
+    "DATASETS", "FIELDS", "MODEL_KWARGS", "NOT_FROM_CHECKPOINTS", "SYNONYMS", "Config", "ConfigError", "Parser",
+    "confirm_dataset", "load_config", "options_of_checkpoint", "parse_key_values",
+]  # fmt: skip
