@@ -156,9 +156,8 @@ def test_onnx_files_are_of_standard_operators_any_number_of_images_and_no_traces
     shapes = [[d.dim_param or d.dim_value for d in t.type.tensor_type.shape.dim] for t in (images, logits)]
     assert (images.name, logits.name) == ("images", "logits")
     assert shapes == [["batch", 3, 16, 24], ["batch", 5]]
-    assert not any(
-        word in proto.SerializeToString() for word in (b"/work", b"File ", b"traced.py", str(tmp_path).encode())
-    )
+    traces = (b"/work", b"File ", b"traced.py", str(tmp_path).encode())
+    assert not any(word in proto.SerializeToString() for word in traces)
 
 
 def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_path):
@@ -236,10 +235,7 @@ def test_linear_attention_is_onnxruntimes_operator(tmp_path):
             dict(path="model.safetensors", features=[0]),
             "has weights, not outputs: features are of .onnx and .pt2 files",
         ),
-        (
-            dict(path="model.safetensors"),
-            "does not say with which arguments it was built, as those of vil.from_checkpoint do",
-        ),
+        (dict(path="model.safetensors"), "does not say with which arguments it was built, as those of vil.from_checkp"),
         (dict(metadata={"mean": "0", "data": "x"}), "^mean in the metadata is for the model itself to say"),
         (dict(features=[0, 2, -1]), r"features \[-1, 2\] are not of the model's blocks 0 to 0"),
         (dict(opset=17), "opset 17 cannot be written: .* ReduceMean of opset 18, Split of opset 18; use 18"),
@@ -263,10 +259,8 @@ def test_a_runtime_without_an_operator_is_named_with_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Older)
     monkeypatch.setattr(onnxruntime, "__version__", "1.20.0")
-    message = (
-        r"onnxruntime 1.20.0 cannot read this at opset 18, with the operators com.microsoft.LinearAttention beside "
-        r"ONNX's: Fatal error: com.microsoft:LinearAttention\(-1\) is not a registered function/op$"
-    )
+    beside = r"com.microsoft.LinearAttention beside ONNX's: .*\(-1\) is not a registered function/op$"
+    message = "onnxruntime 1.20.0 cannot read this at opset 18, with the operators " + beside
     with pytest.raises(ExportError, match=message):
         export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx", runtime="onnxruntime")
     assert not list(tmp_path.iterdir())
@@ -341,7 +335,6 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
         (["--model-kwargs", "pretrained=true"], ""),
         (["--checkpoint", "best.pt"], ""),
     ],
-    ids=["neither", "pretrained", "checkpoint"],
 )
 def test_the_command_says_when_weights_are_random(words, end, command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)

