@@ -17,7 +17,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +25,7 @@ WORK = ROOT / ".mutants"
 COPY = WORK / "mutants"  # mutmut's name for it
 NOT_NOTICED = (None, 0, 5, 33)  # exit codes of pytest and mutmut: passed, no tests
 NOTHING = "nothing.x_nothing__mutmut_"
+BUDGET = 60  # seconds of tests for each mutant
 LISTED = Path(__file__).with_name("listed.txt")
 
 
@@ -76,27 +77,27 @@ def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str
             known[file] = dict(key=keys[file], tests=[t for t in tests if t["test"].split("::")[0] == file])
         cache.write_text(json.dumps(known))
     tests = {test["test"]: test for file in files for test in known[file]["tests"]}
-    for name in tests:
-        if tests[name]["failed"]:
-            print(f"fails in the copy without any mutant, and is left out: {name}")
-    return {name: test for name, test in tests.items() if not test["failed"]}
+    for name in [name for name in tests if tests[name]["failed"]]:
+        print(f"fails in the copy without any mutant, and is left out: {name}")
+        del tests[name]
+    return tests
 
 
-def chosen_tests(tests: list[dict], budget: float) -> tuple[list[str], float]:
-    """Tests of about `budget` seconds: of every parametrized one the fastest first, then their others."""
+def chosen_tests(tests: list[dict]) -> tuple[list[str], float]:
+    """Tests of about BUDGET seconds: of every parametrized one the fastest first, then their others."""
     groups = defaultdict(list)
     for test in sorted(tests, key=lambda test: test["seconds"]):
         groups[test["test"].split("[")[0]].append(test)
     ranked = [(rank, test["seconds"], test["test"]) for group in groups.values() for rank, test in enumerate(group)]
     chosen, total = [], 0.0
     for _, seconds, name in sorted(ranked):
-        if not chosen or total + seconds < budget:
+        if not chosen or total + seconds < BUDGET:
             chosen.append(name)
             total += seconds
     return chosen, total
 
 
-def run_mutants(mutants, tests: dict[str, dict], jobs: int, budget: float) -> None:
+def run_mutants(mutants, tests: dict[str, dict], jobs: int) -> None:
     from mutmut.__main__ import _register_mutant_result
     from mutmut.workers.isolation import get_mutant_runner
 
@@ -106,7 +107,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int, budget: float) -> No
             reaching[function].append(test)
     plan = []
     for data, name, _ in mutants:
-        chosen, seconds = chosen_tests(reaching[name.partition("__mutmut_")[0]], budget)
+        chosen, seconds = chosen_tests(reaching[name.partition("__mutmut_")[0]])
         if chosen:
             plan.append((seconds, data, name, chosen))
         else:
@@ -150,7 +151,7 @@ def run_mutants(mutants, tests: dict[str, dict], jobs: int, budget: float) -> No
 def read_listed() -> list[tuple[str, str, set[str]]]:
     """Of each block of listed.txt the file, the function and the lines of the change."""
     blocks = []
-    for block in LISTED.read_text().split("\n\n") if LISTED.exists() else []:
+    for block in LISTED.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if line and not line.startswith("#")]
         if lines:
             path, function, _ = lines[0].split(": ", 2)
@@ -163,36 +164,30 @@ def report(mutants) -> None:
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
-    listed, rows, survivors = read_listed(), {}, []
+    listed, rows, survivors = read_listed(), defaultdict(Counter), []
     for data, name, _ in mutants:
-        path = str(data.path).replace("vil/kernels", "kernels")
-        row = rows.setdefault(path, dict(mutants=0, noticed=0, listed=0, left=0, untested=0))
-        row["mutants"] += 1
-        code = data.exit_code_by_key[name]
+        path, code = str(data.path).replace("vil/kernels", "kernels"), data.exit_code_by_key[name]
+        rows[path]["mutants"] += 1
         if code not in NOT_NOTICED:
-            row["noticed"] += 1
+            rows[path]["noticed"] += 1
             continue
         function, owner = orig_function_and_class_names_from_key(name)
         function = f"{owner}.{function}" if owner else function
         diff = get_diff_for_mutant(name, path=data.path).splitlines()[2:]
         lines = [f"{line[0]} {line[1:].strip()}" for line in diff if line[0] in "+-"]
         if any((path, function) == block[:2] and block[2] <= set(lines) for block in listed):
-            row["listed"] += 1
+            rows[path]["listed"] += 1
             continue
-        row["left"] += 1
-        row["untested"] += code in (5, 33)
+        rows[path] += Counter(left=1, untested=int(code in (5, 33)))
         reason = "no test reaches it" if code in (5, 33) else "survived"
         survivors.append("\n".join([f"{path}: {function}: {reason}", *lines]))
     (WORK / "survivors.txt").write_text("\n\n".join(sorted(survivors)) + "\n")
-    rows["all"] = {
-        name: sum(row[name] for row in rows.values()) for name in ("mutants", "noticed", "listed", "left", "untested")
-    }
+    rows["all"] = sum(rows.values(), Counter())
     print(f"{'':36}{'mutants':>8}{'noticed':>8}{'listed':>8}{'left':>8}{'no test':>8}{'score':>8}")
     for path, row in rows.items():
         counts = "".join(f"{row[name]:8}" for name in ("mutants", "noticed", "listed", "left", "untested"))
         print(f"{path:36}{counts}{row['noticed'] / max(1, row['mutants'] - row['listed']):8.1%}")
-    n, share = rows["all"]["mutants"] - rows["all"]["listed"], 0.0
-    if n:  # Wilson's interval
+    if n := rows["all"]["mutants"] - rows["all"]["listed"]:  # Wilson's interval
         share = rows["all"]["noticed"] / n
         middle = (share + 1.92 / n) / (1 + 3.84 / n)
         half = 1.96 / (1 + 3.84 / n) * math.sqrt(share * (1 - share) / n + 0.96 / n**2)
@@ -205,9 +200,7 @@ def main():
     parser.add_argument("paths", nargs="*", help="files and folders to change (all)")
     parser.add_argument("--tests", nargs="*", help="files of tests (all)")
     parser.add_argument("--sample", type=int, help="so many mutants, chosen at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--budget", type=float, default=60, help="seconds of tests for each mutant")
     args = parser.parse_args()
     WORK.mkdir(exist_ok=True)
     paths = copy_repository()
@@ -228,11 +221,11 @@ def main():
     wanted = [in_copy(Path(os.path.relpath(ROOT / path, ROOT))) for path in args.paths]
     mutants = [m for m in mutants if not wanted or any(m[0].path == w or w in m[0].path.parents for w in wanted)]
     if args.sample and args.sample < len(mutants):
-        mutants = random.Random(args.seed).sample(mutants, args.sample)
+        mutants = random.Random(0).sample(mutants, args.sample)
     print(f"{len(mutants)} mutants")
     files = args.tests or sorted(str(path.relative_to(COPY)) for path in (COPY / "tests").rglob("test_*.py"))
     tests = what_tests_reach(files, paths, args.jobs)
-    run_mutants([m for m in mutants if m[2] in NOT_NOTICED], tests, args.jobs, args.budget)
+    run_mutants([m for m in mutants if m[2] in NOT_NOTICED], tests, args.jobs)
     report(mutants)
 
 
