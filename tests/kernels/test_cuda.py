@@ -56,11 +56,12 @@ def device(request):
 
 
 def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
-    """Every kernel that the cost model may choose for these inputs."""
+    """Every kernel that the cost model may choose for these inputs; on most chips the widest rank stands for others."""
+    ranks = (0, 16, 24, 48) if (arch, dtype) == ("sm_90", torch.bfloat16) else (0, 48)
     x = torch.empty(2, 1, 8, D, dtype=dtype, device="meta")
     for variant in heuristics.forward_variants(recurrence, N, dtype.itemsize, D % 8 == 0, SHARED.get(arch, 99 * 1024)):
         if isinstance(variant, ForwardMma):
-            yield from (variant.kernel(recurrence, x, N, rank) for rank in (0, 16, 24, 48))
+            yield from (variant.kernel(recurrence, x, N, rank) for rank in ranks)
         else:
             yield variant.kernel(recurrence, x, x, N)
     for kind, gradients in (("forward", "false"), ("backward", "true")):
