@@ -34,8 +34,10 @@ def outcome(block, x, dy, autocast=None, **kwargs):
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
 
 
-def weights_of(block):
+def weights_of(block, detach=False):
     """The weights as the operators take them."""
+    if detach:
+        return BlockWeights.of([p.detach() for p in weights_of(block).flat()])
     mixer = block.mixer
     first, second = (
         DirectionWeights(

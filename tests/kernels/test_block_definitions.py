@@ -1,17 +1,17 @@
 """Each kernel of a block against the definition beside it: emulated on a CPU, and on a GPU."""
 
+import functools
 import shutil
 
 import emulator
 import pytest
 import torch
-from blocks import close, make_block, relative_error, weights_of
+from blocks import close, make_block, on_an_emulated_gpu, relative_error, weights_of
 from plain_kernels import PlainKernels, in_tiles
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 from vil.kernels.block import conv_backward, conv_xproj, gate_outproj_bwd_sm90, gate_outproj_sm90, step_proj_bwd
 from vil.kernels.block import launch as kernels
-from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.cuda.elements import ELEMENT
 
@@ -165,87 +165,108 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
         assert entry(**case) == "gate_backward"
 
 
+TAPS, RANKS = 4, [(8, 4), (24, 8)]  # with their numbers of states
+
+
+def tokens_in(dtype):
+    return lambda *sizes, dtype=dtype: torch.randn(*sizes).to(dtype)
+
+
+def calls_of_conv_xproj(tokens, B, L, C, D, backward=False):
+    u, _ = tokens(B, L, 2 * D).chunk(2, dim=-1)
+    conv, conv_bias = torch.randn(2, D, TAPS), torch.randn(2, D)
+    for R, N in RANKS:
+        x_proj = tokens(2, R + 2 * N, D)
+        for H in (L, L // 2 + 1):
+            if backward:
+                yield u, tokens(2, B, H, D), tokens(2, B * H, R + 2 * N), x_proj, conv, conv_bias
+            else:
+                yield u, conv, conv_bias, x_proj, tokens(2, D, R), H
+
+
+def calls_of_step_proj_backward(tokens, B, L, C, D):
+    for R, N in RANKS:
+        step = tokens(2, B * L, R + 2 * N)[..., :R]
+        if step.dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
+            yield tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N)
+
+
+def calls_of_gate(tokens, B, L, C, D):
+    _, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
+    for scale in (None, torch.rand(B)):
+        yield tokens(2, B, L, D), z, scale, True
+        yield tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True
+
+
+def calls_of_gate_backward(tokens, B, L, C, D):
+    _, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
+    for scale in (None, torch.rand(B)):
+        yield tokens(B, L, D), tokens(B, L, D), z, scale
+
+
+def calls_of_norm_backward(tokens, B, L, C, D):
+    yield tokens(B * L, C), tokens(B * L, C), torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)
+
+
+def calls_of_pack_weights(tokens, B, L, C, D):
+    for x in (tokens(B * L, C, dtype=torch.float32), None):
+        yield weights_of(make_block(LonghornMixer, C), detach=True), tokens(0).dtype, None, x, 1e-5, True
+
+
+def calls_of_unpack_gradients(tokens, B, L, C, D):
+    weights, parts, D = weights_of(make_block(LonghornMixer, C), detach=True), 3, 2 * C
+    P, R = weights.sizes.padded_P, weights.sizes.padded_R
+    dfolded, dfilters, dchannels = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, 2, D)
+    dx_proj, dstep_proj = torch.randn(2, parts, P, D), torch.randn(2, parts, D, R)
+    yield (
+        weights.norm, weights.in_proj, weights.sizes, dfolded, dfilters, dx_proj, dstep_proj, dchannels, tokens(0).dtype
+    )  # fmt: skip
+
+
+CALLS = {
+    "conv_xproj": calls_of_conv_xproj,
+    "conv_backward": functools.partial(calls_of_conv_xproj, backward=True),
+    "step_proj_backward": calls_of_step_proj_backward,
+    "gate": calls_of_gate,
+    "gate_backward": calls_of_gate_backward,
+    "norm_backward": calls_of_norm_backward,
+    "pack_weights": calls_of_pack_weights,
+    "unpack_gradients": calls_of_unpack_gradients,
+}
+WRITTEN = {"conv_backward": 1, "gate_backward": 2}  # tensors (B, L, D) that these are given to write
+
+
+def results(name, kernel, inputs, written):
+    """What a kernel or its definition returns and writes, with parts of sums added."""
+    values = kernel(*inputs, *written)
+    if name == "conv_backward":
+        values = values.sum(0, keepdim=True)
+    if name == "step_proj_backward":
+        values = values[0], values[1].sum(1, keepdim=True)
+    if name == "pack_weights":
+        packed, norm = values
+        values = [*kernels.PackedWeights.of(packed, inputs[0].sizes), *(t for t in norm if t is not None)]
+    return [*([values] if isinstance(values, torch.Tensor) else values), *written]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     "shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_kernel_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kernel_emulated_on_a_cpu_equals_its_definition(name, dtype, shape, monkeypatch, poison):
     monkeypatch.setattr(compiler, "launch", emulator.launch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
-    (B, L, C, D), taps = shape, 4
+    on_an_emulated_gpu(monkeypatch)
     torch.manual_seed(0)
-
-    def tokens(*sizes, dtype=dtype):
-        return torch.randn(*sizes).to(dtype)
-
-    comparisons = []
-
-    def compare(name, *inputs, writes=(), rounded=None):
-        """A kernel and the plain one, later; `writes` are the sizes of tensors that it is given to write."""
-        comparisons.append((name, inputs, writes, rounded))
-
-    def result(name, inputs, writes):
-        written = [torch.empty(*size, dtype=dtype) for size in writes]
-        return getattr(kernels, name)(*inputs, *written), written
-
-    def check(name, inputs, writes, rounded):
-        given = *inputs, *[torch.empty(*size, dtype=dtype) for size in writes]
-        exactly = tree_map_only(torch.Tensor, torch.Tensor.double, given)
-        values, written = result(name, inputs, writes)
-        if name == "conv_backward":  # in parts
-            values = values.sum(0, keepdim=True)
-        if name == "step_proj_backward":
-            values = values[0], values[1].sum(1, keepdim=True)
-        truths = getattr(PlainKernels, name)(*[rounded if e is dtype else e for e in exactly])
-        if name == "pack_weights":
-            values, truths = [
-                [*kernels.PackedWeights.of(packed, inputs[0].sizes), *(t for t in norm if t is not None)]
-                for packed, norm in (values, truths)
-            ]
-        for value, truth in zip(
-            [*([values] if isinstance(values, torch.Tensor) else values), *written],
-            [*([truths] if isinstance(truths, torch.Tensor) else truths), *exactly[len(inputs) :]],
-        ):
+    B, L, _, D = shape
+    for inputs in CALLS[name](tokens_in(dtype), *shape):
+        written = [torch.empty(B, L, D, dtype=dtype) for _ in range(WRITTEN.get(name, 0))]
+        exactly = tree_map_only(torch.Tensor, torch.Tensor.double, [*inputs])
+        exactly = [torch.float64 if i is dtype else i for i in exactly]
+        truths = results(name, getattr(PlainKernels, name), exactly, [t.double() for t in written])
+        for value, truth in zip(results(name, getattr(kernels, name), inputs, written), truths, strict=True):
             close(value, truth, dtype, name)
-
-    u, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
-    conv, conv_bias = torch.randn(2, D, taps), torch.randn(2, D)
-    for R, N in (8, 4), (24, 8):
-        P = R + 2 * N
-        x_proj = tokens(2, P, D)
-        for H in (L, L // 2 + 1):
-            dv, dprojected = tokens(2, B, H, D), tokens(2, B * H, P)
-            compare("conv_backward", u, dv, dprojected, x_proj, conv, conv_bias, writes=[(B, L, D)])
-        step = tokens(2, B * L, P)[..., :R]
-        if dtype == torch.float32 or D % 128 == 0:  # products of 16-bit types in fp32 are for GPUs
-            compare("step_proj_backward", tokens(2, B * L, D), step, tokens(2, D, R), *tokens(2, 2, B * L, N))
-        for H in (L, L // 2 + 1):
-            compare("conv_xproj", u, conv, conv_bias, x_proj, tokens(2, D, R), H)
-    for scale in (None, torch.rand(B)):
-        compare("gate", tokens(2, B, L, D), z, scale, True)
-        compare("gate_backward", tokens(B, L, D), tokens(B, L, D), z, scale, writes=[(B, L, D), (B, L, D)])
-        compare("gate", tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True)
-    block = make_block(LonghornMixer, C)
-    weights = BlockWeights.of([p.detach() for p in weights_of(block).flat()])
-    for x in (tokens(B * L, C, dtype=torch.float32), None):
-        compare("pack_weights", weights, dtype, None, x, 1e-5, True, rounded=torch.float64)
-    parts, R, N = 3, weights.sizes.padded_R, block.mixer.state_size
-    dfilters, dchannels = torch.randn(parts, 2, taps + 1, 2 * C), torch.randn(2, 2, 2 * C)
-    dx_proj, dstep_proj = torch.randn(2, parts, R + 2 * N, 2 * C), torch.randn(2, parts, 2 * C, R)
-    compare(
-        "unpack_gradients", weights.norm, weights.in_proj, weights.sizes, torch.randn(4 * C, C), dfilters, dx_proj,
-        dstep_proj, dchannels, dtype, rounded=torch.float64,
-    )  # fmt: skip
-    compare(
-        "norm_backward", tokens(B * L, C), tokens(B * L, C), torch.rand(B * L), tokens(B * L, C, dtype=torch.float32)
-    )
-    with emulator.compiling():
-        for name, inputs, writes, _ in comparisons:
-            result(name, inputs, writes)
-    for comparison in comparisons:
-        check(*comparison)
 
 
 # With a GPU

@@ -8,7 +8,7 @@ import torch
 from blocks import make_block, on_an_emulated_gpu, weights_of
 from vil.kernels.block import backward, forward
 from vil.kernels.block import launch as kernels
-from vil.kernels.block.weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward
+from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import compiler, plan
 from vil.kernels.cuda.plan import Plan
 
@@ -164,7 +164,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
 
     def calls(seed, given):
         block = make_block(mixer, C, seed=seed)
-        weights = BlockWeights.of([p.detach() for p in weights_of(block).flat()])
+        weights = weights_of(block, detach=True)
         x, dy, dnext = torch.randn(3, B, L, C)
         normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
         options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
