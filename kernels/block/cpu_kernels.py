@@ -20,13 +20,13 @@ from ..cpu.language import (
     clear,
     count_up,
     floats,
-    give,
     inlined,
+    load_rows,
     local_floats,
-    put,
     sigmoid,
     square_root,
-    take,
+    store_row,
+    store_rows,
 )  # fmt: skip
 
 WINDOW = 8  # tokens, a power of 2 and at least those that both filters see or two of one reach
@@ -147,14 +147,14 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
             weights[g * taps + i, d] = source[d * taps + i]
         for d in range(width, LANES):
             weights[g * taps + i, d] = ZERO
-    take(bias0 + BYTES * first, 0, width, 1, bias[g : g + 1])
+    load_rows(bias0 + BYTES * first, 0, width, 1, bias[g : g + 1])
 
 
 @inlined
 def see(u1, ul, t, L, width, window):
     """Puts token t, zeros if there is none, into the window."""
     if t < L:
-        take(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
+        load_rows(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
     else:
         clear(window[t % WINDOW : t % WINDOW + 1], 1)
 
@@ -190,7 +190,7 @@ def conv_forward(taps: int):
                         later += weights[taps + i, d] * window[(t + (taps - 1) - i) % WINDOW, d]
                     v[0, d] = earlier * sigmoid(earlier)
                     v[1, d] = later * sigmoid(later)
-                give(v1 + BYTES * t * D, BYTES * B * L * D, width, 2, v)
+                store_rows(v1 + BYTES * t * D, BYTES * B * L * D, width, 2, v)
 
     return kernel
 
@@ -227,7 +227,7 @@ def conv_backward(taps: int):
             for t in range(L + taps - 1):
                 see(u1, ul, t + taps - 1, L, width, window)
                 if t < L:
-                    take(dv1 + BYTES * t * D, BYTES * B * L * D, width, 2, dv)
+                    load_rows(dv1 + BYTES * t * D, BYTES * B * L * D, width, 2, dv)
                     for d in range(LANES):
                         earlier, later = bias[0, d], bias[1, d]
                         for i in range(taps):
@@ -254,8 +254,8 @@ def conv_backward(taps: int):
                             total += weights[i, d] * before[(seen + (taps - 1) - i) % WINDOW, d]
                             total += weights[taps + i, d] * behind[(seen - (taps - 1) + i) % WINDOW, d]
                         du[d] = total
-                    put(du1 + seen * ul, width, du)
-            give(
+                    store_row(du1 + seen * ul, width, du)
+            store_rows(
                 dweights0 + BYTES * (b * 2 * (taps + 1) * D + first), BYTES * D, width, 2 * (taps + 1), sums
             )  # fmt: skip
 

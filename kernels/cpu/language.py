@@ -157,8 +157,8 @@ def lanes(address):
 
 
 @inlined
-def take(address, stride, width, rows, values):
-    """Rows of channels from there, zeros behind them."""
+def load_rows(address, stride, width, rows, values):
+    """Copies rows of channels from there, with zeros behind them."""
     for n in range(rows):
         source = lanes(address + n * stride)
         for d in range(width):
@@ -168,7 +168,7 @@ def take(address, stride, width, rows, values):
 
 
 @inlined
-def put(address, width, values):
+def store_row(address, width, values):
     target = lanes(address)
     if width < LANES:
         for d in range(width):
@@ -179,17 +179,17 @@ def put(address, width, values):
 
 
 @inlined
-def give(address, stride, width, rows, values):
-    """Rows of channels to there."""
+def store_rows(address, stride, width, rows, values):
+    """Copies rows of channels to there."""
     for n in range(rows):
-        put(address + n * stride, width, values[n])
+        store_row(address + n * stride, width, values[n])
 
 
 @inlined
-def full(address, width, padded):
-    """Where `LANES` channels can be read: as they are, or copied to what is padded."""
+def readable_row(address, width, padded):
+    """The address where `LANES` channels can be read: this one, or that of what they are copied to and padded."""
     if width < LANES:
-        take(address, 0, width, 1, carray(padded, (1, LANES)))
+        load_rows(address, 0, width, 1, carray(padded, (1, LANES)))
         address = address_of(padded)
     return address
 

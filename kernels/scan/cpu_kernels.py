@@ -26,16 +26,16 @@ from ..cpu.language import (
     exp2,
     exp2_clamped,
     floats,
-    full,
-    give,
     inlined,
     lanes,
+    load_rows,
     local_floats,
-    put,
+    readable_row,
     second,
     sigmoid,
     softplus,
-    take,
+    store_row,
+    store_rows,
 )  # fmt: skip
 
 FORWARD, BACKWARD = 30, 41  # arguments
@@ -70,16 +70,16 @@ def longhorn_forward(N: int, chunk: int):
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
             states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
-            take(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
-            take(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
+            load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
+            load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
             y_start = y_data + BYTES * (sequence * L * D + first)
             clear(S, N)
             for i in range(L):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if chunk_states and i and i % chunk == 0:
-                    give(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(full(x_start + t * x_L, width, x_padded))
-                step_logits = lanes(full(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                    store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
+                x = lanes(readable_row(x_start + t * x_L, width, x_padded))
+                step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                 norm = ONE
                 for n in range(N):
@@ -94,7 +94,7 @@ def longhorn_forward(N: int, chunk: int):
                         s += (eps[d] * kn) * (x[d] - kn * s)
                         S[n, d] = s
                         y[d] += qn * s
-                put(y_start + BYTES * t * D, width, y)
+                store_row(y_start + BYTES * t * D, width, y)
 
     return kernel
 
@@ -122,17 +122,17 @@ def selective_forward(N: int, chunk: int):
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
             states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
-            take(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
-            take(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
-            take(A_data + BYTES * (g * N * D + first), BYTES * D, width, N, A)
+            load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
+            load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
+            load_rows(A_data + BYTES * (g * N * D + first), BYTES * D, width, N, A)
             y_start = y_data + BYTES * (sequence * L * D + first)
             clear(S, N)
             for i in range(L):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if chunk_states and i and i % chunk == 0:
-                    give(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(full(x_start + t * x_L, width, x_padded))
-                step_logits = lanes(full(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                    store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
+                x = lanes(readable_row(x_start + t * x_L, width, x_padded))
+                step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                 for d in range(LANES):
                     step_size[d] = softplus(step_logits[d] + step_bias[0, d])
@@ -144,7 +144,7 @@ def selective_forward(N: int, chunk: int):
                         s = exp2(A[n, d] * step_size[d]) * S[n, d] + kn * drive[d]
                         S[n, d] = s
                         y[d] += qn * s
-                put(y_start + BYTES * t * D, width, y)
+                store_row(y_start + BYTES * t * D, width, y)
 
     return kernel
 
@@ -178,8 +178,8 @@ def longhorn_backward(N: int, chunk: int):
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
             states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
-            take(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
-            take(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
+            load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
+            load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
             dy_start = dy_data + g * dy_G + b * dy_B + BYTES * first
             dx_start = dx_data + BYTES * (sequence * L * D + first)
             dstep_logits_start = dstep_logits_data + BYTES * (sequence * L * D + first)
@@ -191,13 +191,13 @@ def longhorn_backward(N: int, chunk: int):
             for c in range(chunk_states, -1, -1):
                 clear(S, N)
                 if c:
-                    take(states_start + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
+                    load_rows(states_start + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(full(x_start + t * x_L, width, x_padded))
-                    step_logits = lanes(full(step_logits_start + t * step_logits_L, width, step_logits_padded))
-                    dy = lanes(full(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
+                    step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
                     norm = ONE
                     for n in range(N):
@@ -217,8 +217,8 @@ def longhorn_backward(N: int, chunk: int):
                         dq[n] = total
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(full(x_start + t * x_L, width, x_padded))
-                    dy = lanes(full(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
+                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
                     for d in range(LANES):
@@ -243,10 +243,10 @@ def longhorn_backward(N: int, chunk: int):
                         dchannels[1, d] += dstep_logits[d]
                     for n in range(N):
                         dk[n] -= TWO * k[n] * norm
-                    put(dx_start + BYTES * t * D, width, dx)
-                    put(dstep_logits_start + BYTES * t * D, width, dstep_logits)
+                    store_row(dx_start + BYTES * t * D, width, dx)
+                    store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
             image = b * (tasks // blocks // B) + g  # the number of image and direction, for sums over images
-            give(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
+            store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
 
     return kernel
 
@@ -282,28 +282,28 @@ def selective_backward(N: int, chunk: int):
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
             states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
-            take(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
-            take(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
+            load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
+            load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
             dy_start = dy_data + g * dy_G + b * dy_B + BYTES * first
             dx_start = dx_data + BYTES * (sequence * L * D + first)
             dstep_logits_start = dstep_logits_data + BYTES * (sequence * L * D + first)
             # a block's part of the sums over channels that dk and dq are
             part = BYTES * L * N * (task % blocks * (tasks // blocks) + sequence)
             dk_start, dq_start = dk_data + part, dq_data + part
-            take(A_data + BYTES * (g * N * D + first), BYTES * D, width, N, A)
+            load_rows(A_data + BYTES * (g * N * D + first), BYTES * D, width, N, A)
             clear(dA, N)
             clear(G, N)
             clear(dchannels, 2)
             for c in range(chunk_states, -1, -1):
                 clear(S, N)
                 if c:
-                    take(states_start + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
+                    load_rows(states_start + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(full(x_start + t * x_L, width, x_padded))
-                    step_logits = lanes(full(step_logits_start + t * step_logits_L, width, step_logits_padded))
-                    dy = lanes(full(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
+                    step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
                     for d in range(LANES):
                         step_logit = step_logits[d] + step_bias[0, d]
@@ -322,8 +322,8 @@ def selective_backward(N: int, chunk: int):
                         dq[n] = total
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(full(x_start + t * x_L, width, x_padded))
-                    dy = lanes(full(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
+                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
                     for d in range(LANES):
@@ -348,10 +348,10 @@ def selective_backward(N: int, chunk: int):
                         dx[d] = step_sizes[i, d] * dx[d] + skip[0, d] * dy[d]
                         dchannels[0, d] += x[d] * dy[d]
                         dchannels[1, d] += dstep_logits[d]
-                    put(dx_start + BYTES * t * D, width, dx)
-                    put(dstep_logits_start + BYTES * t * D, width, dstep_logits)
+                    store_row(dx_start + BYTES * t * D, width, dx)
+                    store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
             image = b * (tasks // blocks // B) + g  # the number of image and direction, for sums over images
-            give(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
-            give(dA_data + BYTES * (image * N * D + first), BYTES * D, width, N, dA)
+            store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
+            store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, N, dA)
 
     return kernel
