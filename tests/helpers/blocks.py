@@ -70,6 +70,15 @@ def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
     monkeypatch.setattr(gate_outproj, "_add_product", lambda x, a, b: x.add_(product(a, b)))
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, the second one."""
+
+    device = torch.device("cuda", 1)
+
+    def get_device(self):
+        return 1
+
+
 class Scale(torch.nn.Module):
     def __init__(self, scale):
         super().__init__()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from blocks import OnGpu
 from processes import in_processes
 from vil.kernels import cuda
 from vil.kernels.cuda import compiler
@@ -146,15 +147,6 @@ def test_processes_that_start_at_once_on_a_cold_cache_all_get_the_kernel(tiny, t
 
 
 # Launches, of which stand-ins for cuda.core take what a GPU would
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, the second one."""
-
-    device = torch.device("cuda", 1)
-
-    def get_device(self):
-        return 1
 
 
 @pytest.fixture
@@ -298,6 +290,15 @@ def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
     with pytest.raises(RuntimeError, match="entry needs 999999 bytes of shared memory a CTA: CUDA_ERROR_INVALID"):
         launch(shared_bytes=999999)
     assert len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(3).as_subclass(OnGpu), torch.zeros(3, device="meta")])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
+    y, z = (torch.zeros(2), other) if first else (other, torch.zeros(2))
+    arguments = dict(y=y, z=z, z_stride=1, scales=None, gated=None, means=None, tokens=1, L=1, D=1)
+    with pytest.raises(ValueError, match=r"gate needs its tensors on one GPU; they are on .*cpu"):
+        compiler.launch("block/gate", "gate", dict(INPUT="float"), 1, 32, arguments)
 
 
 # What is missing

@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_map_only
 from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as operator
-from vil.kernels.block.weights import BlockWeights
-from vil.kernels.cuda import compiler
+from vil.kernels.block.weights import BlockWeights, DirectionWeights
 
 from vil.block import Block, LonghornMixer, MambaMixer
 
@@ -101,33 +100,32 @@ def without_last(tensors):
     return tensors[:-1]
 
 
+def one_more(tensors):
+    return [*tensors, tensors[-1]]
+
+
+def backwards(tensors):
+    return tensors[::-1]
+
+
 OTHERS = [
-    ("block", dict(recurrence="hippo")),
     *(("block", {name: None}) for name in ("x_BLC", "norm_C", "in_proj", "out_proj")),
+    *(("block_backward", {name: None}) for name in ("dx_BMC", "norm_C", "in_proj", "out_proj")),
+    *((call, dict(recurrence="hippo")) for call in ("block", "block_backward")),
+    *(("block", dict(dtype=dtype)) for dtype in (torch.float64, torch.int8)),
+    *(("block", {name: change}) for name in ("directions", "normed") for change in (without_last, one_more, backwards)),
+    *(("block_backward", dict(saved=change)) for change in (without_last, one_more, backwards)),
     ("block", dict(normed=[None, None])),
     ("block", dict(directions=lambda directions: [*directions[:-1], None])),
-    ("block", dict(dtype=torch.float64)),
-    ("block", dict(dtype=torch.int8)),
     ("block", dict(directions=[])),
-    ("block", dict(directions=without_last)),
-    ("block", dict(directions=lambda directions: [*directions, directions[-1]])),
-    ("block", dict(directions=lambda directions: directions[::-1])),
-    ("block", dict(normed=without_last)),
-    ("block", dict(normed=lambda normed: normed[::-1])),
-    ("block", dict(normed=lambda normed: [*normed, normed[0]])),
     ("block", dict(x_BLC=torch.zeros(0, 5, 16), normed=[], scale_B=None)),
     ("block", dict(x_BLC=torch.zeros(2, 0, 16), normed=[])),
-    ("block_backward", dict(recurrence="hippo")),
-    *(("block_backward", {name: None}) for name in ("dx_BMC", "norm_C", "in_proj", "out_proj")),
     ("block_backward", dict(saved=lambda saved: [None, *saved[1:]])),
+    ("block_backward", dict(saved=[])),
     ("block_backward", dict(class_token_only=True, dnext_TC=None)),
     ("block_backward of the class token", dict(class_token_only=False)),
     ("block_backward", dict(dnext_TC=lambda dnext: dnext, next_normed=[])),
     ("block_backward", dict(next_normed=without_last)),
-    ("block_backward", dict(saved=[])),
-    ("block_backward", dict(saved=without_last)),
-    ("block_backward", dict(saved=lambda saved: [*saved, saved[-1]])),
-    ("block_backward", dict(saved=lambda saved: saved[::-1])),
     ("block_backward", dict(directions=without_last)),
 ]
 
@@ -142,36 +140,24 @@ def test_what_is_no_tensor_and_lists_of_other_lengths_are_refused_by_name(call, 
     assert on_a_cpu == []
 
 
-WEIGHTS = {"conv": 0, "x_proj": 2, "step_proj": 3, "A_log": 6}
-
-
 @pytest.mark.parametrize(
     ("name", "size", "reason"),
     [
-        ("conv", (24, 1, 1), "taps in conv, 1 is none of"),
-        ("conv", (24, 1, 5), "taps in conv, 5 is none of"),
-        ("conv", (24, 1, 0), "taps in conv, 0 is none of"),
+        *(("conv", (24, 1, n), f"taps in conv, {n} is none of") for n in (0, 1, 5)),
+        *(("x_proj", (3 + 2 * n, 24), f"states in x_proj, {n} is none of") for n in (1, 5, 12, 128)),
         ("x_proj", (11 + 2, 24), "x_proj must have .*11 rows, not .*13"),
         ("x_proj", (0, 24), "x_proj must have .* rows, not .*0"),
         ("step_proj", (24, 0), "step_proj must not be empty"),
     ],
 )
 def test_weights_of_both_directions_that_there_are_no_kernels_for_are_refused(name, size, reason, on_a_cpu):
-    named = block_call("selective")
-    for g in (0, 7):
-        named["directions"][g + WEIGHTS[name]] = torch.zeros(size)
+    """Numbers of states of a recurrence that has them in no other weight."""
+    named = block_call("longhorn" if "states" in reason else "selective")
+    half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
+    for g in (0, half):
+        named["directions"][g + place] = torch.zeros(size)
     with pytest.raises(ValueError, match=reason):
         run("block", named)
-    assert on_a_cpu == []
-
-
-def test_numbers_of_states_that_there_are_no_kernels_for_are_refused(on_a_cpu):
-    for N in (1, 5, 12, 128):
-        named = block_call("longhorn")
-        for g in (2, 8):
-            named["directions"][g] = torch.zeros(3 + 2 * N, 24)
-        with pytest.raises(ValueError, match=f"states in x_proj, {N} is none of"):
-            run("block", named)
     assert on_a_cpu == []
 
 
@@ -243,27 +229,6 @@ def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
         named = block_call("longhorn") | dict(class_token_only=only)
         named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), named)
         assert len(run("block", named)[1]) == (0 if only else 2)
-
-
-# Several devices
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, the second one."""
-
-    device = torch.device("cuda", 1)
-
-    def get_device(self):
-        return 1
-
-
-@pytest.mark.parametrize("other", [None, torch.zeros(3).as_subclass(OnGpu), torch.zeros(3, device="meta")])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
-    y, z = (torch.zeros(2), other) if first else (other, torch.zeros(2))
-    arguments = dict(y=y, z=z, z_stride=1, scales=None, gated=None, means=None, tokens=1, L=1, D=1)
-    with pytest.raises(ValueError, match=r"gate needs its tensors on one GPU; they are on .*cpu"):
-        compiler.launch("block/gate", "gate", dict(INPUT="float"), 1, 32, arguments)
 
 
 # With a GPU

@@ -5,7 +5,7 @@ import shutil
 import emulator
 import pytest
 import torch
-from blocks import make_block, on_an_emulated_gpu, weights_of
+from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 from vil.kernels.block import backward, forward
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
@@ -90,15 +90,6 @@ def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of
         recorded = Plan(function, (x,), CPU)
         assert seen.pop() == behind
         assert torch.equal(recorded([x])[0], x[1:] + 1)
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    device = torch.device("cuda", 0)
-
-    def get_device(self):
-        return 0
 
 
 def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypatch):
