@@ -1,9 +1,9 @@
 // Gate, product with out_proj, residual addition and the norm behind them in one kernel, for 16-bit types on Hopper:
 //
 //   mean = (y_0 + y_1) / 2      gated = scale mean silu(z)      out = x + gated out_proj^T
-//   norms = rsqrt(mean over C of out^2 + eps)                   xhat = norms out
+//   rstd = rsqrt(mean over C of out^2 + eps)                    xhat = rstd out
 //
-// with the residual stream x, out in fp32 and scale the stochastic depth of the image. norms and xhat have the bits
+// with the residual stream x, out in fp32 and scale the stochastic depth of the image. rstd and xhat have the bits
 // that `rms_norm` of norm.cuh gives.
 //
 // Macros:
@@ -213,7 +213,7 @@ DEVICE void add_residual(Sums &sums, Pipeline<SLOTS> &inputs, unsigned slots, fl
 }
 
 // Epilogue: the norm of what the sums are now, whose squares are added in the order of rms_norm
-DEVICE void store_norm(Sums &sums, Element *xhat, float *norms, double eps, int token, int end, int lane) {
+DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int token, int end, int lane) {
     UNROLLED for (int i = 0; i < 2; i++) {
         float squares[8] = {};
         UNROLLED for (int n = 0; n < C; n += 16)
@@ -225,7 +225,7 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *norms, double eps, int 
             squares[0] += __shfl_xor_sync(WARP, squares[0], distance);
         float r = rsqrtf(squares[0] / C + float(eps));
         if (token + i * 8 >= end) continue;
-        if (lane % 4 == 0) norms[token + i * 8] = r;
+        if (lane % 4 == 0) rstd[token + i * 8] = r;
         UNROLLED for (int n = 0; n < C; n += 16) {
             Floats<4> found;
             UNROLLED for (int c = 0; c < 4; c++) found.at[c] = r * sums.at(i, n, c);
@@ -234,12 +234,12 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *norms, double eps, int 
     }
 }
 
-// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. norms and xhat may be
+// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. rstd and xhat may be
 // null. z is the last half of rows of 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
 gate_outproj(const Element *__restrict__ y, const Element *__restrict__ z, const float *__restrict__ scales,
              const Element *__restrict__ tiles, const float *__restrict__ x, float *__restrict__ out,
-             Element *__restrict__ means, Element *__restrict__ xhat, float *__restrict__ norms, double eps, i64 tokens,
+             Element *__restrict__ means, Element *__restrict__ xhat, float *__restrict__ rstd, double eps, i64 tokens,
              i64 length, i64 tokens_of_group, i64 rounds) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
@@ -279,6 +279,6 @@ gate_outproj(const Element *__restrict__ y, const Element *__restrict__ z, const
         add_residual(sums, inputs, slots, out, token, end, my);
         if (!xhat) continue;
         asm("" : "+r"(token));  // or registers would hold what follows from it
-        store_norm(sums, xhat, norms, eps, token, end, lane);
+        store_norm(sums, xhat, rstd, eps, token, end, lane);
     }
 }

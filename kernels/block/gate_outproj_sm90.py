@@ -43,7 +43,7 @@ def gate_outproj_sm90(
     xhat_TC, rstd_T = norm or (None, None)
     compiler.launch("block/gate_outproj_sm90", "gate_outproj", macros, multiprocessors, 384, dict(
         y=y_2BLD, z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=mean_BLD, xhat=xhat_TC,
-        norms=rstd_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
+        rstd=rstd_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
     ), macros["BLOCK_BYTES"])  # fmt: skip
     return out_TC, norm
 

@@ -13,7 +13,7 @@ DEVICE float sum_over_warp(float x) {
 }
 
 // the copy of x, unless null, is what the block's last product is added to
-DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ scale,
+DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ rstd,
                      float *__restrict__ copy, float eps) {
     int lane = threadIdx.x % 32;
     x += token * WIDTH, xhat += token * WIDTH;
@@ -24,7 +24,7 @@ DEVICE void rms_norm(i64 token, const float *__restrict__ x, Element *__restrict
     UNROLLED for (int i = 0; i < ITEMS; i++)
         UNROLLED for (int j = 0; j < V; j++) squares = fmaf(row[i].at[j], row[i].at[j], squares);
     float r = rsqrtf(sum_over_warp(squares) / WIDTH + eps);
-    if (lane == 0) scale[token] = r;
+    if (lane == 0) rstd[token] = r;
     UNROLLED for (int i = 0; i < ITEMS; i++) {
         if (int c = (i * 32 + lane) * V; copy && c < WIDTH) store(copy + token * WIDTH + c, row[i]);
         UNROLLED for (int j = 0; j < V; j++) row[i].at[j] *= r;

@@ -12,7 +12,7 @@
 #include "norm.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-norm_backward(const Element *__restrict__ dxhat, const Element *__restrict__ xhat, const float *__restrict__ scale,
+norm_backward(const Element *__restrict__ dxhat, const Element *__restrict__ xhat, const float *__restrict__ rstd,
               const float *__restrict__ dresidual, float *__restrict__ dx, Element *__restrict__ rounded, i64 tokens) {
     int lane = threadIdx.x % 32;
     i64 token = i64(blockIdx.x) * 8 + threadIdx.x / 32;
@@ -20,7 +20,7 @@ norm_backward(const Element *__restrict__ dxhat, const Element *__restrict__ xha
     dxhat += token * WIDTH, xhat += token * WIDTH, dresidual += token * WIDTH, dx += token * WIDTH;
     Pack<Element, V> gradient[ITEMS] = {}, value[ITEMS] = {};
     Floats<V> residual[ITEMS];
-    float products = 0, r = scale[token];
+    float products = 0, r = rstd[token];
     UNROLLED for (int i = 0; i < ITEMS; i++)
         if (int c = (i * 32 + lane) * V; c < WIDTH)
             gradient[i] = load<V>(dxhat + c), value[i] = load<V>(xhat + c), residual[i] = load<V>(dresidual + c);

@@ -16,7 +16,7 @@ def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_T
     rounded_TC = torch.empty_like(xhat_TC) if rounds else dx_TC
     macros = dict(INPUT=ELEMENT[xhat_TC.dtype], VECTOR=4 if C % 4 == 0 else 1, WIDTH=C)
     compiler.launch("block/norm_backward", "norm_backward", macros, -(-T // 8), 256, dict(
-        dxhat=dxhat_TC, xhat=xhat_TC, scale=rstd_T, dresidual=dresidual_TC, dx=dx_TC,
+        dxhat=dxhat_TC, xhat=xhat_TC, rstd=rstd_T, dresidual=dresidual_TC, dx=dx_TC,
         rounded=rounded_TC if rounds else None, tokens=T,
     ))  # fmt: skip
     return dx_TC, rounded_TC

@@ -25,11 +25,11 @@ pack_weights(const PARAMETER *norm, const PARAMETER *in_proj, const PARAMETER *o
              PAIR(const PARAMETER, step_bias), PAIR(const PARAMETER, skip), Element *packed_in, Element *packed_out,
              Element *tiles, float *packed_conv, float *packed_conv_bias, Element *packed_x, Element *packed_step,
              float *packed_step_bias, float *packed_skip, i64 channels, i64 projections_, i64 rank_, i64 padded_rank_,
-             const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ scale,
+             const float *__restrict__ x, Element *__restrict__ xhat, float *__restrict__ rstd,
              float *__restrict__ copy, i64 tokens, double eps, i64 packing) {
     if (blockIdx.x >= packing) {
         i64 token = (blockIdx.x - packing) * 8 + threadIdx.x / 32;
-        if (token < tokens) rms_norm(token, x, xhat, scale, copy, eps);
+        if (token < tokens) rms_norm(token, x, xhat, rstd, copy, eps);
         return;
     }
     constexpr unsigned C = WIDTH;

@@ -85,7 +85,7 @@ def pack_weights(
         packed_in=views.in_proj, packed_out=views.out_proj, tiles=tiles, packed_conv=views.conv,
         packed_conv_bias=views.conv_bias, packed_x=views.x_proj, packed_step=views.step_proj,
         packed_step_bias=views.step_bias, packed_skip=views.skip, channels=D, projections_=sizes.padded_P, rank_=R,
-        padded_rank_=sizes.padded_R, x=x_TC, xhat=xhat_TC, scale=rstd_T, copy=copy_TC, tokens=T, eps=eps,
+        padded_rank_=sizes.padded_R, x=x_TC, xhat=xhat_TC, rstd=rstd_T, copy=copy_TC, tokens=T, eps=eps,
         packing=packing,
     ))  # fmt: skip
     return packed, [xhat_TC, rstd_T, copy_TC if copy else x_TC]

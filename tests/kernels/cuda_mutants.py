@@ -303,7 +303,7 @@ TABLE = {
          "⟦if (k % K_STEPS == 0) wait_for(stages.full(), stages.phase());→⟧"),
         ("Hopper: tensors of more than 2^31 elements: other tokens", "*y_0 = y + (⟦i64(first)→first⟧ * D + channel)"),
         ("Hopper: norms of tokens that belong to another group",
-         "store_norm(sums, xhat, norms, eps, token, ⟦end→of.all⟧, lane);"),
+         "store_norm(sums, xhat, rstd, eps, token, ⟦end→of.all⟧, lane);"),
     ],
     "block/gate_outproj_bwd_sm90.cu": [
         ("Hopper: the gradient of out_proj counts dropped images", "of_gated.at[j] = ⟦scale[i] * →⟧m.at[j] * silu;"),
