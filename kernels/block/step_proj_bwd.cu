@@ -46,32 +46,67 @@ struct CtaMemory {
 };
 static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
 
+// Copies of a tile of one direction, by all threads; zeros of a tile that does not exist, so that every tile is a group
+DEVICE void fetch(Stage &stage, const Element *dstep_logits, const Element *step, i64 step_stride, int tile,
+                  int tokens) {
+    constexpr int PIECES = D / 8;  // of a token; in memory those of a tile are neighbours
+    const Element *from = dstep_logits + i64(tile) * TILE * D;
+    UNROLLED for (int item = 0; item < TILE * PIECES / THREADS; item++) {
+        int i = item * THREADS + threadIdx.x, row = i / PIECES;
+        copy_async<8>(&stage.dstep_logits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < tokens);
+    }
+    if (int row = threadIdx.x / EIGHTS, c = threadIdx.x % EIGHTS * 8; row < TILE)
+        copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c, tile * TILE + row < tokens);
+    commit_copies();
+}
+
+// dstep of a tile: the sum of all warps' parts
+DEVICE void store_dstep(Element *dprojected, const float (*dstep)[TILE][RANK], int tile, int tokens) {
+    static_assert(TILE * RANK / 2 <= THREADS);
+    if (int row = threadIdx.x / (RANK / 2), r = threadIdx.x % (RANK / 2) * 2; row < TILE) {
+        Floats<2> sum = load<2>(&dstep[0][row][r]);
+        UNROLLED for (int w = 1; w < WARPS; w++) sum = sum + load<2>(&dstep[w][row][r]);
+        if (tile * TILE + row < tokens)
+            store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<Element>(sum));
+    }
+}
+
+// dk and dq of a tile, 4 neighbours at a time, in registers on their way during the tile before
+constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
+struct KeyGradients {
+    Pack<Element, 4> of[ITEMS];
+    static INLINE bool is_one(int tile, int i, int tokens) {
+        return (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < tokens;
+    }
+    INLINE void read(const Element *dk, const Element *dq, int tile, int tokens) {
+        UNROLLED for (int item = 0; item < ITEMS; item++) {
+            int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
+            const Element *from = (n < STATES ? dk : dq) + i64(tile * TILE + i / (STATES / 2)) * STATES;
+            if (is_one(tile, i, tokens)) of[item] = load<4>(from + n % STATES);
+        }
+    }
+    INLINE void write(Element *dprojected, int tile, int tokens) const {
+        UNROLLED for (int item = 0; item < ITEMS; item++) {
+            int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
+            Element *to = dprojected + i64(tile * TILE + i / (STATES / 2)) * PROJECTIONS + RANK;
+            if (is_one(tile, i, tokens)) store(to + n, of[item]);
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 step_proj_backward(const Element *__restrict__ dstep_logits, const Element *__restrict__ step, i64 step_stride,
                    i64 step_directions, const Element *__restrict__ step_proj, const Element *__restrict__ dk,
                    const Element *__restrict__ dq, Element *__restrict__ dprojected, float *__restrict__ dstep_proj,
                    i64 tokens, i64 parts) {
     extern __shared__ __align__(16) char shared[];
-    CtaMemory &block = *reinterpret_cast<CtaMemory *>(shared);
+    CtaMemory &cta = *reinterpret_cast<CtaMemory *>(shared);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.x % parts, g = blockIdx.x / parts;
     int all = tokens, tiles = (all + TILE - 1) / TILE, first_channel = warp * WIDTH;
     dstep_logits += g * tokens * D, step += g * step_directions, step_proj += g * D * RANK;
     dk += g * tokens * STATES, dq += g * tokens * STATES, dprojected += g * tokens * PROJECTIONS;
     dstep_proj += (i64(g) * parts + part) * D * RANK;
 
-    // of a tile that does not exist zeros, so that every tile is a group of copies
-    auto fetch = [&](Stage &stage, int tile) {
-        constexpr int PIECES = D / 8;  // of a token; in memory those of a tile are neighbours
-        const Element *from = dstep_logits + i64(tile) * TILE * D;
-        UNROLLED for (int item = 0; item < TILE * PIECES / THREADS; item++) {
-            int i = item * THREADS + threadIdx.x, row = i / PIECES;
-            copy_async<8>(&stage.dstep_logits[row][i % PIECES * 8], from + i * 8, tile * TILE + row < all);
-        }
-        if (int row = threadIdx.x / EIGHTS, c = threadIdx.x % EIGHTS * 8; row < TILE)
-            copy_async<8>(&stage.step[row][c], step + i64(tile * TILE + row) * step_stride + c,
-                          tile * TILE + row < all);
-        commit_copies();
-    };
     // step_proj of the warp's channels as b: rows 2p, 2p + 1 (+ 8) are channels, column r is a rank
     unsigned weights[SIXTEENS][EIGHTS][2];
     UNROLLED for (int k = 0; k < SIXTEENS; k++)
@@ -81,47 +116,20 @@ step_proj_backward(const Element *__restrict__ dstep_logits, const Element *__re
                 const Element *p = step_proj + channel * RANK + n * 8 + lane / 4;
                 weights[k][n][half] = p[0].bits | unsigned(p[RANK].bits) << 16;
             }
-    auto write_dstep = [&](int tile, const float (*dstep)[TILE][RANK]) {
-        static_assert(TILE * RANK / 2 <= THREADS);
-        if (int row = threadIdx.x / (RANK / 2), r = threadIdx.x % (RANK / 2) * 2; row < TILE) {
-            Floats<2> sum = load<2>(&dstep[0][row][r]);
-            UNROLLED for (int w = 1; w < WARPS; w++) sum = sum + load<2>(&dstep[w][row][r]);
-            if (tile * TILE + row < all)
-                store(dprojected + i64(tile * TILE + row) * PROJECTIONS + r, from_floats<Element>(sum));
-        }
-    };
-    // dk and dq of a tile, 4 neighbours at a time, in registers on their way during the tile before
-    constexpr int KEYS = TILE * STATES / 2, ITEMS = (KEYS + THREADS - 1) / THREADS;
-    Pack<Element, 4> dkeys[ITEMS];
-    auto is_key = [&](int tile, int i) {
-        return (KEYS % THREADS == 0 || i < KEYS) && tile * TILE + i / (STATES / 2) < all;
-    };
-    auto read_dkeys = [&](int tile) {
-        UNROLLED for (int item = 0; item < ITEMS; item++) {
-            int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
-            const Element *from = (n < STATES ? dk : dq) + i64(tile * TILE + i / (STATES / 2)) * STATES;
-            if (is_key(tile, i)) dkeys[item] = load<4>(from + n % STATES);
-        }
-    };
-    auto write_dkeys = [&](int tile) {
-        UNROLLED for (int item = 0; item < ITEMS; item++) {
-            int i = item * THREADS + threadIdx.x, n = i % (STATES / 2) * 4;
-            Element *to = dprojected + i64(tile * TILE + i / (STATES / 2)) * PROJECTIONS + RANK;
-            if (is_key(tile, i)) store(to + n, dkeys[item]);
-        }
-    };
-
+    KeyGradients keys;
     Floats<2> dweights[SIXTEENS][EIGHTS][2] = {};  // dstep_proj
-    UNROLLED for (int s = 0; s < STAGES - 1; s++) fetch(block.stages[s], part + s * int(parts));
+    UNROLLED for (int s = 0; s < STAGES - 1; s++)
+        fetch(cta.stages[s], dstep_logits, step, step_stride, part + s * int(parts), all);
     int i = 0;
-    read_dkeys(part);
+    keys.read(dk, dq, part, all);
 #pragma unroll 1
     for (int tile = part; tile < tiles; tile += int(parts), i++) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
-        fetch(block.stages[(i + STAGES - 1) % STAGES], tile + (STAGES - 1) * int(parts));
-        if (i > 0) write_dstep(tile - int(parts), block.dstep[(i - 1) % 2]);
-        const Stage &stage = block.stages[i % STAGES];
+        fetch(cta.stages[(i + STAGES - 1) % STAGES], dstep_logits, step, step_stride,
+              tile + (STAGES - 1) * int(parts), all);
+        if (i > 0) store_dstep(dprojected, cta.dstep[(i - 1) % 2], tile - int(parts), all);
+        const Stage &stage = cta.stages[i % STAGES];
         // the step as b, two matrices of 8 ranks at once; the second of the last two may be there twice
         unsigned steps[EIGHTS + EIGHTS % 2][2];
         UNROLLED for (int n = 0; n < EIGHTS; n += 2) {
@@ -146,13 +154,13 @@ step_proj_backward(const Element *__restrict__ dstep_logits, const Element *__re
         }
         UNROLLED for (int n = 0; n < EIGHTS; n++)
             UNROLLED for (int half = 0; half < 2; half++)
-                store(&block.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
-        write_dkeys(tile);
-        read_dkeys(tile + int(parts));
+                store(&cta.dstep[i % 2][warp][half * 8 + lane / 4][n * 8 + lane % 4 * 2], dstep[n][half]);
+        keys.write(dprojected, tile, all);
+        keys.read(dk, dq, tile + int(parts), all);
     }
     wait_for_copies<0>();  // of tiles that do not exist
     __syncthreads();
-    if (i > 0) write_dstep(part + (i - 1) * int(parts), block.dstep[(i - 1) % 2]);
+    if (i > 0) store_dstep(dprojected, cta.dstep[(i - 1) % 2], part + (i - 1) * int(parts), all);
     UNROLLED for (int k = 0; k < SIXTEENS; k++)
         UNROLLED for (int n = 0; n < EIGHTS; n++)
             UNROLLED for (int half = 0; half < 2; half++)
