@@ -1,5 +1,6 @@
 """What is the cpu backend's alone: precision, threads, cache, and who takes over; test_operators.py has the rest."""
 
+import functools
 import importlib.metadata
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import UNDER_TEST, run
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
@@ -144,19 +146,20 @@ print(compiler.unavailable(), "numba" in sys.modules)
 """
 
 
-def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path):
-    environment = {**os.environ, "VIL_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path, monkeypatch):
+    folder, script = tmp_path / "cache", tmp_path / "script.py"
+    monkeypatch.setenv("VIL_CACHE_DIR", str(folder))
+    script.write_text(SCRIPT)
+    anew = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    start = anew if UNDER_TEST else run  # from a process that has not imported Numba
 
     def imports_numba():
-        out = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-        )
-        reason, imported = out.stdout.split()
+        reason, imported = start([sys.executable, str(script)]).stdout.split()
         assert reason == "None"
         return imported == "True"
 
     assert imports_numba()
-    (entry,) = tmp_path.iterdir()
+    (entry,) = folder.iterdir()
     assert entry.name.startswith("nothing-")
     assert not imports_numba()
     binary = entry.read_bytes()
