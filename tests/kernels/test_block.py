@@ -204,9 +204,9 @@ def test_a_model_with_parameters_of_the_caller_and_a_hook_on_every_module(plain_
 @pytest.mark.parametrize(("tokens", "middle"), [(9, False), (9, True), (8, True), (1, True), (2, True)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_block_operator_has_the_gradients_of_the_plain_block(
-    mixer, scaled, compiled, tokens, middle, plain_kernels, plain
+@pytest.mark.parametrize("how", ["at once", "compiled", "by definition"])
+def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
+    mixer, scaled, how, tokens, middle, plain_kernels, plain
 ):
     """In fp64, kernels aside: folding, projections and every derivative by hand."""
     plain()
@@ -218,30 +218,15 @@ def test_block_operator_has_the_gradients_of_the_plain_block(
     expected = outcome(block, x, dy, class_token_only=middle)
 
     block.zero_grad()
-    x.requires_grad_()
-    block_operator = operator.block
-    if compiled:
+    arguments = x.requires_grad_(), weights_of(block), options_of(block, x.dtype, middle), scale
+    if how == "by definition":
+        y = naive.block(*arguments)
+        y = vil_block.middle_token(y) if middle else y
+    else:
         torch.compiler.reset()
-        block_operator = torch.compile(block_operator, fullgraph=True, backend="aot_eager")
-    y, _ = block_operator(x, weights_of(block), options_of(block, x.dtype, middle), scale)
+        compiled = torch.compile(operator.block, fullgraph=True, backend="aot_eager")
+        y, _ = (compiled if how == "compiled" else operator.block)(*arguments)
     y.backward(dy[:, : y.shape[1]])
-    found = {name: parameter.grad for name, parameter in block.named_parameters()}
-    torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_the_definition_of_the_operator_is_the_block(mixer, scaled):
-    block = make_block(mixer, 24, dtype=torch.float64)
-    x, dy = torch.randn(2, 3, 9, 24, dtype=torch.float64)
-    scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
-    if scaled:
-        block.drop_path = Scale(scale)
-    expected = outcome(block, x, dy)
-    block.zero_grad()
-    x.requires_grad_()
-    y = naive.block(x, weights_of(block), options_of(block, x.dtype), scale)
-    y.backward(dy)
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
 
