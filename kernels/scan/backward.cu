@@ -84,7 +84,7 @@ DEVICE void put_keys(CtaMemory &cta, KeysInFlight<KEY_TOKENS, 32 * WARPS> &keys,
     }
 }
 
-// What both sweeps through a chunk read and write
+// Both sweeps through a chunk read and write these
 struct Sweep {
     CtaMemory &cta;
     WarpMemory &warp;

@@ -36,7 +36,7 @@ static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
 typedef Recurrence::Kept Kept[NL][DL];
 
-// Of two words the third most significant byte of each, in the result's lower half
+// The third most significant byte of each of two words, in the result's lower half
 DEVICE unsigned third_bytes(unsigned a, unsigned b) { return __byte_perm(a, b, 0x51); }
 // A half of a word as the result's upper half, and below it a byte of another word, twice
 DEVICE unsigned half_and_byte_twice(unsigned halves, int half, unsigned bytes, int byte) {

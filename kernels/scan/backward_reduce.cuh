@@ -1,4 +1,4 @@
-// What backward.cu's CTAs leave in parts, added up.
+// Adds up what backward.cu's CTAs leave in parts.
 
 #include "lanes.cuh"
 

@@ -71,7 +71,7 @@ struct TileQueue {
     }
 };
 
-// What the lane needs of token j of a tile. x and dy are widened when they are read, which takes less shared memory
+// The lane's part of token j of a tile. x and dy are widened when they are read, which takes less shared memory
 // than keeping them in fp32.
 struct Token {
     Floats<4> k, q;

@@ -27,8 +27,8 @@ DEVICE int swizzled(int octet, int t) {
     return octet ^ (CTA_CHANNELS % 64 == 0 ? t % 8 : CTA_CHANNELS % 32 == 0 ? t / 2 % 4 : t / 4 % 2);
 }
 
-// What the channels of a CTA share, by pair: the factors of states in the order in which lanes read them, of A and of B
-// for two octets (`word`); queries; and what step sizes take
+// The channels of a CTA share these, by pair: the factors of states in the order in which lanes read them, of A and of
+// B for two octets (`word`); queries; and what step sizes take
 struct StateFactors {
     alignas(16) unsigned update[PAIRS][32][4];
     alignas(16) unsigned output[PAIRS][32][2];  // of two octets: states 2 p and 2 p + 1
@@ -36,7 +36,7 @@ struct StateFactors {
     alignas(16) float norm[PAIRS][8];
 };
 
-// What a consumer takes: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token
+// A consumer takes these: the factors of A for two pairs, channels c and c + 8; of B, of both pairs; and from the token
 // before the tile on what y takes else
 struct ChannelFactors {
     alignas(16) unsigned decay[QUADS][32][2];

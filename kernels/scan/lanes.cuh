@@ -21,7 +21,7 @@ DEVICE int group_of(int lane) { return PARTS == 1 ? lane : lane / 2 % 2 | lane /
 DEVICE constexpr int part_distance(int bit) { return bit == 1 ? 1 : 2 * bit; }
 DEVICE constexpr int group_distance(int bit) { return PARTS == 1 ? bit : bit == 1 ? 2 : bit * PARTS; }
 
-// A lane's place: the first of its warp's channels, the first of its own, also counted in the warp, and of its states
+// A lane's position: the first of its warp's channels, of its own, also counted in the warp, and of its states
 struct Position : GridPosition {
     i64 warp_d, d;
     int lane, part, group, c, n;

@@ -1,11 +1,11 @@
-// What segment_states.cu does with GRADIENTS, of Longhorn for 16-bit inputs with 16 states, three tokens at a time on
+// This is segment_states.cu with GRADIENTS, of Longhorn for 16-bit inputs with 16 states, three tokens at a time on
 // tensor cores. Tokens are counted in the order they are read here, from the last on; step sizes e and dy belong to a
 // channel, a = k^2 and q to a state. F_t is what token t and those before it (in this order) add to dL/dS_t, so
 //   F_t = (1 - e_{t-1} a_{t-1}) F_{t-1} + dy_t q_t
 //   F_3 = A F_0 + B          A = (1 - e_0 a_0) (1 - e_1 a_1) (1 - e_2 a_2)
 // Multiplied out, A is one plus 7 products of something of a channel and something of a state, and so is, without the
-// one, B: products of matrices, (channels, 8) times (8, states), which tensor cores do. What is left is two
-// instructions for a state and three tokens: F = A F + B and decay = decay A. With channels' e, v = dy_1 to dy_3 and
+// one, B: products of matrices, (channels, 8) times (8, states), which tensor cores do. Two instructions are
+// left for a state and three tokens: F = A F + B and decay = decay A. With channels' e, v = dy_1 to dy_3 and
 // states' -a, q, four words of two columns (`Factors`; docs/kernels/mathematics.md derives them and their formats):
 //
 //     of A        e_0, e_1    | e_2, e_0 e_1     | e_0 e_2, e_1 e_2    | 0, e_0 e_1 e_2
@@ -34,7 +34,7 @@ struct Tile {
 };
 DEVICE int tile_row(int octet, int token) { return token ^ 2 * (octet % 4); }
 
-// Of each triple of a tile, what all channels share: factors of states for every lane, of A and of what is added, for
+// All channels share these, for each triple of a tile: factors of states for every lane, of A and of what is added, for
 // two octets each; and 1 / (1 + k.k)
 struct StateFactors {
     alignas(16) unsigned factor[TRIPLES][32][2 * OCTETS];
@@ -53,7 +53,7 @@ struct WarpMemory {
 };
 static_assert(WARPS * sizeof(WarpMemory) == CTA_BYTES && sizeof(StateFactors) == FACTOR_BYTES);
 
-// Of both halves of a word. PTX has a product of bf16 for newer GPUs only, which rounds the same
+// Multiplies both halves of words. PTX has a product of bf16 for newer GPUs only, which rounds the same
 constexpr unsigned MINUS_ZEROS = 0x80008000u;
 DEVICE unsigned multiply_both(bf16, unsigned a, unsigned b) {
     unsigned product;
@@ -161,7 +161,7 @@ struct Copies {
     }
 };
 
-// What ldmatrix gives a lane of a tile: token j of triples p and p + 4, in the halves of a word, step logits of
+// ldmatrix gives a lane of a tile these: token j of triples p and p + 4, in the halves of a word, step logits of
 // channels c and c + 8 and then dy. The rows that lanes 2 i name are of triple i, those of lanes 2 i + 1 of i + 4.
 typedef unsigned Words[SIXTEENS][3][4];
 struct Rows {

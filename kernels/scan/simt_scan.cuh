@@ -1,5 +1,5 @@
 // The loop of the kernels that run straight through a sequence, `scan_tiles`. Every warp copies its own channels STAGES
-// - 1 tiles ahead; the CTA's threads together fetch keys and queries one tile ahead. Of a tile:
+// - 1 tiles ahead; the CTA's threads together fetch keys and queries one tile ahead. For a tile:
 //
 //     all warps    keys of this tile from registers to shared memory, those of the next on their way
 //     barrier      __syncthreads

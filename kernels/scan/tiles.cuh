@@ -1,4 +1,4 @@
-// What every kernel of the scan does with its tensors: sequences in the order they are read, a CTA's position in the
+// Every kernel of the scan does this with its tensors: sequences in the order they are read, a CTA's position in the
 // grid, and asynchronous copies of a tile of tokens to shared memory.
 
 #include "recurrences.cuh"
