@@ -21,9 +21,6 @@ from vil import block as vil_block
 from vil import vision_longhorn
 from vil.block import Block, LonghornMixer, MambaMixer, middle_token
 
-# against the independent implementation
-
-
 COUNTS = dict(vil_tiny=6_853_096, vil_small=25_206_760, vil_base=96_418_792)
 COUNTS |= dict(vim_tiny=7_148_008, vim_small=25_796_584, vim_base=97_598_440)
 
@@ -70,9 +67,6 @@ def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name
     torch.manual_seed(5)
     assert_same_output_and_gradients(model, model(x), naive_model.model(x, weights, scales=scales))
     torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
-
-
-# tokens, sizes, pooling
 
 
 @pytest.mark.parametrize("size", [(48, 64), (16, 16), (80, 16)])
@@ -156,9 +150,8 @@ def test_the_last_block_computes_all_tokens_for_whoever_looks_at_them(fused):
 
 
 def test_features_by_tracing_are_of_all_tokens():
-    model = small(depth=2).eval()
+    model, x = small(depth=2).eval(), random_images(2, 3, 48, 48)
     traced = create_feature_extractor(model, {"blocks.1": "last"})
-    x = random_images(2, 3, 48, 48)
     torch.testing.assert_close(model.norm(traced(x)["last"]), model.forward_features(x))
 
 
@@ -281,9 +274,6 @@ def test_sizes_that_do_not_fit_are_errors_that_say_what_would(error):
         small(**SIZE_ERRORS[error])(random_images(1, 3, 64, 48))
 
 
-# features
-
-
 @KINDS
 @pytest.mark.parametrize("stride", [16, 8])
 @pytest.mark.parametrize("norm", [False, True])
@@ -366,9 +356,6 @@ def test_pruning_drops_what_the_intermediates_do_not_need():
     assert len(model.blocks) == 3
 
 
-# training
-
-
 def test_layer_decay_groups():
     ids = group_parameters(small(depth=3), small(depth=3).group_matcher(), reverse=True)
     assert {name for name, i in ids.items() if i == 0} == {
@@ -387,9 +374,8 @@ def test_weight_decay_spares_vectors_class_token_and_positions(name):
     assert (spared["weight_decay"], decayed["weight_decay"]) == (0, 0.1)
     names = {id(p): n for n, p in model.named_parameters()}
     ends = {".".join(names[id(p)].split(".")[-2:]) for p in decayed["params"]}
-    matrices = {"in_proj.weight", "x_proj.weight", "step_proj.weight", "out_proj.weight", "conv1d.weight"}
-    rates = {f"{g}.A_log" for g in (0, 1)} if name == "vim_tiny" else set()
-    assert ends == matrices | rates | {"proj.weight", "head.weight"}
+    layers = ("in_proj", "x_proj", "step_proj", "out_proj", "conv1d", "proj", "head")
+    assert ends == {f"{layer}.weight" for layer in layers} | ({"0.A_log", "1.A_log"} if name == "vim_tiny" else set())
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -419,9 +405,6 @@ def test_gradient_checkpointing_changes_no_gradient(name):
             torch.manual_seed(0)
             results.append(torch.autograd.grad(forward(x).square().mean(), list(model.blocks.parameters())))
         torch.testing.assert_close(*results)
-
-
-# precision
 
 
 @KINDS
@@ -479,9 +462,6 @@ def test_what_a_low_precision_model_adds_and_norms_is_not_rounded_before():
     for g, (y, w) in enumerate(zip(mixer.scan(v, logits, b, c), mixer.directions)):
         weights = (-w.A_log.double().exp(), b[g].double(), c[g].double(), w.skip.double(), w.step_proj.bias.double())
         close(y, naive.selective(v[g].double(), logits[g].double(), *weights, reverse=bool(g)), rtol=1e-5, atol=1e-5)
-
-
-# initialisation
 
 
 def assert_initialised(model, name):
@@ -542,9 +522,6 @@ def test_initialisation_also_after_the_meta_device(name, meta):
     assert_initialised(model, name)
 
 
-# tools
-
-
 @pytest.mark.parametrize(("name", "dynamic"), [("vil_tiny", False), ("vim_tiny", True)])
 def test_compiles_without_graph_breaks(name, dynamic):
     model = small(name, dynamic_img_size=dynamic, depth=1)
@@ -557,8 +534,7 @@ def test_compiles_without_graph_breaks(name, dynamic):
 
 @KINDS
 def test_exports(name):
-    model = small(name).eval()
-    x = random_images(2, 3, 48, 48)
+    model, x = small(name).eval(), random_images(2, 3, 48, 48)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
 
 
@@ -606,9 +582,9 @@ def test_a_model_of_another_package_is_not_hidden(monkeypatch):
         pass
 
     vil_tiny.__module__ = "vision_lstm.models"
-    monkeypatch.setitem(_registry._model_entrypoints, "vil_tiny", vil_tiny)
-    with pytest.raises(RuntimeError, match="timm has a model vil_tiny of vision_lstm.models, which that of vil"):
-        vision_longhorn.register(vision_longhorn.vil_tiny)
-    assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setitem(_registry._model_entrypoints, "vil_tiny", vil_tiny)
+        with pytest.raises(RuntimeError, match="timm has a model vil_tiny of vision_lstm.models, which that of vil"):
+            vision_longhorn.register(vision_longhorn.vil_tiny)
+        assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
     assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny
