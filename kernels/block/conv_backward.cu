@@ -10,7 +10,7 @@
 //   VECTOR       neighbouring channels that a copy moves at once, up to 16 bytes
 //   TAPS         tokens that a convolution sees, the last of them the token itself
 //   PROJECTIONS  rows of x_proj, R + 2N, a multiple of 8
-//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//   CTA_BYTES    dynamic shared memory, as the host has counted it
 //
 // B batch    L tokens    D channels    H tokens that a direction reads first
 // stretch: tokens of a sequence that a lane takes, a multiple of 4
@@ -68,7 +68,7 @@ constexpr int PITCH = SPAN + 16 / sizeof(Element), PROJECTED_PITCH = PRODUCTS * 
 struct Tile {
     Element u[ROWS][PITCH], dv[2][ROWS][PITCH], dprojected[2][ROWS][PROJECTED_PITCH];
 };
-static_assert(2 * sizeof(Tile) == BLOCK_BYTES);
+static_assert(2 * sizeof(Tile) == CTA_BYTES);
 
 // dprojected @ x_proj of both directions, of the lane's channels and two tokens
 template <class T, int PRODUCTS>

@@ -35,7 +35,7 @@ def conv_backward(
         u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
         biases=conv_bias_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, B=B, L=L, H=dv_2BHD.shape[2],
         D=D, stretch=stretch, parts=parts,
-    ), macros["BLOCK_BYTES"])  # fmt: skip
+    ), macros["CTA_BYTES"])  # fmt: skip
     return dfilters
 
 
@@ -54,7 +54,7 @@ def share(B: int, L: int, most: int) -> tuple[int, int]:
 def macros_of(dtype: torch.dtype, vector: int, taps: int, P: int) -> dict:
     span, products = 8 * WARPS * min(2, vector), -(-P // 16) if dtype.itemsize == 2 else 0
     rows = 3 * (span * dtype.itemsize + 16) + 2 * (16 * products + 8) * dtype.itemsize
-    return dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, BLOCK_BYTES=2 * 32 * rows)
+    return dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps, PROJECTIONS=P, CTA_BYTES=2 * 32 * rows)
 
 
 def plain(

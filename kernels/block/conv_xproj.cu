@@ -17,7 +17,7 @@
 //   LOGITS       whether to compute them
 //   SPLIT        warps that share their tokens and have a part of the channels each: 2 for P > 64, else 1
 //   K_TILE       channels on their way to shared memory at once, 32 SPLIT or a multiple; D is one of it
-//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//   CTA_BYTES    dynamic shared memory, as the host has counted it
 //
 // B batch    L tokens    D channels    H tokens that a direction reads
 //
@@ -65,7 +65,7 @@ struct CtaMemory {
     Stage stages[2];
     int rows[ROWS];  // where those of Stage::u are in memory, from the first sequence on, or -1 for zeros
 };
-static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == BLOCK_BYTES);
+static_assert(sizeof(StepStage) <= sizeof(Stage) && sizeof(CtaMemory) == CTA_BYTES);
 constexpr int EXCHANGES = SPLIT == 1 ? 0 : TILES * 2 * GROUPS * sizeof(Exchange);
 constexpr bool TAKES_BOTH = EXCHANGES > sizeof(Stage);  // stages; step_proj is fetched when they are free again
 static_assert(EXCHANGES <= 2 * sizeof(Stage));

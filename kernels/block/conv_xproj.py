@@ -35,7 +35,7 @@ def conv_xproj(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,
         step_proj=step_proj_2DR, v=v_2BHD, projected=projected_2TP, step_logits=step_logits_2TD, B=B, length=L, read=H,
         channels=D,
-    ), macros["BLOCK_BYTES"])  # fmt: skip
+    ), macros["CTA_BYTES"])  # fmt: skip
     return v_2BHD, projected_2TP, step_logits_2TD
 
 
@@ -65,7 +65,7 @@ def macros_of(dtype: torch.dtype, D: int, P: int, R: int, taps: int, project_ste
     k_tile = 128 if split == 2 and D % 128 == 0 and block_bytes(128) <= shared else 64
     return dict(
         INPUT=ELEMENT[dtype], TAPS=taps, PROJECTIONS=P, RANK=R, LOGITS=int(project_step), SPLIT=split, K_TILE=k_tile,
-        BLOCK_BYTES=block_bytes(k_tile),
+        CTA_BYTES=block_bytes(k_tile),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@
 //   INPUT        element type of the tensors: bf16 or fp16
 //   WIDTH        model width C, the columns of dout: 192 or 384
 //   SLOTS        64 tokens of 64 channels or columns on their way at once, of a group: as many as there is room for
-//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//   CTA_BYTES    dynamic shared memory, as the host has counted it
 //
 // L tokens of a sequence    C columns of dout    D channels
 //
@@ -39,7 +39,7 @@ constexpr int SLICE = 128, SLICES = D / SLICE, GROUPS = 2, ROWS = 64, SLOT = ROW
 // shared memory, bytes: weights, slots of each group, their barriers and that of the weights
 constexpr int OF_SLOTS = C * SLICE * 2, OF_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_WEIGHTS_THERE = OF_BARRIERS + GROUPS * 2 * SLOTS * 8;
-static_assert(OF_WEIGHTS_THERE + 8 == BLOCK_BYTES && BLOCK_BYTES <= 227 * 1024);
+static_assert(OF_WEIGHTS_THERE + 8 == CTA_BYTES && CTA_BYTES <= 227 * 1024);
 static_assert(C * 128 % 1024 == 0 && SLOT % 1024 == 0);  // which products want
 
 // Warps 8 and 9: slots of 64 columns of what a group's tokens have. A lane has 16 bytes of every fourth token.

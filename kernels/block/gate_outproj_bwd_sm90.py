@@ -35,7 +35,7 @@ def gate_outproj_backward(
     compiler.launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
         dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD, dz=dz_BLD,
         gated=gated_BLD, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
-    ), macros["BLOCK_BYTES"])  # fmt: skip
+    ), macros["CTA_BYTES"])  # fmt: skip
     return gated_BLD
 
 
@@ -43,7 +43,7 @@ def macros_of(dtype: torch.dtype, C: int) -> dict:
     """Weights of 128 channels, and as many slots for each of two groups as fit."""
     weights, slot = C * 128 * 2, 64 * 128 + 2 * 8
     slots = (227 * 1024 - weights - 8) // (2 * slot)
-    return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, BLOCK_BYTES=weights + 2 * slots * slot + 8)
+    return dict(INPUT=ELEMENT[dtype], WIDTH=C, SLOTS=slots, CTA_BYTES=weights + 2 * slots * slot + 8)
 
 
 def plain(

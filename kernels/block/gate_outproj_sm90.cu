@@ -12,7 +12,7 @@
 //   KEEP         whether to write the means that backward needs
 //   STAGES       K_TILEs of channels of the weights on their way at once
 //   SLOTS        stages of a group's y and z, or x, on their way at once
-//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//   CTA_BYTES    dynamic shared memory, as the host has counted it
 //
 // L tokens of a sequence    C outputs    D channels
 //
@@ -50,7 +50,7 @@ static_assert(SLOT_CHANNELS % K_TILE == 0 && C % PART == 0 && PART % 32 == 0);
 // shared memory, bytes: weights, slots of each group, their barriers and those of the weights
 constexpr int OF_SLOTS = STAGES * STAGE, OF_SLOT_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_STAGE_BARRIERS = OF_SLOT_BARRIERS + GROUPS * 2 * SLOTS * 8;
-static_assert(OF_STAGE_BARRIERS + 2 * STAGES * 8 == BLOCK_BYTES);
+static_assert(OF_STAGE_BARRIERS + 2 * STAGES * 8 == CTA_BYTES);
 static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // which products and the ^ of addresses want
 
 // Tokens of this launch: `at_once` of all groups in a round, up to `most` of a group; `limit` if all had as many

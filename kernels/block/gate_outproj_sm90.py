@@ -44,14 +44,14 @@ def gate_outproj_sm90(
     compiler.launch("block/gate_outproj_sm90", "gate_outproj", macros, multiprocessors, 384, dict(
         y=y_2BLD, z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=mean_BLD, xhat=xhat_TC,
         rstd=rstd_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
-    ), macros["BLOCK_BYTES"])  # fmt: skip
+    ), macros["CTA_BYTES"])  # fmt: skip
     return out_TC, norm
 
 
 def macros_of(dtype: torch.dtype, C: int, keep: bool) -> dict:
     barriers = 2 * STAGES + 2 * 2 * SLOTS
     block_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + barriers * 8
-    return dict(INPUT=ELEMENT[dtype], WIDTH=C, KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS, BLOCK_BYTES=block_bytes)
+    return dict(INPUT=ELEMENT[dtype], WIDTH=C, KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS, CTA_BYTES=block_bytes)
 
 
 def shares(T: int, blocks: int) -> tuple[int, int]:

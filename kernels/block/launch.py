@@ -2,7 +2,7 @@
 """The kernels of a block but the scan, as forward and backward call them.
 
 Each is in a module that has the name of its source: limits, macros, launch and, as `plain`, its definition. Where a
-kernel has dynamic shared memory, the host's count of its bytes is the macro BLOCK_BYTES, which the kernel compares with
+kernel has dynamic shared memory, the host's count of its bytes is the macro CTA_BYTES, which the kernel compares with
 its own. docs/kernels/block.md says what each computes.
 """
 

@@ -12,7 +12,7 @@
 //   CHANNELS     D, a multiple of 16 WARPS, and so small that a warp has registers for its part of the weights
 //   RANK         columns of step_proj, R, a multiple of 8
 //   STATES       columns of dk and of dq, N, a multiple of 4
-//   BLOCK_BYTES  dynamic shared memory, as the host has counted it
+//   CTA_BYTES    dynamic shared memory, as the host has counted it
 //
 // A CTA has every `parts`-th tile of 16 tokens of one direction. Its eight warps have WIDTH channels each, and both
 // products read the same tile of dstep_logits (layouts: cuda/types.cuh; lane l, r = l / 4, p = l % 4):
@@ -44,7 +44,7 @@ struct CtaMemory {
     Stage stages[STAGES];
     float dstep[2][WARPS][TILE][RANK];  // of an even tile, of an odd one
 };
-static_assert(sizeof(CtaMemory) == BLOCK_BYTES);
+static_assert(sizeof(CtaMemory) == CTA_BYTES);
 
 // Copies of a tile of one direction, by all threads; zeros of a tile that does not exist, so that every tile is a group
 DEVICE void fetch(Stage &stage, const Element *dstep_logits, const Element *step, i64 step_stride, int tile,

@@ -30,7 +30,7 @@ def step_proj_backward(
         dstep_logits=dstep_logits_2TD, step=step_2TR, step_stride=step_2TR.stride(1),
         step_directions=step_2TR.stride(0), step_proj=step_proj_2DR, dk=dk_2TN, dq=dq_2TN, dprojected=dprojected_2TP,
         dstep_proj=dstep_proj, tokens=T, parts=parts,
-    ), macros["BLOCK_BYTES"])  # fmt: skip
+    ), macros["CTA_BYTES"])  # fmt: skip
     return dprojected_2TP, dstep_proj
 
 
@@ -43,7 +43,7 @@ def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
     stages, warps, tile = 3, 8, 16
     stage = tile * (D + 8 + R + (8 if R % 16 == 0 else 0)) * 2
     block_bytes = stages * stage + 2 * warps * tile * R * 4
-    return dict(INPUT=ELEMENT[dtype], CHANNELS=D, RANK=R, STATES=N, BLOCK_BYTES=block_bytes)
+    return dict(INPUT=ELEMENT[dtype], CHANNELS=D, RANK=R, STATES=N, CTA_BYTES=block_bytes)
 
 
 def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
 def test_two_warps_share_the_tokens_of_wide_projections(D, shared, k_tile):
     for P, split in ((72, 2), (80, 2), (64, 1), (56, 1)):
         found = conv_xproj.macros_of(BF16, D, P, P - 32, 4, True, shared << 10)
-        assert found["BLOCK_BYTES"] <= shared << 10
+        assert found["CTA_BYTES"] <= shared << 10
         assert (found["SPLIT"], found["K_TILE"]) == (split, k_tile if split == 2 else 64)
 
 
