@@ -291,8 +291,11 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, plain_kernels,
 # With a GPU
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
 def gpu_test(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
+    return pytest.mark.gpu(NEEDS_GPU(test))
 
 
 # channels that do and do not fill vectors and warps, one token, more tokens than a stretch, a batch of several parts,
@@ -474,17 +477,22 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
     assert torch.cuda.max_memory_allocated() - before < 5 * (2 * B * L * 2 * C * 2)
 
 
-@gpu_test
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle):
-    block = make_block(mixer, 32, device="cuda")
-    x = torch.randn(2, 70, 32, device="cuda", requires_grad=True)
+def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
+    """Emulated on a CPU: its schema, its autograd and what compilers are told, of sizes that they do not know, too."""
+    if device == "cpu":
+        on_an_emulated_gpu(monkeypatch)
+        monkeypatch.setattr(compiler, "launch", emulator.launch)
+    block = make_block(mixer, 16, device=device)
+    x, xhat = torch.randn(2, 2, 9, 16, device=device, requires_grad=True).unbind()
     norm, in_proj, out_proj, *directions = weights_of(block).flat()
-    options = options_of(block, torch.float32, middle, norm_next=True)
-    arguments = *options, x, [], None, norm, in_proj, out_proj, directions, True
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
+    options, normed = options_of(block, torch.float32, middle, norm_next=True), [xhat.flatten(0, 1), x.new_ones(18)]
+    arguments = *options, x, normed, x.new_ones(2), norm, in_proj, out_proj, directions, True
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    with operator_on_a_cpu():
+        torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
 
 
 @gpu_test
