@@ -38,18 +38,18 @@ research-tests: .venv/installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal research/tests
 
 timm-tests: .venv/installed
-	$(BIN)/python tests/model/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
+	$(BIN)/python tools/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
 
 slurm-test: .venv/installed
 	unshare --mount --net --uts --pid --fork --kill-child --mount-proc \
-		$(BIN)/python -m pytest -p no:randomly -p no:xdist -o timeout=1500 tests/robustness/slurm/on_slurm.py
+		$(BIN)/python -m pytest -p no:randomly -p no:xdist -o timeout=1500 tools/slurm/on_slurm.py
 
 mutants: .venv/installed
-	$(BIN)/python tests/mutants/run.py $(PATHS) $(if $(TESTS),--tests $(TESTS)) $(if $(SAMPLE),--sample $(SAMPLE)) \
+	$(BIN)/python tools/mutants/run.py $(PATHS) $(if $(TESTS),--tests $(TESTS)) $(if $(SAMPLE),--sample $(SAMPLE)) \
 		$(if $(JOBS),--jobs $(JOBS))
 
 cuda-mutants: .venv/installed
-	$(BIN)/python tests/kernels/cuda_mutants.py $(if $(JOBS),--jobs $(JOBS)) $(WORDS)
+	$(BIN)/python tools/cuda_mutants.py $(if $(JOBS),--jobs $(JOBS)) $(WORDS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

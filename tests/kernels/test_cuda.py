@@ -405,7 +405,7 @@ def test_gradients_between_segments_equal_those_without_tensor_cores(
 
 def test_every_mutant_of_the_sources_can_be_planted():
     """Each text is there once; every file of code has one, but for Hopper's own, which emulator.cpp replaces."""
-    program = Path(__file__).with_name("cuda_mutants.py")
+    program = Path(__file__).parents[2] / "tools/cuda_mutants.py"
     checked = subprocess.run([sys.executable, program, "--check"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

@@ -1,6 +1,6 @@
 """Two launchers with a process each, as on two machines: what the loss of one does to a run.
 
-They meet over the loopback interface, by the static rendezvous of scripts/slurm.sh; slurm/ beside this has real nodes.
+They meet over the loopback interface, by the static rendezvous of scripts/slurm.sh; tools/slurm has real nodes.
 """
 
 import os

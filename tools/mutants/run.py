@@ -61,7 +61,7 @@ def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str
     known = json.loads(cache.read_text()) if cache.exists() else {}
     others = hashlib.sha256()
     for path in paths:
-        if path.suffix != ".md" and not path.match("test_*.py") and not path.match("tests/mutants/*"):
+        if path.suffix != ".md" and not path.match("test_*.py") and not path.match("tools/mutants/*"):
             others.update((WORK / in_copy(path)).read_bytes())
     keys = {file: hashlib.sha256(others.digest() + (COPY / file).read_bytes()).hexdigest() for file in files}
     stale = [file for file in files if known.get(file, {}).get("key") != keys[file]]
@@ -206,8 +206,8 @@ def main():
     paths = copy_repository()
     os.chdir(WORK)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(COPY / "tests" / "mutants"), str(COPY)])
-    sys.path[0] = str(COPY / "tests" / "mutants")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(COPY / "tools" / "mutants"), str(COPY)])
+    sys.path[0] = str(COPY / "tools" / "mutants")
 
     from mutmut import __main__ as mutmut
     from mutmut.mutation.trampoline import set_mutant_under_test

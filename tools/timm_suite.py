@@ -1,4 +1,4 @@
-"""timm's own tests of its models, run on ours: `python tests/model/timm_suite.py [--all] [options of pytest]`.
+"""timm's own tests of its models, run on ours: `python tools/timm_suite.py [--all] [options of pytest]`.
 
 Takes the tests from the source package of the installed timm: all that timm runs on its own vision transformers.
 """

@@ -1,7 +1,7 @@
 """Runs NVIDIA's racecheck on kernels that are right, on the same with a planted race, and on two of our own.
 
-    python3 tests/kernels/racecheck.py [--sanitizer PATH] [word ...]  # all, or those with a word in their names
-    compute-sanitizer --tool racecheck --print-limit 20 python3 tests/kernels/racecheck.py --run block  # or block:racy
+    python3 tools/racecheck.py [--sanitizer PATH] [word ...]  # all, or those with a word in their names
+    compute-sanitizer --tool racecheck --print-limit 20 python3 tools/racecheck.py --run block  # or block:racy
 
 In the small kernels two warps write slots of shared memory and two others read what another thread wrote; PATTERNS says
 how they wait for each other. Where a race is planted, readers read a slot first and wait for it then: as many barriers

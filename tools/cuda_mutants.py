@@ -1,7 +1,7 @@
 """Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
 
-python tests/kernels/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
-python tests/kernels/cuda_mutants.py --check  # only whether all can be planted
+python tools/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
+python tools/cuda_mutants.py --check  # only whether all can be planted
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 from vil.kernels.cuda import compiler
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest has it
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # as pytest has it
 import emulator
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too

@@ -1,7 +1,7 @@
 """Every kernel on small inputs, for NVIDIA's compute-sanitizer, which finds what results need not show.
 
     export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the latter so that it sees each tensor's memory
-    compute-sanitizer --report-api-errors no --tool memcheck python3 tests/kernels/sanitize.py  # racecheck, initcheck
+    compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
 
 initcheck does not see what the copy engine writes to memory, as cuBLAS's products of 16-bit tensors do on an H200:
 there PyTorch's own kernels are reported too when they read the result of a `torch.mm`. So blocks get their products

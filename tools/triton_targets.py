@@ -1,6 +1,6 @@
 """Compiles the Triton kernels of a block of 16 states, bf16, for GPUs that are not here; prints one line for each.
 
-    python tests/helpers/triton_targets.py cuda:75 cuda:80 hip:gfx90a hip:gfx942 hip:gfx1100
+    python tools/triton_targets.py cuda:75 cuda:80 hip:gfx90a hip:gfx942 hip:gfx1100
 
 TRITON_INTERPRET must not be set.
 """
