@@ -1,6 +1,7 @@
 """Published ViM weights in every container they come in, their adaptation to another model, and what is refused."""
 
 import argparse
+import re
 from collections import OrderedDict
 
 import naive_model
@@ -8,31 +9,25 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from models import SMALL
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models.vision_transformer import VisionTransformer
 
 import vil  # noqa: F401  registers the models
-
-SMALL = dict(embed_dim=32, depth=2, img_size=48, num_classes=7)  # a grid of 3 x 3, odd as that of no square 224 image
 
 
 def published(**kwargs):
     return naive_model.published_vim(**{"embed_dim": 32, "depth": 2, "grid": (3, 3), "num_classes": 7, **kwargs})
 
 
-def optimizer_state(weights):
-    parameters = [torch.nn.Parameter(w.clone()) for w in weights.values()]
-    optimizer = torch.optim.AdamW(parameters)
-    sum(p.sum() for p in parameters).backward()
-    optimizer.step()
-    return optimizer.state_dict()
-
-
 def training_script_checkpoint(weights):
     """What ViM's main.py saves: the EMA's weights are those that timm's loader takes."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(w.clone()) for w in weights.values()])
+    sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
+    optimizer.step()
     return {
         "model": OrderedDict((name, w + 1) for name, w in weights.items()),
-        "optimizer": optimizer_state(weights),
+        "optimizer": optimizer.state_dict(),
         "lr_scheduler": {"base_values": [1e-3], "t_in_epochs": True},
         "epoch": 299,
         "model_ema": OrderedDict(weights),
@@ -95,9 +90,12 @@ def test_a_published_checkpoint_gives_the_outputs_of_the_published_architecture(
 
 
 def test_a_full_size_vim_tiny(tmp_path):
+    """All its weights are taken; two of its blocks are compared."""
     weights = naive_model.published_vim(embed_dim=192, depth=24)
     model = timm.create_model("vim_tiny", checkpoint_path=save(tmp_path, {"model": weights}))
     assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in model.parameters()) == 7_148_008
+    weights = {name: w for name, w in weights.items() if not re.match(r"layers\.([2-9]|\d\d)\.", name)}
+    model.blocks = model.blocks[:2]
     images, actual = logits(model, (224, 224))
     expected = naive_model.model(images, doubles(weights), naive_model.PUBLISHED)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
@@ -154,19 +152,6 @@ def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, tar
     assert torch.equal(torch.cat([new[:, : count // 2], new[:, count // 2 + 1 :]], 1), expected)
 
 
-def test_a_horizontal_ramp_of_position_embeddings_stays_one():
-    weights = published(grid=(14, 14))
-    ramp = torch.linspace(-1, 1, 14).repeat(14)
-    rows = torch.cat([ramp[:98], torch.tensor([9.0]), ramp[98:]])
-    model = timm.create_model("vim_tiny", **{**SMALL, "img_size": (80, 96)})
-    model.load_state_dict({**weights, "pos_embed": rows.view(1, 197, 1).expand(1, 197, 32)})
-    rows = model.pos_embed[0, :, 0]
-    assert rows[15] == 9
-    columns = torch.cat([rows[:15], rows[16:]]).view(5, 6)
-    assert (columns.diff(dim=1) > 0.1).all()
-    torch.testing.assert_close(columns, columns[:1].expand_as(columns))
-
-
 def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):
     path = save(tmp_path, {"model": published(grid=(3, 4))})
     assert timm.create_model("vim_tiny", checkpoint_path=path, **{**SMALL, "img_size": (48, 64)})
@@ -178,50 +163,14 @@ def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):
         timm.create_model("vim_tiny", **SMALL).load_state_dict(published(grid=(2, 5)))
 
 
-def test_one_channel_sums_the_input_convolution(tmp_path):
+def test_the_input_convolution_is_summed_for_one_channel_and_resampled_for_another_patch_size(tmp_path):
     weights = published(num_classes=1000)
-    model = pretrained(save(tmp_path, {"model": weights}), in_chans=1, **SMALL)
-    summed = weights["patch_embed.proj.weight"].sum(1, keepdim=True)
-    torch.testing.assert_close(model.patch_embed.proj.weight.detach(), summed)
-
-
-def test_another_patch_size_resamples_the_input_convolution(tmp_path):
-    weights = published()
-    path = save(tmp_path, weights)
-    model = timm.create_model("vim_tiny", checkpoint_path=path, patch_size=8, **{**SMALL, "img_size": 24})
-    expected = resample_patch_embed(weights["patch_embed.proj.weight"], [8, 8])
-    assert torch.equal(model.patch_embed.proj.weight, expected)
-
-
-def test_our_own_weights_round_trip_through_both_loaders(tmp_path):
-    model = timm.create_model("vil_tiny", **SMALL)
-    path = save(tmp_path, {"state_dict": model.state_dict()})
-    for other in (
-        timm.create_model("vil_tiny", checkpoint_path=path, **SMALL),
-        pretrained(path, "vil_tiny", **{**SMALL, "num_classes": 1}),
-    ):
-        assert torch.equal(other.blocks[1].mixer.out_proj.weight, model.blocks[1].mixer.out_proj.weight)
-
-
-class Stranger:
-    """What a checkpoint must not be able to run."""
-
-    ran = False
-
-    def __reduce__(self):
-        return Stranger.run, ()
-
-    @staticmethod
-    def run():
-        Stranger.ran = True
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_no_class_but_namespace_is_unpickled(loader, tmp_path):
-    path = save(tmp_path, {"model": published(), "args": argparse.Namespace(hook=Stranger())})
-    with pytest.raises(RuntimeError, match="weights_only=True blocked"):
-        LOADERS[loader](path, **SMALL)
-    assert not Stranger.ran
+    path, kernel = save(tmp_path, {"model": weights}), weights["patch_embed.proj.weight"]
+    summed = pretrained(path, in_chans=1, **SMALL).patch_embed.proj.weight.detach()
+    torch.testing.assert_close(summed, kernel.sum(1, keepdim=True))
+    kwargs = {**SMALL, "img_size": 24, "num_classes": 1000}
+    resampled = timm.create_model("vim_tiny", checkpoint_path=path, patch_size=8, **kwargs).patch_embed.proj.weight
+    assert torch.equal(resampled, resample_patch_embed(kernel, [8, 8]))
 
 
 def vit_weights(**kwargs):
@@ -242,8 +191,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("num_classes", [7, 4])
-@pytest.mark.parametrize("loader", [*LOADERS, "adapted"])
+@pytest.mark.parametrize(("loader", "num_classes"), [*((loader, 7) for loader in LOADERS), ("adapted", 4)])
 def test_a_checkpoint_of_another_architecture_is_refused_and_named(other, num_classes, loader, tmp_path):
     weights, message = OTHERS[other]
     load = {**LOADERS, "adapted": pretrained}[loader]
@@ -271,15 +219,3 @@ def test_another_number_of_classes_without_adaptation_is_an_error_with_the_remed
     model = timm.create_model("vim_tiny", checkpoint_path=path, **kwargs | {"num_classes": 5})
     model.reset_classifier(num_classes)
     assert model(torch.zeros(1, 3, *model.patch_embed.img_size)).shape == (1, num_classes or model.embed_dim)
-
-
-@pytest.mark.parametrize("container", FORMATS)
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
-def test_a_damaged_file_is_an_error(container, damage, tmp_path):
-    name, write = FORMATS[container]
-    path = tmp_path / name
-    write(path, published())
-    content = path.read_bytes()
-    path.write_bytes({"truncated": content[: len(content) // 2], "garbage": b"\x01" * 4096, "empty": b""}[damage])
-    with pytest.raises(Exception):  # noqa: B017, PT011  torch, pickle and safetensors have each their own
-        timm.create_model("vim_tiny", checkpoint_path=str(path), **SMALL)
