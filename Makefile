@@ -1,7 +1,7 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
 # make test    sets everything up and runs the tests of the package, in random order and on all cores
 # make research-tests    the same of the studies in research/
-# make lint    checks style, types and names
+# make lint    checks style, types and names, and that every bug of cuda-mutants can be planted
 # make mutants [PATHS="vil/data kernels"] [TESTS=tests/data] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
 # make cuda-mutants [WORDS="forward_mma Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
@@ -56,3 +56,4 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -p no:xdist tests/test_glossary.py
+	$(BIN)/python tools/cuda_mutants.py --check

@@ -52,9 +52,7 @@ def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = False  # but the products that it is
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(image)
-    with torch.no_grad(), CountOutputs() as outputs:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, CountOutputs() as outputs:
         model(image)
     total, by_operator = counter.get_total_flops(), counter.get_flop_counts()["Global"]
     scans = sum(count for operator, count in by_operator.items() if str(operator).startswith("vil."))

@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -16,9 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from vil.kernels.cuda import compiler
 
+EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # PTX and what else is the GPU's, and what it does
 MEANING = {
     r'asm\("{.reg .b16 a, b;.*?"r"\(word\)\);': "f.at[0] = from_fp16(word & 0xffff), f.at[1] = from_fp16(word >> 16);",

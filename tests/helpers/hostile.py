@@ -1,4 +1,4 @@
-"""Calls of operators with what does not fit and with odd layouts, for tests/kernels/test_hostile_*.py.
+"""Calls of operators with what does not fit and with odd layouts, for tests/kernels/test_hostile_operators.py.
 
 A call is a dict of an operator's arguments by name. Sizes differ in it, so that none passes for another.
 """
@@ -14,10 +14,6 @@ from vil.kernels.scan import cuda_scan, operator
 
 GPU = torch.cuda.is_available()
 RECURRENCES = ("longhorn", "selective")
-
-
-def on_a_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")(test))
 
 
 def random_tensors(seed=0):

@@ -1,7 +1,6 @@
 """The fused block against the plain one: its algebra on a CPU with plain kernels, and on a GPU as it is."""
 
 import copy
-import shutil
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,9 +25,11 @@ from blocks import (
     relative_error,
     weights_of,
 )
+from emulator import EMULATED
 from models import assert_same_output_and_gradients, random_images, small, stochastic_depth
 from models import with_random_parameters as randomised
 from plain_kernels import PlainKernels
+from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 from vil.kernels import backends
 from vil.kernels.block import backward, contract, forward, naive, operator
@@ -162,7 +163,8 @@ CHANGES = {
     "pruning": lambda block: torch.nn.utils.prune.random_unstructured(block.mixer.out_proj, "weight", 0.5),
     "another block": lambda block: block.__setattr__("mixer", make_block(MambaMixer, 32, seed=5).double().mixer),
     "another eps": lambda block: setattr(block.norm, "eps", 0.1),
-    "stochastic depth": lambda block: setattr(block, "drop_path", Scale(torch.tensor([2.0, 3.0]).double())),
+    "another scale": lambda block: setattr(block, "drop_path", Scale(torch.tensor([2.0, 3.0]).double())),
+    "stochastic depth": lambda block: setattr(block, "drop_path", DropPath(0.25, scale_by_keep=False)),
 }
 
 
@@ -179,6 +181,7 @@ def test_a_model_that_has_run_fused_runs_right_after_its_parts_have_changed(chan
         for fused in (True, False):
             vil_block.set_fused(fused)
             model.zero_grad()
+            torch.manual_seed(0)
             y = model(x)
             y.square().sum().backward()
             found[fused] = [y.detach(), *(p.grad for p in model.parameters())]
@@ -291,20 +294,13 @@ def test_a_frozen_model_gives_its_images_a_gradient(runs_at_once, plain_kernels,
 # With a GPU
 
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-def gpu_test(test):
-    return pytest.mark.gpu(NEEDS_GPU(test))
-
-
 # channels that do and do not fill vectors and warps, one token, more tokens than a stretch, a batch of several parts,
 # one that fills a GPU
 SHAPES = [(4, 197, 384), (1, 50, 100), (3, 1, 64), (2, 1030, 48), (33, 33, 192), (1, 7, 18), (110, 133, 192)]
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
 
-@gpu_test
+@pytest.mark.gpu
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -330,7 +326,7 @@ def test_fused_block_equals_the_plain_one_in_fp64(mixer, shape, middle, poison, 
             assert error < most, (autocast, name, error)
 
 
-@gpu_test
+@pytest.mark.gpu
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("shape", [(64, 197, 384), (64, 197, 192), (2, 70, 64)])
 def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
@@ -344,7 +340,7 @@ def test_a_norm_that_is_passed_on_changes_no_bit(shape, middle):
         assert torch.equal(found[name], expected), name
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@EMULATED
 @pytest.mark.parametrize("middle", [False, True])
 # the others with one kernel for gate and product, of few tokens, of many, and of many on Hopper
 @pytest.mark.parametrize(
@@ -462,7 +458,7 @@ def autocast_on_gpus():
     switch(*before)
 
 
-@gpu_test
+@pytest.mark.gpu
 def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most():
     block, (B, L, C) = make_block(LonghornMixer, 384, device="cuda"), (4, 2048, 384)
     x = torch.randn(B, L, C, device="cuda", requires_grad=True)
@@ -477,7 +473,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
     assert torch.cuda.max_memory_allocated() - before < 5 * (2 * B * L * 2 * C * 2)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("middle", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
@@ -495,7 +491,7 @@ def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, mon
         torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
 
 
-@gpu_test
+@pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autocast):
     block = make_block(LonghornMixer, 64, device="cuda")
@@ -519,7 +515,7 @@ def test_compiled_and_checkpointed_and_captured_blocks_equal_the_eager_one(autoc
     assert torch.equal(captured, expected["y"])
 
 
-@gpu_test
+@pytest.mark.gpu
 def test_models_in_several_threads_and_streams_do_what_they_do_alone():
     """With plans of one kind in all, and of others."""
     torch.manual_seed(0)
@@ -543,7 +539,7 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
             assert relative_error(one, other.double()) < 1e-2
 
 
-@gpu_test
+@pytest.mark.gpu
 @pytest.mark.parametrize(("size", "batch"), [(64, 8), (224, 128)])
 def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(size, batch):
     """In bf16, and with many tokens on Hopper, where blocks pass on norms."""
@@ -561,7 +557,7 @@ def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(size, batch
         assert relative_error(value, truth) < 0.03
 
 
-@gpu_test
+@pytest.mark.gpu
 def test_models_in_16_bits_and_of_images_in_any_layout():
     model = timm.create_model("vil_tiny", img_size=64, depth=2, num_classes=5).cuda().eval()
     x = torch.randn(2, 3, 64, 64, device="cuda")
@@ -572,7 +568,7 @@ def test_models_in_16_bits_and_of_images_in_any_layout():
     assert relative_error(half(x.bfloat16()), fused) < 3e-2
 
 
-@gpu_test
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, (48, 48)])
 def test_the_class_token_alone_equals_that_of_all_tokens(size):
     """The whole model with its head: eager, compiled and checkpointed."""

@@ -1,12 +1,12 @@
 """Each kernel of a block against the definition beside it: emulated on a CPU, and on a GPU."""
 
 import functools
-import shutil
 
 import emulator
 import pytest
 import torch
 from blocks import close, make_block, on_an_emulated_gpu, relative_error, weights_of
+from emulator import EMULATED
 from plain_kernels import PlainKernels, in_tiles
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
@@ -20,17 +20,17 @@ from vil.block import LonghornMixer
 
 @NVRTC
 @pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [(arch, dtype) for arch in ("sm_80", "sm_90", "sm_100", "sm_120") for dtype in ("bf16", "float")]
-    + [("sm_90", "fp16")],
+    ("arch", "dtype", "shared"),  # of which K_TILE depends on the memory that a CTA may have
+    [("sm_90", dtype, 227) for dtype in ("bf16", "fp16", "float")]
+    + [("sm_80", "bf16", 163), ("sm_100", "bf16", 227), ("sm_120", "bf16", 99)],
 )
-def test_kernels_of_the_block_compile_without_spills(arch, dtype):
+def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
     types = {name: t for t, name in ELEMENT.items()}
     t, small = types[dtype], dtype != "float"
     packing = [dict(INPUT=dtype, PARAMETER="float", VECTOR=4, WIDTH=width, TAPS=4) for width in (192, 768)]
     of_conv_xproj = [
-        conv_xproj.macros_of(t, 1536, R + 32, R, 4, logits, shared)
-        for R in (16, 24, 48) for logits in (False, True) for shared in (99 << 10, 163 << 10) if small
+        conv_xproj.macros_of(t, 1536, R + 32, R, 4, logits, shared << 10)
+        for R in (16, 24, 48) for logits in (False, True) if small
     ]  # fmt: skip
     widths, hopper = (192, 384) if small else (), arch == "sm_90"
     named = {
@@ -56,28 +56,34 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype):
     )  # fmt: skip
 
 
-# B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
-GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize(
-    ("shape", "hopper"), [*((shape, True) for shape in GATED), *((few, False) for few in GATED[4:])]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gate_outproj_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, hopper, monkeypatch, poison):
-    monkeypatch.setattr(compiler, "launch", emulator.launch)
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
-    check_gate_outproj("cpu", dtype, shape, monkeypatch)
-
-
 def random_tensors(device, *kinds):
     """Of these sizes and dtypes."""
     random = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
 
 
-def check_gate_outproj(device, dtype, shape, monkeypatch):
+def emulated(cases):
+    return [pytest.param("cpu", *case, marks=EMULATED, id=f"emulated-{case}") for case in cases]
+
+
+def on_a_gpu(shapes):
+    return [pytest.param("cuda", shape, True, marks=pytest.mark.gpu, id=f"gpu-{shape}") for shape in shapes]
+
+
+LARGE = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132)]
+# B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
+GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "hopper"),
+    [*emulated([*((shape, True) for shape in GATED), *((few, False) for few in GATED[4:])]), *on_a_gpu(LARGE + GATED)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
+    if device == "cpu":
+        monkeypatch.setattr(compiler, "launch", emulator.launch)
+        monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     D = 2 * C
@@ -111,17 +117,16 @@ def check_gate_outproj(device, dtype, shape, monkeypatch):
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("shape", GATED_BACKWARD)
+@pytest.mark.parametrize(
+    ("device", "shape", "hopper"),
+    [*emulated((shape, True) for shape in GATED_BACKWARD), *on_a_gpu(LARGE + GATED_BACKWARD)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gate_outproj_backward_emulated_on_a_cpu_equals_the_plain_one(dtype, shape, monkeypatch, poison):
-    monkeypatch.setattr(compiler, "launch", emulator.launch)
-    monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # also for few tokens
-    monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
-    check_gate_outproj_backward("cpu", dtype, shape, monkeypatch)
-
-
-def check_gate_outproj_backward(device, dtype, shape, monkeypatch):
+def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
+    if device == "cpu":
+        monkeypatch.setattr(compiler, "launch", emulator.launch)
+        monkeypatch.setattr(gate_outproj_sm90, "fits", lambda *args: True)  # also for few tokens
+        monkeypatch.setattr("vil.kernels.block.gate.gate_backward", None)
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     D = 2 * C
@@ -249,7 +254,7 @@ def results(name, kernel, inputs, written):
     return [*([values] if isinstance(values, torch.Tensor) else values), *written]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@EMULATED
 @pytest.mark.parametrize(
     "shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
 )
@@ -267,24 +272,3 @@ def test_a_kernel_emulated_on_a_cpu_equals_its_definition(name, dtype, shape, mo
         truths = results(name, getattr(PlainKernels, name), exactly, [t.double() for t in written])
         for value, truth in zip(results(name, getattr(kernels, name), inputs, written), truths, strict=True):
             close(value, truth, dtype, name)
-
-
-# With a GPU
-
-
-def gpu_test(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
-
-
-@gpu_test
-@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gate_outproj_equals_the_plain_one(dtype, shape, monkeypatch, poison):
-    check_gate_outproj("cuda", dtype, shape, monkeypatch)
-
-
-@gpu_test
-@pytest.mark.parametrize("shape", [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *GATED_BACKWARD])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gate_outproj_backward_equals_the_plain_one(dtype, shape, monkeypatch, poison):
-    check_gate_outproj_backward("cuda", dtype, shape, monkeypatch)

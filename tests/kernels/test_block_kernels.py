@@ -1,7 +1,6 @@
 """Kernels of the fused block, emulated: where a norm's eps counts, many images of a block, offsets beyond 32 bits."""
 
 import functools
-import shutil
 
 import emulator
 import pytest
@@ -16,7 +15,7 @@ from vil.kernels.cuda import compiler, hardware
 
 from vil.block import LonghornMixer
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = emulator.EMULATED
 BF16 = torch.bfloat16
 
 

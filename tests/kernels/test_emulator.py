@@ -7,7 +7,7 @@ import pytest
 import torch
 from vil.kernels.cuda import compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = emulator.EMULATED
 KERNELS = """
 extern "C" __global__ void barriers(const float *x, float *y, i64 waits) {
     __shared__ float values[64];

@@ -1,7 +1,5 @@
 """Plans: what is recorded on stand-ins and replayed does what the function does, whatever tensors it is given."""
 
-import shutil
-
 import emulator
 import pytest
 import torch
@@ -131,7 +129,7 @@ def test_a_view_as_another_dtype_is_for_kernels_alone():
         Plan(lambda x: [x.view(torch.int32) + 1], (torch.randn(4),), CPU)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@emulator.EMULATED
 @pytest.mark.parametrize("class_token_only", [False, True])
 @pytest.mark.parametrize(
     ("mixer", "shape", "hopper"), [(LonghornMixer, (2, 49, 192), True), (MambaMixer, (1, 70, 40), False)]

@@ -8,12 +8,6 @@ from vil.kernels import longhorn_scan, selective_scan
 BACKENDS = ["auto", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "triton"))]
 
 
-def device_of(backend):
-    if backend != "auto" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    return "cpu" if backend == "auto" else "cuda"
-
-
 def random(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
@@ -41,7 +35,7 @@ def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
     scan, definition, make_inputs, dtype, tolerance, backend
 ):
     """Two directions, parts of 1, 64 and 35 tokens; the reverse one begins with the last. States keep fp32."""
-    device, cuts, reverse = device_of(backend), [(0, 1), (1, 65), (65, 100)], [False, True]
+    device, cuts, reverse = "cpu" if backend == "auto" else "cuda", [(0, 1), (1, 65), (65, 100)], [False, True]
     pair = [make_inputs(2, 100, 24, 16, dtype, seed) for seed in (0, 1)]
     inputs = [torch.stack([t.detach() for t in two]).to(device) for two in zip(*pair)]
     of_tokens = [t.dim() == 4 for t in inputs]

@@ -59,16 +59,12 @@ def test_sequences_are_cut_only_where_channels_do_not_fill_a_large_gpu(channels,
 @SCANS
 @pytest.mark.parametrize("shape", [(3, 197, 100, 16), (7, 777, 300, 16)])
 def test_an_image_on_the_gpu(scan, definition, make_inputs, shape):
-    if DEVICE == "cpu":
-        pytest.skip("needs a GPU")
     assert error(scan, definition, make_inputs(*shape, torch.float32), reverse=True) < 1e-5
 
 
 @pytest.mark.gpu
 @SCANS
 def test_two_runs_of_segments_are_equal_bit_for_bit(scan, definition, make_inputs):
-    if DEVICE == "cpu":
-        pytest.skip("needs a GPU")
     inputs = [t.detach().cuda().requires_grad_() for t in make_inputs(5, 777, 1000, 16, torch.float32)]
 
     def run():
