@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .block import LonghornDirection, at_least_fp32
 from .config import ConfigError
+from .data.images import read_image
 from .factory import create_model, from_checkpoint
 from .kernels.scan.chunked import RECURRENCES
 from .vision_longhorn import VisionLonghorn, split_class_token
@@ -261,7 +262,7 @@ def draw(options: argparse.Namespace) -> None:
     data_config = resolve_model_data_config(model)
     transform = create_transform(**data_config)
     files = image_files(options.images)
-    images = torch.stack([transform(read_image(path)) for path in files[:64]])
+    images = torch.stack([transform(_read(path)) for path in files[:64]])
     mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -294,12 +295,12 @@ def image_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def read_image(path: Path) -> Image.Image:
+def _read(path: Path) -> Image.Image:
     """Raises a ConfigError if the file is missing or cannot be decoded."""
     try:
-        return Image.open(path).convert("RGB")
+        return read_image(path)
     except Exception as error:  # PIL's decoders have no common type of error
-        raise ConfigError(f"--images: {path} cannot be read as an image: {error}") from error
+        raise ConfigError(f"--images: {str(path)!r} cannot be read as an image: {error}") from error
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from .batched_transforms import apply_operations, crop_resize_flip, to_device
 from .draws import DrawingTransform
 from .encoded import EncodedBatch, join_pieces
 from .host_loader import PieceLoader
+from .images import read_image
 from .nvjpeg import decoder
 
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
@@ -142,7 +143,7 @@ def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
 def _decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         return decoder(device)(files)
-    pictures = (Image.open(io.BytesIO(file.numpy().tobytes())).convert("RGB") for file in files)
+    pictures = (read_image(io.BytesIO(file.numpy().tobytes())) for file in files)
     return [pil_to_tensor(picture).to(device) for picture in pictures]
 
 

@@ -1,32 +1,23 @@
-"""Image files, which may come from anybody: which of them are read, within which limits, and to which pixels."""
+"""Image files, which may come from anybody: how each is opened, and what is said of those that cannot be read."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import os
+import stat
 import warnings
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import numpy as np
 from PIL import Image
 
 from ..config import ConfigError
+from .decoder import FORMATS, UnfitImageError, decode, is_bounded, length_of
+from .guard import decode_guarded
 
 _logger = logging.getLogger(__name__)
 
-# Pillow reads some forty formats whatever a file is called, EPS among them by starting Ghostscript; MPO is a JPEG to it
-Image.init()
-FORMATS = tuple(f for f in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF") if f in Image.OPEN)
-MOST_BYTES = 2**29  # of a file: some formats are read as a whole
-MOST_PIXELS = 89_478_485  # where Pillow begins to warn: 0.36 GB as it stores RGB
-MOST_ELONGATED = 100  # evaluation resizes the shorter side to some hundreds of pixels, and the longer one with it
-MOST_SCANS = 100  # of a JPEG: each may go over all of its pixels; encoders write about ten
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
-
-
-class UnfitImageError(ValueError):
-    """An image is beyond the limits, or its pixels have no range."""
 
 
 class WorkersError(ConfigError):
@@ -41,61 +32,28 @@ class UnreadableSplitError(WorkersError):
     """No image of a split can be read."""
 
 
-def read_image(file: BinaryIO) -> Image.Image:
-    """The first picture of a file as 8-bit RGB. From a file that is none, or not fit, there may be any exception."""
-    return _to_rgb(open_image(file))
+def open_file(path: str | os.PathLike) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    Raises:
+        UnfitImageError: It is something else: a pipe, for one, would have us wait.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise UnfitImageError("not a regular file")
+    return open(path, "rb")
 
 
-def check_length(file: BinaryIO) -> None:
-    length = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if length > MOST_BYTES:
-        raise UnfitImageError(f"{length} bytes, more than {MOST_BYTES}")
+def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
+    """The first picture of a file as 8-bit RGB, for whoever opens an image.
 
-
-def open_image(file: BinaryIO) -> Any:
-    """Pillow's image of a file's header, if what it announces is within the limits."""
-    check_length(file)
-    image: Any = Image.open(file, formats=FORMATS)
-    width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise UnfitImageError(f"{width}x{height} pixels, more than {MOST_PIXELS}")
-    if max(width, height) > MOST_ELONGATED * min(width, height):
-        raise UnfitImageError(f"{width}x{height} pixels, one side more than {MOST_ELONGATED} times the other")
-    if image.format == "TIFF":  # its parts are decompressed whole, whatever the image needs of them
-        part = image.tag_v2.get(322, 0) * image.tag_v2.get(323, 0)
-        if part > max(width * height, 2**22):
-            raise UnfitImageError(f"tiles of {part} pixels in an image of {width}x{height}")
-    elif image.format in ("JPEG", "MPO") and (scans := _scans(image, file)) > MOST_SCANS:
-        raise UnfitImageError(f"{scans} scans, more than {MOST_SCANS}")
-    return image
-
-
-def _scans(image: Any, file: BinaryIO) -> int:
-    """How often a JPEG may have its decoder go over all pixels; Pillow has read it up to the first scan's data."""
-    place = file.tell()
-    file.seek(max(0, place - 8 - 2 * image.layers))
-    has_all_components = file.read(5) == bytes((0xFF, 0xDA, 0, 6 + 2 * image.layers, image.layers))
-    file.seek(0)
-    scans = 1 if has_all_components and "progressive" not in image.info else file.read().count(b"\xff\xda")
-    file.seek(place)
-    return scans
-
-
-def _to_rgb(image: Any) -> Image.Image:
-    """An image of any mode in 8 bits: the higher ones of more, which Pillow would clip at 255."""
-    mode = image.mode
-    if not mode.startswith(("I", "F")):
-        if mode == "RGB" and image.format == "JPEG":
-            image.load()
-            return image  # its conversion is a copy, which would take a tenth of the time
-        return image.convert("RGB")
-    if mode == "F" or (mode == "I" and image.format not in ("PNG", "PPM")):
-        raise UnfitImageError(f"pixels of mode {mode!r} in {image.format} have no range from black to white")
-    tags = image.tag_v2 if image.format == "TIFF" else {}
-    bits, white_is_zero = tags.get(258, (16,))[0], tags.get(262) == 0
-    grey = (np.asarray(image) >> (bits - 8)).astype(np.uint8)
-    return Image.fromarray(~grey if white_is_zero else grey).convert("RGB")
+    A JPEG or PNG whose structure bounds its cost is decoded here, any other file under the limits of `guard`. From a
+    file that is none, or not fit, there may be any exception.
+    """
+    if isinstance(file, (str, os.PathLike)):
+        with open_file(file) as opened:
+            return read_image(opened)
+    length = length_of(file)
+    return decode(file) if is_bounded(file, length) else decode_guarded(file, length)
 
 
 def restrict_pillow() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 from collections.abc import Iterable
 from itertools import chain
 from typing import BinaryIO
@@ -16,17 +15,10 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
+from .decoder import is_bounded, length_of, open_image
 from .draws import DrawingTransform
 from .encoded import EncodedImage, is_plain_jpeg
-from .images import (
-    UNREADABLE,
-    UnfitImageError,
-    Unreadable,
-    UnreadableSplitError,
-    check_length,
-    open_image,
-    read_image,
-)
+from .images import UNREADABLE, Unreadable, UnreadableSplitError, open_file, read_image
 from .seeds import seed_everything
 
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
@@ -83,8 +75,9 @@ class ImageReader(Dataset):
 
 
 def _open(reader, index: int) -> tuple[BinaryIO, int]:
-    if isinstance(reader, ReaderImageFolder) and not stat.S_ISREG(os.stat(reader.samples[index][0]).st_mode):
-        raise UnfitImageError("not a regular file")  # a pipe, for one, would have us wait
+    if isinstance(reader, ReaderImageFolder):
+        path, target = reader.samples[index]
+        return open_file(path), target
     return reader[index]
 
 
@@ -100,12 +93,13 @@ class EncodedReader(ImageReader):
         try:
             file, target = _open(self.dataset.reader, index)
             with file:
-                check_length(file)
+                length_of(file)
                 data = file.read()
-            header = open_image(io.BytesIO(data))
+            whole = io.BytesIO(data)
+            header = open_image(whole) if is_bounded(whole, len(data)) else None
         except Exception:  # `finish` says so
             return self.finish(key)
-        if not is_plain_jpeg(data, header):
+        if header is None or not is_plain_jpeg(data, header):
             return self.finish(key)
         seed_everything(seed)
         return EncodedImage(key, data, self.draw(header), header.size), target
