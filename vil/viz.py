@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data import create_transform, get_img_extensions, resolve_model_data_config
+from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 from . import checkpoint
 from .block import LonghornDirection, at_least_fp32
 from .config import ConfigError
+from .data.folders import list_images
 from .data.images import read_image
 from .factory import create_model, from_checkpoint
 from .kernels.scan.chunked import RECURRENCES
@@ -284,11 +285,7 @@ def image_files(paths: list[Path]) -> list[Path]:
     Raises:
         ConfigError: There is none.
     """
-    suffixes = get_img_extensions(as_set=True)
-    folders = [
-        sorted(file for file in path.rglob("*.*") if file.suffix.lower() in suffixes) if path.is_dir() else [path]
-        for path in paths
-    ]
+    folders = [sorted(map(Path, list_images(str(path), str(path)))) if path.is_dir() else [path] for path in paths]
     files = [path for files in zip(*folders) for path in files]
     if not files:
         raise ConfigError("--images: there are no images in " + " ".join(map(str, paths)))

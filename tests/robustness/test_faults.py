@@ -232,7 +232,7 @@ def test_an_empty_class_folder_is_refused(start, image_folder, tmp_path):
         path.unlink()
     two = start(data_dir=str(tmp_path / "images"))
     assert two.wait() == [1, 1]
-    assert "have no images: bee" in two.said()
+    assert "have no images: 'bee'" in two.said()
     assert "Traceback" not in two.said()
 
 

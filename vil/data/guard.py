@@ -19,6 +19,10 @@ from .decoder import REPLY, UnfitImageError
 AT_ONCE = 2**20  # bytes
 
 
+class LateImageError(UnfitImageError):
+    """A decoder has not come to an end."""
+
+
 class Guard:
     """A process that decodes files, one at a time. It starts with the first of them, and again after a fatal one."""
 
@@ -30,6 +34,7 @@ class Guard:
         """The first picture of a file as 8-bit RGB.
 
         Raises:
+            LateImageError: It took too long.
             UnfitImageError: It has none within the limits; the message has the decoder's error.
         """
         with self._lock:
@@ -64,8 +69,9 @@ class Guard:
             clock.join()
         is_whole, is_late = len(content) == count > 0, time.monotonic() - start_time >= decoder.SECONDS
         if not is_whole:
-            limit = f"not decoded in {decoder.SECONDS} s"
-            raise UnfitImageError(limit if is_late else f"its decoder ended with status {self._child.wait()}")
+            if is_late:
+                raise LateImageError(f"not decoded in {decoder.SECONDS} s")
+            raise UnfitImageError(f"its decoder ended with status {self._child.wait()}")
         if is_late:  # the clock may have ended it just then
             self.close()
         return (width, height), content

@@ -13,10 +13,11 @@ from PIL import Image
 
 from ..config import ConfigError
 from .decoder import FORMATS, UnfitImageError, decode, is_bounded, length_of
-from .guard import decode_guarded
+from .guard import LateImageError, decode_guarded
 
 _logger = logging.getLogger(__name__)
 
+NAMED, LATE = 1, 2  # what is known of an unreadable image
 UNREADABLE = -1  # target of an image that evaluation could not read and must not count
 
 
@@ -80,9 +81,14 @@ class Unreadable:
     def add(self, number: int, name: str, error: Exception) -> None:
         with self._count.get_lock():
             self._count.value += 1
-            known, self._named[number] = self._named[number], True
+            known, self._named[number] = self._named[number], LATE if isinstance(error, LateImageError) else NAMED
         if not known:  # with `repr`, since a name can have anything in it that a terminal obeys
             _logger.warning("skipped an unreadable image: %r (%r)", name, error)
+
+    def refuse_late(self, number: int) -> None:
+        """Raises a LateImageError for an image that has already taken all the time that one may take."""
+        if self._named[number] == LATE:
+            raise LateImageError("not decoded in time before")
 
     def take(self) -> int:
         """The count, which begins at 0 again."""

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from ..config import Config, ConfigError
 from ..processes import is_first_process
+from .decoder import SECONDS
 from .device_loader import DeviceLoader, decoder_is_missing
 from .draws import DrawingTransform
 from .encoded import collate_encoded
@@ -31,7 +32,7 @@ from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker,
 
 _logger = logging.getLogger(__name__)
 
-STALLED = 600  # seconds without a batch, after which a loader's workers are taken to hang
+STALLED = 2 * PIECE * SECONDS  # without a batch, after which a loader's workers are taken to hang
 
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):

@@ -51,6 +51,7 @@ class ImageReader(Dataset):
         for offset in self._offsets():
             i = (index + offset) % len(self)
             try:
+                self.unreadable.refuse_late(i)
                 file, target = _open(self.dataset.reader, i)
                 with file:
                     return read_image(file), target

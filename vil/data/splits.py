@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from timm.data import create_dataset, get_img_extensions
-from timm.data.dataset import IterableImageDataset
+from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ..config import DATASETS, Config, ConfigError
 from ..processes import is_first_process
+from .folders import FolderReader
 from .images import restrict_pillow
 from .synthetic import SyntheticImages
 
@@ -40,8 +41,11 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
         elif kind:  # there a split need not be a folder
             restrict_pillow()
             images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
+        elif (root := _find_split(data_dir, split)).is_dir():
+            reader = FolderReader(str(root), str(data_dir), kwargs.get("class_map"))
+            images = ImageDataset(str(root), reader=reader)
         else:
-            images = create_dataset(dataset, root=str(_find_split(data_dir, split)), search_split=False, **kwargs)
+            images = create_dataset(dataset, root=str(root), search_split=False, **kwargs)
     except ConfigError:
         raise
     except Exception as error:  # of whatever is there, and of the packages that read it
@@ -59,13 +63,12 @@ def _refuse_empty_classes(images) -> None:
     folder, known = Path(getattr(images.reader, "root", None) or ""), class_names(images)
     if not known or not folder.is_dir():
         return
-    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
+    folders = [e for e in folder.iterdir() if e.is_dir() and not e.is_symlink() and e.name[0] != "."]
     others = [entry for entry in folders if entry.name not in known]
     empty = sorted(e.name for e in others if not any(p.suffix.lower() in get_img_extensions() for p in e.rglob("*")))
     if empty:
         raise ConfigError(
-            f"class folders of {folder} have no images: {', '.join(empty[:5])}{', ...' if empty[5:] else ''}. Copy the "
-            "images or remove the folders"
+            f"class folders of {str(folder)!r} have no images: {_quoted(empty)}. Copy the images or remove the folders"
         )
 
 
@@ -91,15 +94,20 @@ def open_splits(config: Config):
         )
     if class_names(train) != class_names(val):
         if unknown := sorted(set(class_names(val)) - set(class_names(train))):
-            raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {unknown[:5]}")
+            raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {_quoted(unknown)}")
         missing = sorted(set(class_names(train)) - set(class_names(val)))
         if is_first_process():
             _logger.warning(
                 "the split %r has no images of %d of the %d classes: %s",
-                config.val_split, len(missing), num_classes, ", ".join(missing[:5]) + (", ..." if missing[5:] else ""),
+                config.val_split, len(missing), num_classes, _quoted(missing),
             )  # fmt: skip
         val = open_split(*location, config.val_split, class_map=class_names(train))
     return train, val, num_classes
+
+
+def _quoted(names: list[str], most: int = 5) -> str:
+    """Some names in a line, with what a terminal would obey escaped."""
+    return ", ".join(map(repr, names[:most])) + (", ..." if names[most:] else "")
 
 
 def class_names(images) -> dict[str, int]:
@@ -121,7 +129,7 @@ def _find_split(data_dir: str | None, split: str) -> Path:
                 if name != split and split not in SPLIT_NAMES and is_first_process():  # these stand for any of theirs
                     _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
-    found = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+    found = _quoted(sorted(p.name for p in root.iterdir()), 8) or "nothing"
     raise ConfigError(
         f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}"
     )
