@@ -352,6 +352,17 @@ def test_gradient_checkpointing_runs_every_block_again_for_its_gradient(fuse, re
             runs.clear()
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(fuse, monkeypatch):
+    monkeypatch.setattr(vil_block, "_fused", fuse)
+    model, x, results = small(drop_path_rate=0.5, depth=4).train(), random_images(4, 3, 48, 48), []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(0)
+        results.append(torch.autograd.grad(model(x).square().mean(), list(model.blocks.parameters())))
+    torch.testing.assert_close(*results)
+
+
 @KINDS
 def test_autocast_is_close_to_fp32_and_keeps_the_residual_stream_in_fp32(name):
     model = small(name, depth=6)
