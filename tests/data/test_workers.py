@@ -225,6 +225,7 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
     monkeypatch.setattr("vil.data.loaders.STALLED", 0.2)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # and then it ends the worker
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
     with pytest.raises(RuntimeError, match="timed out after 0.2 seconds"):
         next(iter(started()[0]))

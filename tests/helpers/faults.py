@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 import signal
 import sys
@@ -16,9 +17,10 @@ from pathlib import Path
 
 import torch
 import yaml
-from processes import CONTEXT, SMALL, become, free_port
+from processes import CONTEXT, ROOT, SMALL, become, free_port
 
 from vil import checkpoint
+from vil.training import summary
 
 # eight steps an epoch, so that there is much of it to be interrupted in
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
@@ -94,7 +96,7 @@ class Run:
 
     def wait_until_it_heeds_signals(self) -> None:
         """All processes, as from when they have something to save."""
-        while self.is_running() and not all(map(_heeds_signals, self.ranks)):
+        while self.is_running() and not all(signal.SIGUSR1 in signals(rank.pid, "SigCgt") for rank in self.ranks):
             time.sleep(0.001)
 
     def wait_for_words(self, words: str) -> None:
@@ -112,6 +114,49 @@ class Run:
 
     def result(self) -> dict:
         return result(self.folder)
+
+
+class Torchrun:
+    """torchrun of a run that writes to `output`/run; it and its processes are forked too.
+
+    Args:
+        output: Where they write.
+        words: Of torchrun's command line.
+        name: Of the log and the config there.
+        options: Of the config, besides OPTIONS.
+    """
+
+    def __init__(self, output: Path, words: list[str], name: str = "torchrun", **options):
+        config, self.log = output / f"{name}.yaml", output / f"{name}.txt"
+        config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output)) | options))
+        words = ["--start-method=fork", "--monitor-interval=0.1", *words, "--run-path"]
+        words += [str(ROOT / "train_imagenet.py"), "-c", str(config)]
+        self.launcher = CONTEXT.Process(target=_launch, args=(words, str(self.log)))
+        self.launcher.start()
+
+    @property
+    def workers(self) -> list[int]:
+        """Its training processes."""
+        children = Path(f"/proc/{self.launcher.pid}/task").glob("*/children")
+        return [int(child) for file in children for child in file.read_text().split()]
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert self.launcher.is_alive(), self.said()[-3000:]
+            time.sleep(0.01)
+
+    def wait(self, seconds: float) -> int:
+        self.launcher.join(seconds)
+        assert self.launcher.exitcode is not None, f"it hangs: {self.said()[-3000:]}"
+        return self.launcher.exitcode
+
+    def cut_the_power(self) -> None:
+        os.kill(self.launcher.pid, signal.SIGSTOP)  # it is not to learn of its processes' end
+        for process in (*self.workers, self.launcher.pid):
+            os.kill(process, signal.SIGKILL)
 
 
 def result(folder: Path) -> dict:
@@ -169,20 +214,44 @@ def print_digest():
     train_imagenet.Trainer.run = run
 
 
+def _launch(words: list[str], log: str) -> None:
+    from torch.distributed.run import main
+
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    become(0, 1, 0, log, log)
+    summary.plot_history = _no_picture
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    spawn._prctl_pr_set_pdeathsig = lambda number: None  # this package does so itself
+    main(words)
+
+
+def _no_picture(history: list[dict]) -> bytes:
+    """In place of one that takes longer than the rest of a small run."""
+    return b""
+
+
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:
     import train_imagenet
 
     become(rank, processes, port, log, log)
+    summary.plot_history = _no_picture
     if prepare:
         prepare()
     sys.argv = ["train_imagenet.py", "-c", config]
     train_imagenet.main()
 
 
-def _heeds_signals(process) -> bool:
+def is_running(pid: int) -> bool:
     try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def signals(pid: int, what: str) -> set[int]:
+    """Those that a process catches (SigCgt), ignores (SigIgn) or has blocked (SigBlk)."""
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except FileNotFoundError:
+        return set()
+    return {number for number in range(1, 65) if int(status[what], 16) >> (number - 1) & 1}

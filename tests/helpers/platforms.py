@@ -1,12 +1,14 @@
 """Trains as train_imagenet.py does where what macOS or Windows lack has been taken away, as far as one can elsewhere.
 
-PLATFORM=win32 python tests/helpers/platforms.py -c CONFIG
+python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
 
-Ctrl-C interrupts the run in the middle of its second epoch; then it goes on. Loaders' workers are new interpreters, as
-there: they import this file, and lack the same.
+Ctrl-C interrupts each run in the middle of its second epoch; then it goes on. The loader's workers on Windows are new
+interpreters, as there: they import this file, and lack the same.
 """
 
+import contextlib
 import importlib
+import io
 import multiprocessing
 import os
 import signal
@@ -26,15 +28,11 @@ MISSING = {
     },
 }  # fmt: skip
 MODULES = {"darwin": ("triton", "cuda"), "win32": ("triton", "cuda", "fcntl", "resource", "pwd", "grp", "termios")}
+LIBRARIES = ("timm", "torch.utils.data")  # which know better than this file what they lack
 
 
 def become(platform: str) -> None:
-    """Takes away what the platform lacks, once libraries have been imported, which know better than this file."""
-    in_worker = __name__ == "__mp_main__"  # of a loader, which needs less
-    for library in ("timm", "torch.utils.data") if in_worker else ("matplotlib.figure", "timm", "numba"):
-        importlib.import_module(library)
-    if platform == "win32" and not in_worker:
-        importlib.import_module("vil.kernels.cache").os = SimpleNamespace(name="nt")
+    """Takes away what the platform lacks, before this package is imported."""
     for module, names in MISSING[platform].items():
         for name in names:
             delattr(module, name)
@@ -44,8 +42,31 @@ def become(platform: str) -> None:
     sys.modules["torch.utils.data._utils.signal_handling"].IS_WINDOWS = platform == "win32"
 
 
+def train(platform: str, config: str) -> None:
+    """A run with workers until Ctrl-C, which is all that there is on Windows, and to its end without them."""
+    multiprocessing.set_start_method("spawn" if platform == "win32" else "fork", force=True)
+    whole = SimpleNamespace(**vars(os))
+    become(platform)
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        import vil  # noqa: F401
+    assert not said.getvalue()
+    from vil.kernels import cache
+
+    from vil.training import summary
+
+    cache.os = whole  # or each run would compile its kernels
+    summary.plot_history = lambda history: b""
+    sys.argv = ["train_imagenet.py", "-c", config]
+    until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nimport dataclasses\n")[0]
+    exec(until_imports, {"__name__": "__main__"})  # what it does of signals that come early
+    train_and_interrupt(steps=6)
+    import train_imagenet
+
+    sys.argv += ["--resume", "auto", "--workers", "0"]
+    train_imagenet.main()
+
+
 def train_and_interrupt(steps: int) -> None:
-    """Trains until Ctrl-C, which is all that there is on Windows, after so many steps."""
     import train_imagenet
     from vil.training.interruption import PREEMPTED, CheckpointTimer
 
@@ -67,14 +88,17 @@ def train_and_interrupt(steps: int) -> None:
 
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(ROOT))
-    become(os.environ["PLATFORM"])
+    for library in LIBRARIES:
+        importlib.import_module(library)
+
+if __name__ == "__mp_main__":
+    become("win32")
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nimport dataclasses\n")[0]
-    exec(until_imports, {"__name__": "__main__"})  # what it does of signals that come early
-    train_and_interrupt(steps=6)
-    import train_imagenet
-
-    sys.argv += ["--resume", "auto", "--workers", "0"]
-    train_imagenet.main()
+    importlib.import_module("numba")
+    runs = [multiprocessing.get_context("fork").Process(target=train, args=run) for run in zip(MISSING, sys.argv[1:])]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    sys.exit(any(run.exitcode for run in runs))

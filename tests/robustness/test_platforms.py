@@ -11,29 +11,34 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from faults import same
 from processes import ROOT, train_command
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vil.kernels import cache
 from vil.kernels.scan import chunked
 
 from vil import checkpoint, files
 from vil.training import meter
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_training_is_interrupted_and_resumed_to_the_same_weights(tmp_path, image_folder, uninterrupted, platform):
-    config = train_command(tmp_path, image_folder, workers=1)[-1]
-    command = [sys.executable, str(ROOT / "tests/helpers/platforms.py"), "-c", config]
-    environment = dict(os.environ, PLATFORM=platform, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+def test_training_is_interrupted_and_resumed_to_the_same_weights(tmp_path, image_folder, uninterrupted):
+    folders = [tmp_path / platform for platform in ("darwin", "win32")]
+    for folder in folders:
+        folder.mkdir()
+    configs = [train_command(folder, image_folder)[-1] for folder in folders]
+    command = [sys.executable, str(ROOT / "tests/helpers/platforms.py"), *configs]
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=500)
     assert ended.returncode == 0, ended.stderr
-    assert "stopped by a signal" in ended.stderr
-    assert "going on after step 2 of 4 of epoch 2 of 2" in ended.stderr
-    found, expected = (checkpoint.read_checkpoint(folder / "run/last.pt") for folder in (tmp_path, uninterrupted))
-    assert len(found["history"]) == 2
-    for part in ("state_dict", "state_dict_ema"):
-        for name, tensor in expected[part].items():
-            torch.testing.assert_close(found[part][name], tensor, rtol=0, atol=0, msg=name)
+    for words in ("stopped by a signal", "going on after step 2 of 4 of epoch 2 of 2"):
+        assert ended.stderr.count(words) == 2
+    expected = checkpoint.read_checkpoint(uninterrupted / "run/last.pt")
+    for folder in folders:
+        found = checkpoint.read_checkpoint(folder / "run/last.pt")
+        assert len(found["history"]) == 2
+        for part in ("state_dict", "state_dict_ema"):
+            assert same(found[part], expected[part]), (folder.name, part)
 
 
 def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
@@ -106,8 +111,7 @@ def test_a_build_of_pytorch_without_distributed_will_do(monkeypatch):
     assert runpy.run_path(processes.__file__)["is_first_process"]()
 
 
-def test_importing_says_nothing_where_there_is_no_triton():
-    program = "import sys; sys.modules['triton'] = None; import torch, timm; print('here', file=sys.stderr); import vil"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr.rpartition("here\n")[2] == "" == done.stdout
-    assert done.returncode == 0
+def test_where_nobody_says_who_wrote_a_file_there_is_no_cache_of_compiled_code(monkeypatch):
+    monkeypatch.setattr(cache, "os", types.SimpleNamespace(name="nt"))
+    cache.write("name", b"key", b"content")
+    assert cache.read("name", b"key") is None
