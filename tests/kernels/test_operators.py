@@ -33,6 +33,7 @@ class Backend(NamedTuple):
 
 REFERENCE, CPU = Backend("reference", torch.float64, 1e-12), Backend("cpu", torch.float32, 3e-6)
 TRITON = Backend("triton", torch.float32, 1e-5, "cuda" if torch.cuda.is_available() else "cpu")
+CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.mark.gpu, id="cuda")
 # chunks of 16 tokens in plain PyTorch and of 64 elsewhere; blocks of 64 channels on CPUs, in Triton of 32 and 16
 SHAPES = {
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
@@ -99,7 +100,7 @@ def test_low_precision_inputs_lose_only_their_own_rounding(scan, definition, mak
 
 
 @SCANS
-@on(REFERENCE, CPU, TRITON)
+@on(REFERENCE, CPU, TRITON, CUDA)
 @pytest.mark.parametrize("options", range(3))
 def test_skip_and_bias_are_optional(scan, definition, make_inputs, backend, options):
     *inputs, skip, bias = make_inputs(*sizes(backend, 2, 9, 6, 4), backend.dtype)
@@ -113,7 +114,7 @@ def test_skip_and_bias_are_optional(scan, definition, make_inputs, backend, opti
 
 
 @SCANS
-@on(REFERENCE, CPU, TRITON)
+@on(REFERENCE, CPU, TRITON, CUDA)
 @pytest.mark.parametrize("reverse", [(False, True), (True, True, False), [True]])
 def test_directions_in_one_pass_equal_the_definition_of_each(scan, definition, make_inputs, backend, reverse):
     each = [make_inputs(*sizes(backend, 2, 70, 9, 4), backend.dtype, seed) for seed in range(len(reverse))]
@@ -170,7 +171,7 @@ def test_views_that_are_strided_offset_and_expanded(scan, definition, make_input
 
 
 @SCANS
-@on(REFERENCE, CPU, TRITON)
+@on(REFERENCE, CPU, TRITON, CUDA)
 def test_a_frozen_input_gets_no_gradient_and_changes_no_other(scan, definition, make_inputs, backend):
     inputs = make_inputs(*sizes(backend, 2, 9, 4, 4), backend.dtype)
     frozen = inputs.pop(2).detach()
@@ -238,7 +239,7 @@ def test_autocast_does_not_reach_the_state(scan, definition, make_inputs, backen
 
 
 @SCANS
-@on(REFERENCE, CPU, TRITON)
+@on(REFERENCE, CPU, TRITON, CUDA)
 @pytest.mark.parametrize(("B", "L"), [(0, 3), (2, 0)])
 def test_empty_batch_and_empty_sequence(scan, definition, make_inputs, B, L, backend):
     inputs = make_inputs(B, L, 4, 4, backend.dtype)
@@ -249,7 +250,7 @@ def test_empty_batch_and_empty_sequence(scan, definition, make_inputs, B, L, bac
 
 
 @SCANS
-@on(REFERENCE, CPU, TRITON)
+@on(REFERENCE, CPU, TRITON, CUDA)
 def test_operator_registrations(scan, definition, make_inputs, backend):
     stacked = [t.detach()[None].to(backend.device) for t in make_inputs(*sizes(backend, 2, 40, 4, 4), backend.dtype)]
     recurrence, A = "longhorn", None
