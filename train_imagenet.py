@@ -157,6 +157,9 @@ class Trainer:
         micro_batch, _ = split_global_batch(config, world_size)
         train_set, val_set, num_classes = open_splits(config)
 
+        self.saved_config = options_to_save(config, num_classes, self.folder)
+        if config.resume not in (None, "auto"):
+            from_first_process(lambda: self.compare_size(config.resume, num_classes))
         share_cores(device, config.workers)
         seed_everything(config.seed)
         self.model = build_model(config, num_classes).to(device)
@@ -192,7 +195,6 @@ class Trainer:
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck()
         self.label_names = checkpoint.labels_of(class_names(train_set))
-        self.saved_config = options_to_save(config, num_classes, self.folder)
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
@@ -203,6 +205,15 @@ class Trainer:
         self.gradients = FlatGradients(self.model.parameters())
         self.network = torch.compile(self.model) if config.torchcompile else self.model
         self.fit_to_device(data_config["input_size"], num_classes)
+
+    def compare_size(self, path: str, num_classes: int) -> None:
+        """Refuses a file of another model before one of the size that it says takes memory."""
+        saved = checkpoint.read_checkpoint(path, whole=False)
+        decisive = {name: value for name, value in saved["config"].items() if name in checkpoint.DECISIVE}
+        checkpoint.check_same_run(decisive, self.saved_config, path)
+        with torch.device("meta"):
+            model = build_model(dataclasses.replace(self.config, pretrained_path=None), num_classes)
+        checkpoint.load_weights(model, saved["state_dict"], path)
 
     def warn_of_a_short_run(self) -> None:
         epochs, warmup_epochs = self.config.epochs, self.config.warmup_epochs
@@ -411,6 +422,7 @@ class Trainer:
         path, saved = found
         middle = bool(saved["progress"].get("losses"))
         checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
+        checkpoint.check_same_classes(saved, self.label_names, path)
         if saved["num_images"] not in (0, images := self.batches.num_images):
             logging.warning("going on with %d training images, was %d", images, saved["num_images"])
         return [str(path), saved]

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
+import struct
 import warnings
 import zipfile
-from contextlib import suppress
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from timm.models import load_state_dict
+from timm.models import clean_state_dict
 from torch import nn
 
 from .config import options_of_checkpoint
@@ -30,12 +35,17 @@ VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters
 HARMLESS: tuple[str, ...]
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device")
+DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema")  # whose change makes it another run
 PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,
 }  # fmt: skip
 LONGEST_LABEL = 1000  # characters of the name of a class
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
+# of values within values, as files of any origin have some five levels of, and of the values of one level
+DEEPEST, MOST = 20, 2_000_000
+# what PyTorch's unpickler makes anything of any size of, out of a few bytes
+GROWING = re.compile(rb"(?:__builtin__|builtins)\n(?:bytearray|set)\n|collections\nCounter\n")
 READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
 
 
@@ -58,8 +68,10 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     Raises:
         CheckpointError: It could not be written; the message names the file, the cause and the space left.
     """
+    digests = {name: digest(state[name]) for name in ("state_dict", "state_dict_ema") if name in state}
+    state = {"version": VERSION, "digest": digests, **state}
     try:
-        write_atomically(path, lambda file: torch.save({"version": VERSION, **state}, file), previous)
+        write_atomically(path, lambda file: torch.save(state, file), previous)
     except (OSError, RuntimeError) as error:  # PyTorch's writer turns a full disk into a RuntimeError
         free = shutil.disk_usage(path.parent).free / 2**20
         kept = f"the previous {path} is intact" if path.exists() else "there was none before"
@@ -69,14 +81,14 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
         ) from error
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint of `save_checkpoint`.
+def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
+    """Reads a checkpoint of `save_checkpoint`; unless the `whole`, its tensors have shapes alone, on the meta device.
 
     Raises:
         CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part.
         ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
-    checkpoint = _guarded(path, lambda: _load_intact(path))
+    checkpoint = _content(path, whole)
     if not _is_ours(checkpoint):
         raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
     if checkpoint["version"] != VERSION:
@@ -102,7 +114,7 @@ def saved_config(path: str | Path) -> dict[str, Any]:
         CheckpointError: The file is missing or corrupt.
         ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
-    checkpoint = _content(path)
+    checkpoint = _content(path, whole=False)
     return options_of_checkpoint(checkpoint["config"], path) if _is_ours(checkpoint) else {}
 
 
@@ -113,7 +125,10 @@ def label_names(path: str | Path) -> list[str]:
         CheckpointError: The file is missing or corrupt, or has other than a name for each class (see `label_of`).
         ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
-    checkpoint = _content(path)
+    return _labels_in(_content(path, whole=False), path)
+
+
+def _labels_in(checkpoint: Any, path: str | Path) -> list[str]:
     names = checkpoint.get("label_names") if _is_ours(checkpoint) else None
     if names is None:
         return []
@@ -143,14 +158,12 @@ def says_average_is_best(path: str | Path) -> bool | None:
     Raises:
         CheckpointError: The file is missing or corrupt.
     """
-    checkpoint = _content(path)
+    return _average_is_best(_content(path, whole=False))
+
+
+def _average_is_best(checkpoint: Any) -> bool | None:
     best = checkpoint.get("best") if _is_ours(checkpoint) else None
     return None if best is None else best == "state_dict_ema"
-
-
-def _content(path: str | Path):
-    read = _load_metadata if str(path).endswith(".safetensors") else _load
-    return _guarded(path, lambda: read(path))
 
 
 def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], metadata: dict[str, str]) -> bytes:
@@ -162,45 +175,143 @@ def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], meta
         metadata: Further entries of the file.
     """
     said = metadata | {"format": "pt", "producer": PRODUCER, "config": json.dumps(options)}
+    said["digest"] = digest(weights, said)
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, said)
 
 
-def _load_metadata(path: str | Path) -> dict[str, Any]:
-    """The options and labels of a file of `pack_weights`, as a checkpoint has them; nothing if it is by others."""
+def digest(weights: Any, said: Any = None) -> str:
+    """A checksum of tensors by their names, and of texts, which changes with any bit of them; 100 MB take 0.05 s.
+
+    It is CRC-32, which is against accidents: whoever changes a file on purpose can write another.
+    """
+    total = zlib.crc32(json.dumps(said or {}, sort_keys=True).encode())
+    for name, value in sorted(weights.items() if isinstance(weights, dict) else (), key=lambda item: str(item[0])):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            total = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), total)
+            total = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
+
+
+def _content(path: str | Path, whole: bool = True) -> Any:
+    """What a file holds, once it has been judged: the one place where files of any origin are read.
+
+    Args:
+        path: The file.
+        whole: Otherwise tensors have shapes alone, on the meta device, which takes neither time nor memory.
+
+    Raises:
+        CheckpointError: It is missing, corrupt, or made to become much more than it is.
+    """
+    with _reading(path):
+        content = _read_safetensors(path, whole) if str(path).endswith(".safetensors") else _read_pickled(path, whole)
+        _refuse_growth(content, Path(path).stat().st_size)
+        digests = content.get("digest") if whole and isinstance(content, dict) else None
+        for name, said in (digests or {}).items():
+            if name in content and digest(content[name], content.get("metadata")) != said:
+                raise zipfile.BadZipFile(f"the checksum of its {name} is wrong")
+    return content
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    if not Path(path).is_file():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        yield
+    except Exception as error:  # what the readers raise on broken files has no common type
+        raise BrokenCheckpointError(
+            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {_reason(error)}"
+        ) from error
+
+
+def _read_safetensors(path: str | Path, whole: bool) -> dict[str, Any]:
+    """Its weights as a checkpoint has them; if it is a file of `pack_weights`, with its options and labels."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
+        names = file.keys() if whole else ()
+        content: dict[str, Any] = {"state_dict": {name: file.get_tensor(name) for name in names}}
+    if "digest" in metadata:
+        content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
     if metadata.get("producer") != PRODUCER:
-        return {}
+        return content
     said: dict[str, Any] = {"config": metadata.get("config", ""), "label_names": metadata.get("label_names")}
     for name, text in said.items():
         with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at it to refuse
             said[name] = text and json.loads(text)
-    return {"version": VERSION, **said}
+    return {"version": VERSION, **content, **said}
 
 
-def _load(path: str | Path):
+def _read_pickled(path: str | Path, whole: bool) -> Any:
+    """A file of `torch.save`, by PyTorch's unpickler of weights, which runs no code."""
+    with open(path, "rb") as file:
+        if file.read(4) == b"PK\3\4":  # so does PyTorch tell an archive, whatever its end looks like
+            _judge_archive(file, whole)
+        elif GROWING.search(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)):
+            raise zipfile.BadZipFile("it holds more than tensors, lists and tables")
     # ViM's training script keeps its options beside the weights; nothing else that runs code on loading is let in
     with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of pickles by others, with advice to file an issue
-        _refuse_compression(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu" if whole else "meta", weights_only=True)
 
 
-def _refuse_compression(path: str | Path) -> None:
-    """PyTorch never compresses: a file that is compressed was made to become much more than it is."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as file:
-            if sum(part.file_size for part in file.infolist()) > Path(path).stat().st_size:
-                raise zipfile.BadZipFile("its parts are compressed, as PyTorch's are not")
+def _judge_archive(file: BinaryIO, whole: bool) -> None:
+    """Raises an error unless all that PyTorch will read of an archive is stored as it is, and its checksums are right.
+
+    PyTorch writes a checksum of each part, but does not look at it, and it never compresses.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if (place := _place_of_directory(file, size)) is None:
+        raise zipfile.BadZipFile("its list of parts is not at its end, as PyTorch's are")
+    with zipfile.ZipFile(file) as archive:
+        parts = archive.infolist()
+        if archive.start_dir != place:
+            raise zipfile.BadZipFile("its list of parts is not where its end says")
+        if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > size:
+            raise zipfile.BadZipFile("its parts are compressed, as PyTorch's are not")
+        if len({part.filename.lower() for part in parts}) < len(parts):
+            raise zipfile.BadZipFile("two of its parts have one name")
+        for part in parts:
+            if not part.CRC:  # torch.serialization.set_crc32_options(False) writes none
+                del part.CRC
+            if "/data/" not in part.filename:
+                if GROWING.search(archive.read(part)):
+                    raise zipfile.BadZipFile("it holds more than tensors, lists and tables")
+            elif whole:
+                with archive.open(part) as values:
+                    while values.read(2**20):
+                        pass
 
 
-def _load_intact(path: str | Path):
-    """Raises if a byte of the file has changed: PyTorch writes a checksum of each tensor, but does not look at it."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as file:
-            if broken := file.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
-    return _load(path)
+def _place_of_directory(file: BinaryIO, size: int) -> int | None:
+    """Where an archive's list of parts is for every reader: its end says so, and nothing comes after that."""
+    file.seek(max(0, size - 98))
+    end = file.read().rjust(98)
+    large, locator, small = struct.unpack("<4s44xQ", end[:56]), struct.unpack("<4s4xQ4x", end[56:76]), end[76:]
+    if small[:4] != b"PK\5\6" or small[-2:] != b"\0\0":  # a comment could hold another end
+        return None
+    if locator[0] == b"PK\6\7":  # which makes the first 56 bytes its beginning
+        return large[1] if (large[0], locator[1]) == (b"PK\6\6", size - 98) else None
+    return struct.unpack("<16xI2x", small)[0]
+
+
+def _refuse_growth(content: Any, size: int) -> None:
+    """Raises an error if values that refer to one another, or tensors, are much more than a file of this size holds."""
+    claimed, level = 0, [content]
+    for _ in range(DEEPEST):
+        claimed += sum(value.numel() * value.element_size() for value in level if isinstance(value, torch.Tensor))
+        if claimed > 2 * size:  # twice where two names share a tensor
+            raise zipfile.BadZipFile(f"its tensors have {claimed} bytes or more, and the file {size}")
+        if len(level) == MOST or any(type(value) is int and value.bit_length() > 1024 for value in level):
+            raise zipfile.BadZipFile("it has more values, or larger ones, than a checkpoint has")
+        level = list(islice(chain.from_iterable(map(_inside, level)), MOST))
+    if level:
+        raise zipfile.BadZipFile(f"its values lie {DEEPEST} deep within one another, or deeper")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, (dict, argparse.Namespace)):
+        return (value if isinstance(value, dict) else vars(value)).values()
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _is_ours(checkpoint: Any) -> bool:
@@ -246,7 +357,7 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
         CheckpointError: One differs that the saved tensors depend on. A change of another is only logged.
     """
     for name in sorted(name for name in saved if saved[name] != current.get(name)):
-        if name in ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema"):
+        if name in DECISIVE:
             raise CheckpointError(
                 f"{path} is of a run with {name} {saved[name]!r}, this one has {current.get(name)!r}: resume with the "
                 "same, or start another run with --experiment NAME"
@@ -260,6 +371,16 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
             _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
 
 
+def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
+    """Raises a CheckpointError that says so where a class of a checkpoint has another name in the run that resumes."""
+    for number, (was, now) in enumerate(zip(_labels_in(saved, path), names)):
+        if was != now:
+            raise CheckpointError(
+                f"{path} is of a run whose class {number} is {was!r}, here it is {now!r}: give the folders of the "
+                "classes their names back, or start another run with --experiment NAME"
+            )
+
+
 def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:
     """The state dict of a checkpoint of ours, timm's or ViM's, or of a plain one (.pth, .safetensors).
 
@@ -270,9 +391,12 @@ def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any
     Raises:
         CheckpointError: The file is missing or corrupt.
     """
-    if use_ema is None:
-        use_ema = says_average_is_best(path) is not False
-    weights = _guarded(path, lambda: load_state_dict(str(path), use_ema=use_ema))
+    content = _content(path)
+    with _reading(path):
+        if use_ema is None:
+            use_ema = _average_is_best(content) is not False
+        names = ("state_dict_ema", "model_ema") * use_ema + ("state_dict", "model")
+        weights = clean_state_dict(next((content[n] for n in names if isinstance(content.get(n), dict)), content))
     for name, tensor in weights.items():
         if complaint := _is_unfit(tensor):
             raise CheckpointError(f"{path} is no weights of a model: {name!r} {complaint}")
@@ -285,36 +409,22 @@ def _is_unfit(tensor: Any) -> str | None:
         return f"is no tensor but {type(tensor).__name__}"
     if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
         return f"is a tensor of {tensor.dtype}, {tensor.layout}"
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():  # a stride of 0
-        return f"has {tensor.numel()} elements, of which the file does not hold as many"
     if tensor.is_floating_point() and not tensor.isfinite().all():
         return "has values that are not finite"
     return None
 
 
-def load_weights(model: nn.Module, path: str | Path, use_ema: bool = False) -> None:
-    """Loads all of a model's weights from a file of `read_weights`.
+def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) -> None:
+    """Loads all of a model's weights from those of `read_weights`.
 
     Raises:
-        CheckpointError: The file is missing or corrupt, or holds another architecture or number of classes.
+        CheckpointError: They are of another architecture or number of classes than the model.
     """
-    weights = read_weights(path, use_ema)
     try:  # a model without memory of its own takes the file's
         model.load_state_dict(weights, assign=any(parameter.is_meta for parameter in model.parameters()))
     except (RuntimeError, ValueError) as error:
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error
-
-
-def _guarded(path: str | Path, read):
-    if not Path(path).is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
-    try:
-        return read()
-    except Exception as error:  # what the readers raise on broken files has no common type
-        raise BrokenCheckpointError(
-            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {_reason(error)}"
-        ) from error
 
 
 def _reason(error: Exception) -> str:

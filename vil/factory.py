@@ -91,10 +91,11 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
         ConfigError: There is no such model, or it does not take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
+    weights = checkpoint.read_weights(path, use_ema)
     with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
-        checkpoint.load_weights(create_model(model, **arguments), path, use_ema)
+        checkpoint.load_weights(create_model(model, **arguments), weights, path)
     loaded = create_model(model, **arguments)
-    checkpoint.load_weights(loaded, path, use_ema)
+    checkpoint.load_weights(loaded, weights, path)
     return loaded
 
 

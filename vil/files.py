@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import time
@@ -12,6 +13,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
+UNFINISHED = r"\..+\.[0-9a-f]{16}\.vil\.tmp"  # the names of files that are being written, and of nobody else's
 PATIENCE = 10  # seconds that a run waits for its folder: what a killed one has started outlives it for some
 
 
@@ -35,7 +37,7 @@ def write_atomically(
     Raises:
         OSError: It could not be written; `path` is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.vil.tmp")
     try:
         with open(temporary, "xb") as file:
             if callable(content):
@@ -85,8 +87,9 @@ class FolderLock:
                 f"{folder} is in use: {who}. End that run first, or start this one in a folder of its own with "
                 "--experiment NAME"
             ) from None
-        for left in folder.glob(".*.tmp"):
-            left.unlink(missing_ok=True)
+        for left in folder.glob(".*.vil.tmp"):
+            if re.fullmatch(UNFINISHED, left.name) and left.is_file():
+                left.unlink(missing_ok=True)
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         write_atomically(holder, f"process {os.getpid()} on {socket.gethostname()} has trained here since {now}")
 

@@ -250,9 +250,9 @@ def draw(options: argparse.Namespace) -> None:
         raise ConfigError(f"{options.checkpoint} is not a checkpoint of train_imagenet.py, and does not say its model")
     arguments = {name: config[name] for name in ("num_classes", "img_size") if config.get(name)}
     arguments |= config.get("model_kwargs") or {}
+    model = from_checkpoint(options.checkpoint)  # first: it may be of another size than it says
     torch.manual_seed(0)
     untrained = create_model(config["model"], **arguments).eval()
-    model = from_checkpoint(options.checkpoint)
     if not isinstance(model, VisionLonghorn):
         raise ConfigError(f"{options.checkpoint} is of {config['model']}, which has no scans to look into")
     depth = len(model.blocks)

@@ -87,7 +87,7 @@ def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
 
 def hold_and_crash(folder, ready):
     lock = FolderLock(folder)
-    (folder / ".last.pt.0123.tmp").write_text("half of a checkpoint")
+    (folder / ".last.pt.0123456789abcdef.vil.tmp").write_text("half of a checkpoint")
     ready.set()
     threading.Event().wait()
     del lock
@@ -100,9 +100,13 @@ def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_pa
     assert ready.wait(60)
     holder.kill()
     holder.join()
-    assert list(tmp_path.glob(".*.tmp"))
+    assert list(tmp_path.glob(".last.pt.*"))
+    others = [tmp_path / name for name in (".notes.tmp", ".notes.vil.tmp", ".notes.0123456789abcdef.tmp")]
+    for path in others:
+        path.write_text("somebody's")
     with FolderLock(tmp_path):
-        assert not list(tmp_path.glob(".*.tmp"))
+        assert not list(tmp_path.glob(".last.pt.*"))
+        assert all(path.exists() for path in others)
         assert f"process {os.getpid()} " in (tmp_path / ".holder").read_text()
 
 

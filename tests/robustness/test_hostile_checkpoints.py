@@ -12,7 +12,9 @@ import pathlib
 import pickle
 import random
 import re
+import struct
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -21,12 +23,15 @@ import torch
 import yaml
 from processes import ROOT, SMALL
 
+import train_imagenet
 import validate
 import vil
 from train_imagenet import FORESEEN, Trainer
-from vil import checkpoint
+from vil import checkpoint, viz
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+from vil.data.splits import open_split
+from vil.factory import create_model
 
 COUNT = int(os.environ.get("FUZZ", 60))
 KWARGS = SMALL["model_kwargs"]
@@ -60,16 +65,16 @@ def write(tmp_path, small, image_folder):
 
 @pytest.fixture
 def error_of_validation(monkeypatch):
-    """The error of validate.py, a line."""
+    """The error of validate.py, or of another command, a line."""
 
-    def validated(*words):
-        monkeypatch.setattr(sys, "argv", ["validate.py", "--device", "cpu", "--workers", "0", *map(str, words)])
+    def failed(*words, main=validate.main, common=("--device", "cpu", "--workers", "0")):
+        monkeypatch.setattr(sys, "argv", ["program", *common, *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
-            validate.main()
+            main()
         assert re.fullmatch("error: [^\n]*", str(stopped.value))
         return str(stopped.value)
 
-    return validated
+    return failed
 
 
 # what a checkpoint asks for
@@ -79,7 +84,6 @@ def error_of_validation(monkeypatch):
     ("options", "message"),
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
-        (dict(dataset="wds/x", data_dir="pipe:touch MARKER"), "the dataset 'wds/x': to have it read, give --data-dir"),
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
         (dict(dataset="wds/x"), "is of the dataset 'wds/x': to have it read, give --data-dir"),
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
@@ -88,12 +92,9 @@ def error_of_validation(monkeypatch):
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
         (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
         (dict(model="hf-hub:someone/model"), "is of a model 'hf-hub:someone/model', which is none"),
-        (dict(model="vil_huge"), "is of a model 'vil_huge', which is none"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
         (dict(model_kwargs=dict(pretrained_cfg_overlay={"url": "x"})), "has an argument 'pretrained_cfg_overlay'"),
         (dict(model_kwargs=dict(embed_dim=10**6)), "has embed_dim 1000000, and may have at most 8192"),
-        (dict(model_kwargs=dict(depth=10**9)), "has depth 1000000000, and may have at most 512"),
-        (dict(model_kwargs=dict(embed_dim=-1)), "has embed_dim -1"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
         (dict(model_kwargs=dict(embed_dim="32")), "has embed_dim '32'"),
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
@@ -112,12 +113,10 @@ def test_a_checkpoint_decides_no_programs_addresses_and_sizes(write, error_of_va
     assert not marker.exists()
 
 
-def test_a_checkpoint_that_is_compared_with_decides_as_little(write, small, tmp_path, error_of_validation):
-    torch.save({"state_dict": small}, tmp_path / "first.pt")
-    words = ["--checkpoint", tmp_path / "first.pt", "--model", "vil_tiny", "--model-kwargs"]
-    words += [f"{name}={value}" for name, value in KWARGS.items()]
-    message = error_of_validation(*words, "--against", write(dict(model="hf-hub:someone/model")))
-    assert "is of a model 'hf-hub:someone/model'" in message
+def test_a_checkpoint_that_is_compared_with_decides_as_little(write, error_of_validation):
+    path = write(dict(model="hf-hub:someone/model"))
+    against = path.replace(path.with_name("against.pt"))
+    assert "is of a model 'hf-hub:someone/model'" in error_of_validation("--checkpoint", write(), "--against", against)
 
 
 def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(write, tmp_path):
@@ -188,25 +187,104 @@ def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
 # weights
 
 
-def test_a_file_that_asks_for_more_than_it_holds_is_refused_before_memory_is_taken(write, small, tmp_path):
-    wide = {name: torch.zeros(()).expand(10**5, 10**5) if "head.weight" in name else t for name, t in small.items()}
-    torch.save(wide, tmp_path / "wide.pth")
-    assert (tmp_path / "wide.pth").stat().st_size < 10**6
-    with pytest.raises(CheckpointError, match="'head.weight' has 10000000000 elements, of which the file does not"):
-        checkpoint.read_weights(tmp_path / "wide.pth")
-
-    path, packed = write(state_dict={"head.weight": torch.zeros(10**7)}), tmp_path / "packed.pt"
-    with zipfile.ZipFile(path) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+def rewritten(content, compression=zipfile.ZIP_STORED, end=b""):
+    """An archive of PyTorch's with its parts compressed or a comment."""
+    with zipfile.ZipFile(io.BytesIO(content)) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", compression) as file:
         for part in plain.infolist():
             file.writestr(part.filename, plain.read(part))
-    assert packed.stat().st_size < 10**6
+        file.comment = end
+    return made.getvalue()
+
+
+def two_directories(content):
+    """An archive with a second list of its parts, which Python alone looks at."""
+    place, end = struct.unpack_from("<Q", content, len(content) - 50)[0], len(content) - 98
+    other = content[-98:-50] + struct.pack("<Q", end + 56)
+    locator = content[-42:-34] + struct.pack("<Q", end) + content[-26:-22]
+    return content[:-42] + content[place:-98] + other + locator + content[-22:]
+
+
+class Call:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def nested(times, width):
+    value = [1]
+    for _ in range(times):
+        value = [value] * width
+    return dict(version=3, config=dict(lr=value))
+
+
+ZEROS, ALIKE = torch.zeros(10**6), torch.zeros(10**5)
+GROWING = {
+    "one element as many": lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}),
+    "one memory for many": lambda: saved({f"{i}.weight": ALIKE for i in range(20_000)}),
+    "compressed": lambda: rewritten(saved(ZEROS), zipfile.ZIP_DEFLATED),
+    "compressed, with a comment": lambda: rewritten(saved(ZEROS), zipfile.ZIP_DEFLATED, end=b"PK\5\6"),
+    "with a comment": lambda: rewritten(saved(ZEROS), end=b"PK\5\6" + bytes(18)),
+    "two directories": lambda: two_directories(saved(ZEROS)),
+    "bytes by their number": lambda: saved([Call(bytearray, 10**12)]),
+    "bytes, in PyTorch's old format": lambda: saved([Call(bytearray, 10**12)], _use_new_zipfile_serialization=False),
+    "lists of one list": lambda: saved(nested(40, 2)),
+    "a list in a list": lambda: saved(nested(99, 1)),
+    "a long number": lambda: saved(dict(version=3, config=dict(lr=10**5000))),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path, kind):
+    (tmp_path / "made.pt").write_bytes(content := GROWING[kind]())
+    assert len(content) < 10**7
     for read in (checkpoint.read_weights, checkpoint.saved_config, checkpoint.read_checkpoint):
-        with pytest.raises(CheckpointError, match=r"packed.pt cannot be read as a checkpoint.* compressed"):
-            read(packed)
+        with pytest.raises(CheckpointError, match=r"made.pt cannot be read as a checkpoint; .*: (its|two|it) [^\n]*$"):
+            read(tmp_path / "made.pt")
 
 
-def saved(thing):
-    torch.save(thing, file := io.BytesIO())
+@pytest.mark.parametrize("container", ["pt", "safetensors"])
+def test_a_flipped_bit_is_refused_or_changes_nothing(small, tmp_path, container):
+    config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4)
+    path, names = tmp_path / f"best.{container}", list("abcd")
+    if container == "pt":
+        checkpoint.save_checkpoint(dict(config=config, state_dict=small, label_names=names), path)
+    else:
+        path.write_bytes(checkpoint.pack_weights(small, config, dict(label_names=json.dumps(names))))
+    content, rng, refused = path.read_bytes(), random.Random(0), 0
+    for place in [*rng.choices(range(len(content)), k=COUNT), *range(0, 3000, 200)]:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            model = vil.from_checkpoint(path)
+        except (CheckpointError, ConfigError):
+            with pytest.raises((CheckpointError, ConfigError)):
+                create_model("vil_tiny", str(path), num_classes=4, img_size=16, **KWARGS)
+            refused += 1
+            continue
+        assert model.pretrained_cfg["label_names"] == names
+        assert all(torch.equal(value, small[name]) for name, value in model.state_dict().items())
+    assert refused > 0.8 * COUNT
+
+
+def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write, small):
+    path = write()
+    changed = torch.load(path)
+    changed["state_dict"]["head.bias"] += 1
+    torch.save(changed, path)
+    with pytest.raises(CheckpointError, match="given.pt cannot be read .* the checksum of its state_dict is wrong"):
+        checkpoint.read_weights(path)
+
+
+def saved(thing, **how):
+    torch.save(thing, file := io.BytesIO(), **how)
+    return file.getvalue()
+
+
+def exported():
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.zeros(1),)), file := io.BytesIO())
     return file.getvalue()
 
 
@@ -219,6 +297,8 @@ def saved(thing):
         ("empty.pt", b"", "it holds no tensors"),
         ("pickle.pt", pickle.dumps([1, 2]), "it holds no tensors"),  # in a protocol of which PyTorch warns
         ("list.pt", saved([1, 2]), "it holds no tensors"),
+        ("model.pt2", exported(), "PytorchStreamReader failed|it holds no tensors"),
+        ("model.onnx", b"\x08\n\x12\x07pytorch", "it holds no tensors"),
         ("code.pt", saved(pathlib.PurePosixPath("x")), "it holds pathlib.PurePosixPath, and nothing .* may run code"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -233,7 +313,8 @@ def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_t
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch):
+@pytest.mark.parametrize("command", ["validate", "viz", "train"])
+def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch, command):
     """A checkpoint may name a model of gigabytes: it is compared with the weights first."""
     real, made = timm.create_model, []
 
@@ -243,7 +324,13 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_v
         return model
 
     monkeypatch.setattr(timm, "create_model", noted)
-    message = error_of_validation("--checkpoint", write(dict(model_kwargs=dict(embed_dim=8192, depth=512))))
+    path = write(dict(model_kwargs=dict(embed_dim=8192, depth=512)))
+    if command == "train":
+        message = error_of_validation("--resume", path, main=train_imagenet.main)
+    elif command == "viz":
+        message = error_of_validation("--checkpoint", path, "--images", path, main=viz.main, common=())
+    else:
+        message = error_of_validation("--checkpoint", path)
     assert "does not fit the model" in message
     assert made == [{"meta"}]
 
@@ -275,13 +362,10 @@ def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(wr
 # malformed
 
 
-@pytest.mark.parametrize("config", [[1, 2], "vil_tiny", None, 3])
-def test_options_that_are_no_table_are_refused(write, error_of_validation, config):
-    message = error_of_validation("--checkpoint", write(config=config))
-    assert f"given.pt holds {type(config).__name__} in place of options" in message
-
-
-def test_no_arguments_of_a_model_are_none(write):
+def test_options_that_are_no_table_are_refused_and_no_arguments_of_a_model_are_none(write):
+    for config in ([1, 2], "vil_tiny", None):
+        with pytest.raises(ConfigError, match=f"given.pt holds {type(config).__name__} in place of options"):
+            checkpoint.saved_config(write(config=config))
     assert checkpoint.saved_config(write(dict(model_kwargs=None)))["model_kwargs"] is None
 
 
@@ -304,21 +388,11 @@ def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tm
         resumed(write(**{part: value}), image_folder, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        "abcd",
-        4,
-        ["a"] * 3,
-        ["a"] * 5,
-        [],
-        {"a": 0},
-        ["a", "b", "c", 4],
-        ["a\n"] * 4,
-        ["\x1b[31m"] * 4,
-        ["x" * 1001] * 4,
-    ],
-)
+NO_NAMES = ["abcd", 4, ["a"] * 3, ["a"] * 5, {"a": 0}, ["a", "b", "c", 4]]
+NO_NAMES += [["a\n"] * 4, ["\x1b[31m"] * 4, ["x" * 1001] * 4]
+
+
+@pytest.mark.parametrize("names", NO_NAMES)
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
 def test_names_of_classes_are_as_many_short_lines(write, small, tmp_path, names, container):
     path = write(label_names=names)
@@ -331,12 +405,19 @@ def test_names_of_classes_are_as_many_short_lines(write, small, tmp_path, names,
     assert "\n" not in str(refused.value)
 
 
-def test_names_of_classes_that_are_no_json_are_refused(small, tmp_path):
-    for text in ("ant", "", "[" * 10**5, "[1"):
-        path = tmp_path / "given.safetensors"
-        path.write_bytes(checkpoint.pack_weights(small, dict(model="vil_tiny"), dict(label_names=text)))
-        with pytest.raises(CheckpointError, match="label_names that are not a name for each"):
-            checkpoint.label_names(path)
+@pytest.mark.parametrize("text", ["ant", "", "[" * 10**5, "[1"])
+def test_names_of_classes_that_are_no_json_are_refused(tmp_path, text):
+    (path := tmp_path / "x.safetensors").write_bytes(checkpoint.pack_weights({}, {}, dict(label_names=text)))
+    with pytest.raises(CheckpointError, match="label_names that are not a name for each"):
+        checkpoint.label_names(path)
+
+
+def test_classes_in_another_order_are_refused_with_the_first_that_differs(write, image_folder, tmp_path):
+    given = checkpoint.labels_of({name: i for i, name in enumerate(sorted(os.listdir(image_folder / "train")))})
+    names = [given[i] for i in (0, 2, 1, 3)]
+    message = f"given.pt is of a run whose class 1 is '{given[2]}', here it is '{given[1]}'"
+    with pytest.raises(CheckpointError, match=message):
+        resumed(write(label_names=names), image_folder, tmp_path)
 
 
 def mutated(node, rng, pool):
@@ -384,6 +465,20 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         assert re.fullmatch(r"[^\n]*(generated.pt|model|num_classes)[^\n]*", message)
 
 
+# what lies beside data
+
+
+@pytest.mark.parametrize("listed", [pickle.dumps(Call(os.mkdir, "MARKER")), b"", pickle.dumps({"tartrees": [1]})])
+def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open("train.tar", "w") as tar:
+        tar.add(image_folder / "train", "train")
+    os.truncate("train.tar", 11 * 2**30)  # timm lists files of more than 10 GB
+    (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
+    assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
+    assert not os.path.exists("MARKER")
+
+
 # configs
 
 
@@ -392,7 +487,6 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
     [
         ("epochs: .inf", "option 'epochs' in .*c.yaml must be int, not inf"),
         ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
-        ("lr: -1", "option 'lr' in .*c.yaml must be at least 0, not -1"),
         ("epochs: 0", "option 'epochs' in .*c.yaml must be at least 1, not 0"),
         ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
         ("mixup_prob: 1.5", "option 'mixup_prob' in .*c.yaml must be at most 1, not 1.5"),
@@ -401,20 +495,15 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         ("1: 2", "unknown option 1 in .*c.yaml"),
         ("? [a, b]\n: 1", "c.yaml is not YAML"),
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
-        ("a: &x [*x]", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
-        ("epochs: 2024-99-99T99:99:99Z", "c.yaml is not YAML|must be int"),
         ("[" * 3000, "c.yaml is not YAML"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
-        ("sched: cosin", "sched 'cosin' is unknown; did you mean 'cosine'"),
         ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
-        ("opt: qqqq", r"opt 'qqqq' is unknown; there are \w.* \.\.\.$"),
         ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
         ("train_interpolation: cubic", "train_interpolation 'cubic' is unknown; did you mean 'bicubic'"),
         ("lr: 1e-3".encode("utf-16"), "c.yaml is not text in UTF-8"),
         (b"lr: \xff\xfe", "c.yaml is not text in UTF-8"),
-        (b"\x00\x01\x02", "c.yaml is not YAML"),
     ],
 )  # fmt: skip
 def test_odd_configs_are_refused_by_name(tmp_path, text, message):

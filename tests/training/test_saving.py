@@ -128,19 +128,19 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
     model = torch.nn.Module()
     model.a = torch.nn.Parameter(torch.full((1,), 5.0))
     for use_ema, expected in ((False, 0), (True, 1)):
-        checkpoint.load_weights(model, tmp_path / "both.pt", use_ema)
+        checkpoint.load_weights(model, checkpoint.read_weights(tmp_path / "both.pt", use_ema), tmp_path)
         assert model.a.item() == expected
 
 
 def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):
-    torch.save({"other": torch.ones(2)}, tmp_path / "other.pth")
+    torch.save({"other": torch.ones(2)}, path := tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"other.pth does not fit the model: .*Missing key.*weight.*other"):
-        checkpoint.load_weights(torch.nn.Linear(2, 2), tmp_path / "other.pth")
+        checkpoint.load_weights(torch.nn.Linear(2, 2), checkpoint.read_weights(path), path)
     with pytest.raises(CheckpointError, match="^there is no checkpoint .*missing.safetensors$"):
-        checkpoint.load_weights(torch.nn.Identity(), tmp_path / "missing.safetensors")
+        checkpoint.read_weights(tmp_path / "missing.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="cut.safetensors cannot be read as a checkpoint"):
-        checkpoint.load_weights(torch.nn.Identity(), tmp_path / "cut.safetensors")
+        checkpoint.read_weights(tmp_path / "cut.safetensors")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         checkpoint.read_weights(tmp_path)  # a folder
 

@@ -45,7 +45,7 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
             reader = FolderReader(str(root), str(data_dir), kwargs.get("class_map"))
             images = ImageDataset(str(root), reader=reader)
         else:
-            images = create_dataset(dataset, root=str(root), search_split=False, **kwargs)
+            images = _open_tar(root, **kwargs)
     except ConfigError:
         raise
     except Exception as error:  # of whatever is there, and of the packages that read it
@@ -56,6 +56,21 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
             f"the split {split!r} of {data_dir} has {classes} classes but the model {num_classes} (num_classes)"
         )
     return images
+
+
+def _open_tar(path: Path, **kwargs):
+    """timm's dataset of a tar file, without its list of what is in a large one where that is broken or no list.
+
+    timm keeps such a list beside a file of more than 10 GB, and reads it by an unpickler that runs no code.
+    """
+    try:
+        return create_dataset("", root=str(path), search_split=False, **kwargs)
+    except Exception as error:
+        listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
+        if not listed.exists():
+            raise
+        _logger.warning("%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
+        return create_dataset("", root=str(path), search_split=False, cache_tarinfo=False, **kwargs)
 
 
 def _refuse_empty_classes(images) -> None:
