@@ -4,6 +4,7 @@ FUZZ=500 python -m pytest tests/robustness/test_hostile_checkpoints.py    tries 
 """
 
 import copy
+import functools
 import io
 import json
 import math
@@ -52,13 +53,17 @@ def small():
 
 @pytest.fixture
 def write(tmp_path, small, image_folder):
-    """Writes a checkpoint of a run whose options or parts are changed."""
+    """Writes a checkpoint of a run whose options or parts are changed, or weights alone with options and labels."""
 
-    def write(options=(), **parts):
+    def write(options=(), container="pt", **parts):
         config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4, data_dir=str(image_folder))
-        state = dict(history=[], progress={}, scheduler={}, optimizer={}, state_dict=small)
-        checkpoint.save_checkpoint({"config": config | dict(options), **state} | parts, tmp_path / "given.pt")
-        return tmp_path / "given.pt"
+        config, path = config | dict(options), tmp_path / f"given.{container}"
+        if container == "safetensors":
+            path.write_bytes(checkpoint.pack_weights(small, config, {k: json.dumps(v) for k, v in parts.items()}))
+        else:
+            state = dict(config=config, history=[], progress={}, scheduler={}, optimizer={}, state_dict=small)
+            checkpoint.save_checkpoint(state | parts, path)
+        return path
 
     return write
 
@@ -85,7 +90,6 @@ def error_of_validation(monkeypatch):
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
-        (dict(dataset="wds/x"), "is of the dataset 'wds/x': to have it read, give --data-dir"),
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
         (dict(data_dir="s3://bucket/x"), "has data_dir 's3://bucket/x', which is no path of a folder"),
@@ -96,11 +100,9 @@ def error_of_validation(monkeypatch):
         (dict(model_kwargs=dict(pretrained_cfg_overlay={"url": "x"})), "has an argument 'pretrained_cfg_overlay'"),
         (dict(model_kwargs=dict(embed_dim=10**6)), "has embed_dim 1000000, and may have at most 8192"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
-        (dict(model_kwargs=dict(embed_dim="32")), "has embed_dim '32'"),
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
         (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
         (dict(num_classes=10**9), "has num_classes 1000000000, and may have at most 1000000"),
-        (dict(num_classes=-4), "option 'num_classes' in the checkpoint .*given.pt must be at least 1, not -4"),
         (dict(img_size=10**6), "has img_size 1000000, and may have at most 8192"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
         (dict(interpolation="7"), "has interpolation '7', which is unknown"),
@@ -128,24 +130,17 @@ def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(wr
 
 
 CONFIRMED = [("wds/x", ["--data-dir", "shards"], "shards")]
-CONFIRMED += [(name, ["--dataset", name], None) for name in ("wds/x", "hfds/x")]
+CONFIRMED += [(name, ["--dataset", name], None) for name in ("wds/x", "WDS/x", "hfds/x", "tfds/x")]
 
 
+@pytest.mark.parametrize("place", [None, "/root/.ssh", "https://host/shards", "pipe:touch x"])
 @pytest.mark.parametrize(("dataset", "words", "data_dir"), CONFIRMED)
-def test_data_that_the_command_line_confirms_are_read(write, dataset, words, data_dir):
-    path = write(dict(dataset=dataset, data_dir=None))
+def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place, dataset, words, data_dir):
+    path = write(dict(dataset=dataset, data_dir=place))
     config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
     assert (config.dataset, config.data_dir) == (dataset, data_dir)
     with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
         load_config("", ["--resume", str(path), "--lr", "1"], checkpoint.saved_config)
-
-
-@pytest.mark.parametrize("place", ["/root/.ssh", "https://host/shards", "pipe:touch x"])
-@pytest.mark.parametrize("dataset", ["wds/x", "WDS/x", "hfds/x", "tfds/x"])
-def test_where_a_dataset_lies_and_is_written_to_is_never_a_checkpoints_choice(write, dataset, place):
-    path = write(dict(dataset=dataset, data_dir=place))
-    assert "data_dir" not in checkpoint.saved_config(path)
-    assert load_config("", ["--resume", str(path), "--dataset", dataset], checkpoint.saved_config).data_dir is None
 
 
 @pytest.mark.parametrize(
@@ -204,18 +199,13 @@ def two_directories(content):
     return content[:-42] + content[place:-98] + other + locator + content[-22:]
 
 
-class Call:
-    def __init__(self, *call):
-        self.call = call
-
+class Call(tuple):
     def __reduce__(self):
-        return self.call[0], self.call[1:]
+        return self[0], self[1:]
 
 
 def nested(times, width):
-    value = [1]
-    for _ in range(times):
-        value = [value] * width
+    value = functools.reduce(lambda value, _: [value] * width, range(times))
     return dict(version=3, config=dict(lr=value))
 
 
@@ -227,8 +217,8 @@ GROWING = {
     "compressed, with a comment": lambda: rewritten(saved(ZEROS), zipfile.ZIP_DEFLATED, end=b"PK\5\6"),
     "with a comment": lambda: rewritten(saved(ZEROS), end=b"PK\5\6" + bytes(18)),
     "two directories": lambda: two_directories(saved(ZEROS)),
-    "bytes by their number": lambda: saved([Call(bytearray, 10**12)]),
-    "bytes, in PyTorch's old format": lambda: saved([Call(bytearray, 10**12)], _use_new_zipfile_serialization=False),
+    "bytes by their number": lambda: saved([Call((bytearray, 10**12))]),
+    "bytes, in PyTorch's old format": lambda: saved([Call((bytearray, 10**12))], _use_new_zipfile_serialization=False),
     "lists of one list": lambda: saved(nested(40, 2)),
     "a list in a list": lambda: saved(nested(99, 1)),
     "a long number": lambda: saved(dict(version=3, config=dict(lr=10**5000))),
@@ -245,13 +235,8 @@ def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_tak
 
 
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
-def test_a_flipped_bit_is_refused_or_changes_nothing(small, tmp_path, container):
-    config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4)
-    path, names = tmp_path / f"best.{container}", list("abcd")
-    if container == "pt":
-        checkpoint.save_checkpoint(dict(config=config, state_dict=small, label_names=names), path)
-    else:
-        path.write_bytes(checkpoint.pack_weights(small, config, dict(label_names=json.dumps(names))))
+def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
+    path = write(container=container, label_names=list("abcd"))
     content, rng, refused = path.read_bytes(), random.Random(0), 0
     for place in [*rng.choices(range(len(content)), k=COUNT), *range(0, 3000, 200)]:
         flipped = bytearray(content)
@@ -264,7 +249,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(small, tmp_path, container)
                 create_model("vil_tiny", str(path), num_classes=4, img_size=16, **KWARGS)
             refused += 1
             continue
-        assert model.pretrained_cfg["label_names"] == names
+        assert model.pretrained_cfg["label_names"] == list("abcd")
         assert all(torch.equal(value, small[name]) for name, value in model.state_dict().items())
     assert refused > 0.8 * COUNT
 
@@ -313,8 +298,11 @@ def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_t
     assert [str(warning.message) for warning in recwarn] == []
 
 
-@pytest.mark.parametrize("command", ["validate", "viz", "train"])
-def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch, command):
+COMMANDS = [(validate, ("--checkpoint",)), (viz, ("--images", "x", "--checkpoint")), (train_imagenet, ("--resume",))]
+
+
+@pytest.mark.parametrize(("command", "words"), COMMANDS)
+def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch, command, words):
     """A checkpoint may name a model of gigabytes: it is compared with the weights first."""
     real, made = timm.create_model, []
 
@@ -325,13 +313,7 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_v
 
     monkeypatch.setattr(timm, "create_model", noted)
     path = write(dict(model_kwargs=dict(embed_dim=8192, depth=512)))
-    if command == "train":
-        message = error_of_validation("--resume", path, main=train_imagenet.main)
-    elif command == "viz":
-        message = error_of_validation("--checkpoint", path, "--images", path, main=viz.main, common=())
-    else:
-        message = error_of_validation("--checkpoint", path)
-    assert "does not fit the model" in message
+    assert "does not fit the model" in error_of_validation(*words, path, main=command.main, common=())
     assert made == [{"meta"}]
 
 
@@ -375,16 +357,13 @@ def resumed(path, image_folder, tmp_path):
 
 
 RUN = ("config", "history", "progress", "scheduler", "state_dict", "optimizer")
-OF_ANOTHER_KIND = [(part, value, "") for part in RUN for value in ([], {}, None, 7)]
-OF_ANOTHER_KIND += [
-    ("num_images", torch.zeros(2), "has no num_images as train_imagenet.py writes it"),
-    ("progress", dict(losses=torch.zeros(2), norms=[]), "has no progress as train_imagenet.py writes it"),
-]
+OF_ANOTHER_KIND = [(part, value) for part in RUN for value in ([], {}, None, 7)]
+OF_ANOTHER_KIND += [("num_images", torch.zeros(2)), ("progress", dict(losses=torch.zeros(2), norms=[]))]
 
 
-@pytest.mark.parametrize(("part", "value", "message"), OF_ANOTHER_KIND)
-def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value, message):
-    with pytest.raises((CheckpointError, ConfigError), match=f"given.pt.*{message}"):
+@pytest.mark.parametrize(("part", "value"), OF_ANOTHER_KIND)
+def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value):
+    with pytest.raises((CheckpointError, ConfigError), match=r"given.pt[^\n]*$"):
         resumed(write(**{part: value}), image_folder, tmp_path)
 
 
@@ -394,12 +373,8 @@ NO_NAMES += [["a\n"] * 4, ["\x1b[31m"] * 4, ["x" * 1001] * 4]
 
 @pytest.mark.parametrize("names", NO_NAMES)
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
-def test_names_of_classes_are_as_many_short_lines(write, small, tmp_path, names, container):
-    path = write(label_names=names)
-    if container == "safetensors":
-        path = tmp_path / "given.safetensors"
-        config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4)
-        path.write_bytes(checkpoint.pack_weights(small, config, dict(label_names=json.dumps(names))))
+def test_names_of_classes_are_as_many_short_lines(write, names, container):
+    path = write(container=container, label_names=names)
     with pytest.raises(CheckpointError, match="label_names that are not a name for each of its 4 classes") as refused:
         vil.from_checkpoint(path)
     assert "\n" not in str(refused.value)
@@ -468,7 +443,7 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
 # what lies beside data
 
 
-@pytest.mark.parametrize("listed", [pickle.dumps(Call(os.mkdir, "MARKER")), b"", pickle.dumps({"tartrees": [1]})])
+@pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
 def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
@@ -487,7 +462,6 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image
     [
         ("epochs: .inf", "option 'epochs' in .*c.yaml must be int, not inf"),
         ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
-        ("epochs: 0", "option 'epochs' in .*c.yaml must be at least 1, not 0"),
         ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
         ("mixup_prob: 1.5", "option 'mixup_prob' in .*c.yaml must be at most 1, not 1.5"),
         ("opt_betas: [0.9, 2]", "option 'opt_betas' in .*c.yaml must be at most 1"),
@@ -496,13 +470,10 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image
         ("? [a, b]\n: 1", "c.yaml is not YAML"),
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
-        ("[" * 3000, "c.yaml is not YAML"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
         ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
         ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
-        ("train_interpolation: cubic", "train_interpolation 'cubic' is unknown; did you mean 'bicubic'"),
-        ("lr: 1e-3".encode("utf-16"), "c.yaml is not text in UTF-8"),
         (b"lr: \xff\xfe", "c.yaml is not text in UTF-8"),
     ],
 )  # fmt: skip
