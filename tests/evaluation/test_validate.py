@@ -200,7 +200,7 @@ def test_classes_by_other_names_are_counted(here, learned, others, caplog, monke
     numbers = {name: number for number, name in enumerate(here.split(" ") if here else [])}
     names = learned and learned.split(" ")
     state = dict(version=3, config=dict(num_classes=len(names or numbers)), label_names=names)
-    monkeypatch.setattr("vil.checkpoint._content", lambda path: state)
+    monkeypatch.setattr("vil.checkpoint._content", lambda path, whole: state)
     validate.warn_of_other_classes(SimpleNamespace(reader=SimpleNamespace(class_to_idx=numbers)), "best.pt")
     assert [message.split(" ")[0] for message in caplog.messages] == [str(others)] * bool(others)
     assert all(message.isprintable() for message in caplog.messages)
