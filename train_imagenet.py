@@ -16,24 +16,27 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 if __name__ == "__main__":  # before the other imports, which take seconds: until a step is trained nothing is to save
 
     def end_at_once(*_):
         if os.environ.get("RANK", "0") == "0":
-            print("\nstopped by a signal before it trained anything", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                os.write(2, b"\nstopped by a signal before it trained anything\n")
         os._exit(75)  # PREEMPTED
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):  # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), end_at_once)
+    if hasattr(signal, "SIGHUP"):  # its terminal was closed: torchrun ends its processes then, a run alone goes on
+        signal.signal(signal.SIGHUP, end_at_once if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_IGN)
 
 import dataclasses
 import logging
 import math
 import traceback
 import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,7 @@ from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
 from vil.factory import create_model
 from vil.files import FolderInUseError, FolderLock
+from vil.output import outlive_output
 from vil.processes import (
     FirstProcessError,
     from_first_process,
@@ -416,7 +420,15 @@ class Trainer:
 
     def take_folder(self) -> list | None:
         """Keeps other runs out of the folder, and returns the file that this one goes on from with what it holds."""
-        self.lock = FolderLock(self.folder)
+        try:
+            self.lock = FolderLock(self.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write in {self.folder}: {error}. --output and --experiment name others"
+            ) from error
+        for path in (self.folder / f"{name}.pt" for name in ("last", "previous", "best")):
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is no file, and the run would write one there: move it away")
         if not (found := checkpoint.find_resumed(self.config.resume, self.folder)):
             return None
         path, saved = found
@@ -434,11 +446,9 @@ class Trainer:
                 group.update({k: v for k, v in chosen.items() if k != "params"})
             for name, part in self.parts().items():
                 part.load_state_dict(saved[name])
-            for parameter, state in self.optimizer.state.items():
-                if any(t.dim() and t.shape != parameter.shape for t in state.values() if isinstance(t, Tensor)):
-                    raise ValueError(f"the optimizer's state of a parameter {tuple(parameter.shape)} has another shape")
             self.history = [{str(name): as_number(value) for name, value in row.items()} for row in saved["history"]]
             self.meter.load_state_dict(saved["progress"])
+            self.check_restored()
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise checkpoint.CheckpointError(f"{path} does not fit this run: {reason}") from error
@@ -451,6 +461,30 @@ class Trainer:
                 logging.warning("going on after %s, from %s", place, path)
             else:
                 logging.warning("%s has trained its %d epochs: --epochs N trains on", path, len(self.history))
+
+    def check_restored(self) -> None:
+        """Raises a ValueError or KeyError if the history or the optimizer's state is none that a run leaves."""
+        for epoch, row in enumerate(self.history, start=1):
+            if row["epoch"] != epoch or math.isnan(best_top1(row)) or not all(name.isidentifier() for name in row):
+                raise ValueError(f"the history has no row of epoch {epoch} as training writes it")
+        if len(self.meter.losses) != len(self.meter.norms):
+            raise ValueError("the epoch's progress has not a loss and a norm for each step")
+        for parameter, state in self.optimizer.state.items():
+            shape, tensors = parameter.shape, {name: t for name, t in state.items() if isinstance(t, Tensor)}
+            found = {name: (t.shape, t.dtype) for name, t in tensors.items()}
+            moment = shape, torch.float32
+            if self.config.opt == "adamw" and found != {
+                "step": ((), torch.float32),
+                "exp_avg": moment,
+                "exp_avg_sq": moment,
+            }:
+                raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is not that of AdamW")
+            if any(
+                t.dim() and t.shape != shape for name, t in tensors.items() if name in ("exp_avg", "momentum_buffer")
+            ):
+                raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} has another shape")
+            if not all(t.isfinite().all() for t in tensors.values()) or not 0 <= float(state.get("step", 0)) < 2**53:
+                raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is none that training reaches")
 
     def parts(self) -> dict:
         """The parts that learn, which a checkpoint holds under timm's names."""
@@ -469,4 +503,5 @@ def best_top1(row: dict) -> float:
 
 
 if __name__ == "__main__":
+    outlive_output()
     main()

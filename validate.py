@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
 from vil import checkpoint
-from vil.config import ConfigError, Parser, confirm_dataset, parse_key_values
+from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
 from vil.data.loaders import evaluation_loader
 from vil.data.splits import class_names
 from vil.data.workers import share_cores
@@ -47,6 +48,7 @@ from vil.evaluation.evaluator import Evaluation, Evaluator
 from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.factory import create_model, load_model
 from vil.files import write_atomically
+from vil.output import LostResultError, outlive_output, print_result
 from vil.processes import is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
 
@@ -61,12 +63,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data-dir", help="folder that holds the split")
     parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; folders and tar files if not given")
     parser.add_argument("--split", help="name of the split (default: validation)")
-    parser.add_argument("--num-classes", type=int, help="classes of the model")
-    parser.add_argument("--img-size", type=int, help="image size")
-    parser.add_argument("--crop-pct", type=float, help="share of the image inside the centre crop")
+    parser.add_argument("--num-classes", help="classes of the model")
+    parser.add_argument("--img-size", help="image size")
+    parser.add_argument("--crop-pct", help="share of the image inside the centre crop")
     parser.add_argument("--interpolation", help="interpolation of the resize")
-    parser.add_argument("--batch-size", type=int, default=128, help="images a process holds at once (default: 128)")
-    parser.add_argument("--workers", type=int, help="loader processes per process; by the cores there are if not given")
+    parser.add_argument("--batch-size", default=128, help="images a process holds at once (default: 128)")
+    parser.add_argument("--workers", help="loader processes per process; by the cores there are if not given")
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
@@ -86,7 +88,31 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.against and (options.csv or options.plot or options.against_model):
         parser.error("--against-model, --csv and --plot are for a comparison: give --against")
+    for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):
+        if (value := getattr(options, name)) is not None:
+            setattr(options, name, convert(name, value, "the command line"))
+    check_choices(vars(options))
+    check_outputs(options)
     return options
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raises a ConfigError if a file that is asked for could not be written in the end."""
+    tables = [options.csv / f"{name}.csv" for name in ("classes", "confusions")] if options.csv else []
+    for path in [*tables, *(Path(word) for word in (options.plot, options.json) if word and word != "-")]:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                raise FileExistsError("there is something that is no file")
+            write_atomically(probe := path.with_name(f".{path.name}.{os.getpid()}"), b"")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error}") from error
+    if options.plot:
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--plot needs a package: pip install matplotlib ({error})") from error
 
 
 def main() -> None:
@@ -101,7 +127,7 @@ def main() -> None:
         outcome = validate(models, runs, options, device, process.rank, process.world_size)
         if process.rank == 0:
             report(runs, models, outcome, options)
-    except (ConfigError, checkpoint.CheckpointError) as error:
+    except (ConfigError, checkpoint.CheckpointError, LostResultError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("\nstopped: nothing was written", file=sys.stderr)
@@ -253,15 +279,16 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
     else:
         result = rows[0]
         text = validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes)
-    print(text, file=sys.stderr if options.json == "-" else sys.stdout)
     if options.csv:
         outcome.comparison.write_tables(options.csv, outcome.class_names)
     if options.plot:
-        options.plot.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.plot, outcome.comparison.plot([settings["model"] for settings in runs]))
-    if options.json:
-        text = json.dumps(result, indent=2) + "\n"
-        sys.stdout.write(text) if options.json == "-" else write_atomically(Path(options.json), text)
+    as_json = json.dumps(result, indent=2)
+    if options.json == "-":
+        print(text, file=sys.stderr)
+    elif options.json:
+        write_atomically(Path(options.json), as_json + "\n")
+    print_result(as_json if options.json == "-" else text)
 
 
 def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequence[str] = ()) -> str:
@@ -303,4 +330,5 @@ def as_comparison(rows: list[dict[str, Any]], outcome: Outcome) -> dict[str, Any
 
 
 if __name__ == "__main__":
+    outlive_output("stderr")
     main()

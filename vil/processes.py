@@ -21,8 +21,9 @@ from torch import Tensor
 
 GRACE = 20  # seconds in which a process may notice by itself that another is gone
 RESTART = 120  # seconds in which all processes have been started again, if they are
-# the notices of cluster schedulers; Windows has no SIGUSR1
-SCHEDULERS_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+# the notices of cluster schedulers, and what torchrun passes on when its terminal is closed; Windows has SIGTERM alone
+NOTICES = ("SIGTERM", "SIGUSR1", *(["SIGHUP"] if "TORCHELASTIC_RUN_ID" in os.environ else []))
+SCHEDULERS_SIGNALS = tuple(getattr(signal, name) for name in NOTICES if hasattr(signal, name))
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 

@@ -245,6 +245,8 @@ def draw(options: argparse.Namespace) -> None:
         ConfigError, CheckpointError: The checkpoint is not one of train_imagenet.py or broken, a block does not exist,
             or an image cannot be read.
     """
+    if options.count < 1:
+        raise ConfigError(f"--count must be at least 1, not {options.count}")
     config = checkpoint.saved_config(options.checkpoint)
     if not config.get("model"):
         raise ConfigError(f"{options.checkpoint} is not a checkpoint of train_imagenet.py, and does not say its model")

@@ -91,7 +91,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
 def test_models_that_agree_have_a_table_without_confusions(tmp_path):
     targets, best = np.array([0, 1, 1]), np.array([[[0], [0]], [[1], [1]], [[0], [0]]])
     Comparison.of(targets, best).write_tables(tmp_path, {})
-    assert (tmp_path / "confusions.csv").read_text().split() == ["class"]
+    assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
 def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):

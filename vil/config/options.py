@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ class Config:
     )
     interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
     # run
-    seed: int = _option(0, "everything random in a run follows from it", low=0)
+    seed: int = _option(0, "everything random in a run follows from it", low=0, high=2**32 - 1)
     device: str | None = _option(None, "'cuda', 'cpu', ...; a GPU if there is one")
     output: str = _option("output", "folder of runs")
     experiment: str | None = _option(None, "folder of this run inside it; the config file's name if not given")
@@ -149,11 +149,7 @@ class Config:
             )
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
-        for name, choices in choices_of_options().items():
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
-                raise ConfigError(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
+        check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
         except Exception as error:  # timm's parsers of policies have no common type
@@ -180,6 +176,15 @@ def choices_of_options() -> dict[str, list[str]]:
         "interpolation": interpolations,
         "remode": ["const", "rand", "pixel"],
     }
+
+
+def check_choices(values: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if an option by name has a value that it cannot have."""
+    for name, choices in choices_of_options().items():
+        value = values.get(name)
+        if value is not None and value not in choices:
+            known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
+            raise ConfigError(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
 
 
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files

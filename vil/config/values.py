@@ -46,12 +46,36 @@ def _parse_yaml(text: str, source: str) -> Any:
     """YAML without aliases, by which a short text can stand for one without end."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError(f"{source} has an alias (*), which options have no use for: write out what it stands for")
-        return yaml.safe_load(text)
+            raise ConfigError("has an alias (*), which options have no use for: write out what it stands for")
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-32
         if isinstance(error, ConfigError):
-            raise
+            raise ConfigError(f"{source} {error}") from None
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a second value of a key, and 010, which it takes for 8, and 1:30, which it takes for 90."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            name = self.construct_object(key) if isinstance(key, yaml.ScalarNode) else key
+            if name in seen:
+                raise ConfigError(f"has {shown(name)} once more in line {key.start_mark.line + 1}: give it once")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+    def number(self, node):
+        if re.match(r"[-+]?0[0-9_]+$|.*:", node.value):
+            line = f"line {node.start_mark.line + 1}"
+            raise ConfigError(f"has {node.value} in {line}, which YAML takes for another number: write a decimal one")
+        kind = node.tag.rpartition(":")[2]
+        return getattr(super(), f"construct_yaml_{kind}")(node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
 
 
 def checked(values: dict[str, Any], source: str) -> dict[str, Any]:

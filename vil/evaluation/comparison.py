@@ -5,7 +5,6 @@ N images    M = 2 models    K best classes of a model, at most 5
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import time
@@ -18,14 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from ..data.images import UNREADABLE
 from ..files import write_atomically
+from ..output import csv_text
 from ..processes import interleave_over_processes
 from ..published import published
-from .evaluator import Evaluation
+from .evaluator import Z_95, Evaluation
 
 
 class Predictions:
@@ -72,14 +71,16 @@ class Paired:
     def interval(self) -> tuple[float, float]:
         """Its 95% interval: Wald's after adding half an image to each of the four counts (Agresti & Min, 2005)."""
         b, c, n = self.only_first + 0.5, self.only_second + 0.5, self.images + 2
-        half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n)
+        half = Z_95 * math.sqrt(b + c - (b - c) ** 2 / n)
         return 100 * max(-1.0, (b - c - half) / n), 100 * min(1.0, (b - c + half) / n)
 
     @property
     def p_value(self) -> float:
         """McNemar's exact test: an image that one model alone gets right is as likely either's."""
-        discordant = self.only_first + self.only_second
-        return float(binomtest(self.only_first, discordant).pvalue) if discordant else 1.0
+        discordant, term, tail = self.only_first + self.only_second, 1, 0
+        for i in range(min(self.only_first, self.only_second) + 1):  # term: the choices of i of them
+            tail, term = tail + term, term * (discordant - i) // (i + 1)
+        return min(1.0, 2 * tail / 2**discordant)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "difference": self.difference, "interval": self.interval, "p_value": self.p_value}
@@ -172,11 +173,7 @@ class Comparison:
         """Writes classes.csv and confusions.csv."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, rows in (("classes", self.classes(names)), ("confusions", self.confusions(names))):
-            text = io.StringIO()
-            writer = csv.DictWriter(text, rows[0] if rows else ["class"])
-            writer.writeheader()
-            writer.writerows(rows)
-            write_atomically(folder / f"{name}.csv", text.getvalue())
+            write_atomically(folder / f"{name}.csv", csv_text(rows, list(rows[0]) if rows else ["class"]))
 
     def plot(self, labels: Sequence[str]) -> bytes:
         """A PNG: the differences with their intervals, and the top-1 accuracy of both models by class."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -61,5 +62,6 @@ class CheckpointTimer:
         self.signalled = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if is_first_process():
-                os.write(2, b"\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")
+            with suppress(OSError):  # nobody reads it any more
+                if is_first_process():
+                    os.write(2, b"\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import logging
 import math
@@ -18,6 +17,7 @@ import yaml
 from ..config import Config, ConfigError
 from ..files import write_atomically
 from ..info import format_environment
+from ..output import csv_text
 
 _logger = logging.getLogger(__name__)
 
@@ -27,35 +27,46 @@ class Reporter:
 
     `setup` is what was chosen for the machine, in a line.
 
-    Training goes on where that fails: all of it is in the checkpoint, and comes with the next row.
+    Without matplotlib there is no curve.png. Training goes on where writing fails: all of it is in the checkpoint, and
+    comes with the next row.
 
     Raises:
         ConfigError: A log was asked for whose package is not installed.
     """
 
     def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str):
-        self.folder = folder
+        self.folder, self.draws = folder, True
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
         info = folder / "info.txt"  # one paragraph for each start
         start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{setup}\n\n"
         try:
             write_atomically(folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
-            write_atomically(info, (info.read_text() if info.exists() else "") + start)
+            # names in it need not be UTF-8
+            write_atomically(info, (info.read_bytes() if info.is_file() else b"") + start.encode(errors="replace"))
         except OSError as error:
             _logger.warning("could not write %s: %s", folder, error)
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            self.draws = False
+            _logger.warning("no %s/curve.png: %s. pip install matplotlib", folder, error)
 
     def catch_up(self, history: list[dict[str, Any]]) -> None:
         """Reports the epochs of a checkpoint that the run did not live to report."""
         rows = 0
-        with suppress(OSError):  # also where there is none
-            rows = len((self.folder / "summary.csv").read_bytes().splitlines()[1:])
+        if (summary := self.folder / "summary.csv").is_file():
+            with suppress(OSError):
+                rows = len(summary.read_bytes().splitlines()[1:])
         if rows < len(history):  # else the logs would get what they have
             self(history)
 
     def __call__(self, history: list[dict[str, Any]]) -> None:
         try:
-            write_summary(history, self.folder)
+            columns = list(dict.fromkeys(name for row in reversed(history) for name in row))
+            write_atomically(self.folder / "summary.csv", csv_text(history, columns))
+            if self.draws:
+                write_atomically(self.folder / "curve.png", plot_history(history))
         except OSError as error:
             _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
         for log in self.logs:
@@ -90,7 +101,7 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
     except ImportError as error:
         raise ConfigError("log_wandb needs a package: pip install wandb") from error
     known = folder / "wandb_id.txt"  # a resumed run goes on with its page
-    if not known.exists():
+    if not known.is_file():
         write_atomically(known, secrets.token_hex(4))
     settings = dict(name=config.experiment, id=known.read_text(), resume="allow", config=saved_config, dir=folder)
     run = None
@@ -119,16 +130,6 @@ PICTURE: dict[str, dict[str, str | None]] = {
     "peak memory (GiB)": {"peak_memory_gib": None},
     "unreadable images": {"unreadable_images": None},
 }
-
-
-def write_summary(history: list[dict[str, Any]], folder: Path) -> None:
-    """Writes summary.csv, a row for each epoch, and its picture curve.png."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, history[-1])
-    writer.writeheader()
-    writer.writerows(history)
-    write_atomically(folder / "summary.csv", text.getvalue())
-    write_atomically(folder / "curve.png", plot_history(history))
 
 
 def plot_history(history: list[dict[str, Any]]) -> bytes:

@@ -1,0 +1,81 @@
+"""Text for people: streams whose loss ends no run, and tables that open as text in a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from .checkpoint import label_of
+
+FORMULAS = "=+-@＝＋－＠"  # that begin one in a spreadsheet
+
+
+class _Lossy:
+    """A text stream that loses what it cannot write: onto a full disk, to a closed terminal, through `| head`."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def outlive_output(*names: str) -> None:
+    """Has a process go on when nobody takes any more what it writes to sys.`names`, by default both.
+
+    What was closed from the start is opened: the next file would take its number, and get what C libraries print.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in names or ("stdout", "stderr"):
+        setattr(sys, name, _Lossy(getattr(sys, name) or open(os.devnull, "w")))  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class LostResultError(RuntimeError):
+    """Nobody took what a command was asked for."""
+
+
+def print_result(text: str) -> None:
+    """Prints what a command was asked for.
+
+    Raises:
+        LostResultError: Standard output does not take it.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would try again at its end
+        raise LostResultError(f"the standard output did not take the result: {error}") from error
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A table as CSV. Text is printable and quoted, and no spreadsheet takes it for a formula."""
+
+    def cell(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return "'" * value.lstrip().startswith(tuple(FORMULAS)) + label_of(value)
+
+    writer = csv.writer(text := io.StringIO(), quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow([cell(name) for name in columns])
+    writer.writerows([cell(row.get(name, "")) for name in columns] for row in rows)
+    return text.getvalue()
