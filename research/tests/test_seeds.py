@@ -51,6 +51,8 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     assert stopped.value.code == 75
     assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
     call(command, monkeypatch)
+    for model in MODELS:  # whose last weights are judged
+        (root / "runs" / f"{model}-0" / "best.pt").unlink()
     call(command, monkeypatch)  # finds all of it done
     for model in MODELS:
         sessions = (root / "runs" / f"{model}-0" / "sessions.jsonl").read_text().splitlines()

@@ -88,6 +88,18 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     assert len(set(sizes)) > 1
 
 
+def test_names_in_tables_are_text_whatever_they_are(tmp_path):
+    names = ['=HYPERLINK("x")', "+1", "-1", "@x", " =1", "a\x1b[2J\n", 'b"c,d', "plain"]
+    targets = np.arange(len(names))
+    best = np.stack([targets, (targets + 1) % len(names)], axis=1)[:, :, None]
+    Comparison.of(targets, best).write_tables(tmp_path, dict(enumerate(names)))
+    shown = ["'" * (i < 5) + name.replace("\x1b", "?").replace("\n", "?") for i, name in enumerate(names)]
+    for table, column in (("classes", "name"), ("confusions", "name"), ("confusions", "predicted_name")):
+        text = (tmp_path / f"{table}.csv").read_text()
+        assert {row[column] for row in csv.DictReader(text.splitlines())} == {*shown}
+        assert all(f',"{name.replace(chr(34), chr(34) * 2)}",' in text for name in shown)
+
+
 def test_models_that_agree_have_a_table_without_confusions(tmp_path):
     targets, best = np.array([0, 1, 1]), np.array([[[0], [0]], [[1], [1]], [[0], [0]]])
     Comparison.of(targets, best).write_tables(tmp_path, {})

@@ -398,6 +398,25 @@ def test_a_comparison_needs_a_second_model(word, monkeypatch):
         ([*VIL_PT, "--against", "{models}/vil.pt", "--against-model-kwargs", "depth=3"], "does not fit the model"),
         ([*VIL_PT, "--against", "{tmp}/larger.pt"], "images of (16, 16) and (24, 24): give one --img-size for both"),
         ([*VIL_PT, "--against", "{models}/more.pt"], "the models have 12 and 1000 classes"),
+        *(
+            (["--checkpoint", "nowhere.pt", *words.split(" ", 1)], message)  # before anything is read
+            for words, message in {
+                "--batch-size 0": "'batch_size' in the command line must be at least 1",
+                "--workers -1": "at least 0",
+                "--workers 100000": "at most 1024",
+                "--crop-pct nan": "'crop_pct' in the command line must be a finite",
+                "--interpolation cubic": "interpolation 'cubic' is unknown; did you mean 'bicubic'",
+                "--img-size 0": "'img_size' in the command line must be at least 1",
+                "--num-classes 0": "at least 1",
+                "--json {tmp}": "there is something that is no file",
+                "--json /dev/null": "cannot write /dev/null: ",
+                "--json {models}/vil.pt/out": "cannot write ",
+            }.items()
+        ),
+        *(
+            (["--checkpoint", "nowhere.pt", "--against", "nowhere.pt", word, "{models}/vil.pt/out"], "cannot write ")
+            for word in ("--csv", "--plot")
+        ),
         ([*VIL_PT, "--real-labels"], "ReaL labels are for ImageNet's validation images"),
     ],
 )
@@ -413,3 +432,10 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
         command(*words)
     assert str(error.value).startswith("error: ")
     assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp_path):
+    words = ["--checkpoint", str(models[0] / "vil.pt"), "--workers", "0", "--json", str(tmp_path / "out.json")]
+    assert run([*script("validate.py"), *words], check=False, output="/dev/full").returncode == 1
+    assert json.loads((tmp_path / "out.json").read_text())["images"] == 24

@@ -39,14 +39,17 @@ def train_command(folder, image_folder, processes=1, **options):
     return [*script("train_imagenet.py", processes), "-c", str(config)]
 
 
-def run(command, check=True):
-    """What a command line of Python comes to, in processes forked from one that has imported everything already."""
+def run(command, check=True, output=None):
+    """What a command line of Python comes to, in processes forked from one that has imported everything already.
+
+    It prints to `output` if that is given.
+    """
     words, processes = command[1:], 1
     if words[:2] == ["-m", "torch.distributed.run"]:
         processes, words = int(words[3].partition("=")[2]), words[4:]
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes, no GPU to share
     with tempfile.TemporaryDirectory() as folder:
-        files, port = [os.path.join(folder, name) for name in ("stdout", "stderr")], free_port()
+        files, port = [output or os.path.join(folder, name) for name in ("stdout", "stderr")], free_port()
         started = [
             CONTEXT.Process(target=_run, args=(words, environment, files, rank, processes, port))
             for rank in range(processes)
@@ -57,7 +60,10 @@ def run(command, check=True):
             process.join(300)
             process.kill()  # if it still runs
             process.join()
-        codes, (stdout, stderr) = [process.exitcode for process in started], (Path(file).read_text() for file in files)
+        codes, (stdout, stderr) = (
+            [process.exitcode for process in started],
+            ("" if output else Path(file).read_text() for file in files),
+        )
     result = subprocess.CompletedProcess(command, next((code for code in codes if code), 0), stdout, stderr)
     assert not check or result.returncode == 0, stderr[-3000:]
     return result

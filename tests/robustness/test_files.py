@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import pty
 import stat
 import threading
 
 import pytest
+from processes import run, train_command
 
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
@@ -121,6 +123,35 @@ def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not
     for name in ("last.pt", "previous.pt", "best.pt"):
         checkpoint.read_checkpoint(runs[0].folder / name)
     assert len(checkpoint.read_checkpoint(runs[0].folder / "last.pt")["history"]) == 4
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, processes):
+    """A full disk; a reader that ends, as `head` does."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+
+    def read_a_little():
+        with open(fifo, "rb", buffering=0) as reader:
+            reader.read(1)
+
+    threading.Thread(target=read_a_little).start()
+    for output in ("/dev/full", str(fifo)):
+        (folder := tmp_path / str(len(output))).mkdir()
+        run(train_command(folder, image_folder, processes), output=output)
+        assert len(checkpoint.read_checkpoint(folder / "run" / "last.pt")["history"]) == 2
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
+    command = train_command(tmp_path, image_folder)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(command[0], command)
+    said = b""
+    while b"images at once" not in said:  # what it says when it begins
+        said += os.read(terminal, 1000)
+    os.close(terminal)  # SIGHUP, and no more room for a word
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]) == 2
 
 
 def hasten():

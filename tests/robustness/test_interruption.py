@@ -6,6 +6,7 @@ INTERRUPTS=50 python -m pytest tests/robustness/test_interruption.py  presses it
 import functools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -188,7 +189,8 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
         time.sleep(0.01)
     if number == signal.SIGINT:
         errors = press(process, 0.3)
-    else:  # as Slurm does: to the script alone
+    else:  # as Slurm does before the time limit, for B: to the script alone
+        assert re.findall("^#SBATCH --signal=(.*)", (ROOT / "scripts" / script).read_text(), re.M) == ["B:USR1@300"]
         process.send_signal(number)
         errors = process.communicate(timeout=120)[1]
     assert errors.count("stopped by a signal: ") == 1, errors[-3000:]

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 import re
 import shutil
 import struct
@@ -111,6 +112,27 @@ def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
     shutil.rmtree(tmp_path / "run")
     report(HISTORY)
     assert f"could not write the summary in {tmp_path / 'run'}" in caplog.text
+
+
+def test_what_stands_where_a_run_writes_neither_holds_it_up_nor_ends_it(tmp_path, monkeypatch, no_pictures):
+    for name in ("info.txt", "summary.csv"):
+        os.mkfifo(tmp_path / name)
+    monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "--data-dir", "caf\udce9"])  # no UTF-8
+    report = Reporter(tmp_path, Config(), dict(data_dir="caf\udce9"), "1 x cpu")
+    report.catch_up(HISTORY)
+    assert "--data-dir caf?\n" in (tmp_path / "info.txt").read_text()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == dict(data_dir="caf\udce9")
+    assert len((tmp_path / "summary.csv").read_text().splitlines()) == 4
+
+
+def test_without_matplotlib_a_run_says_at_its_start_that_there_will_be_no_picture(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report = Reporter(tmp_path, Config(), {}, "1 x cpu")
+    assert re.fullmatch(rf"no {tmp_path}/curve.png: .*matplotlib.*\. pip install matplotlib", caplog.messages[0])
+    report(HISTORY)
+    assert len(caplog.messages) == 1
+    assert (tmp_path / "summary.csv").exists()
+    assert not (tmp_path / "curve.png").exists()
 
 
 # logs

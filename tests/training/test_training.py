@@ -298,18 +298,50 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
             "is of a run with model 'vil_tiny', this one has 'vim_tiny'",
         ),
+        (["--seed", "4294967296"], "error: option 'seed' in the command line must be at most 4294967295"),
+        (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
+        (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write in TMP/.lock/run: "),
+        (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write in TMP/.holder/run: "),
+        (["--data-dir", "IMAGES", "--output", "TMP/best.pt"], "TMP/best.pt/run/best.pt is no file"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_with_status_1(
     uninterrupted, image_folder, tmp_path, monkeypatch, capsys, words, message
 ):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
-    words = [str(image_folder) if word == "IMAGES" else word for word in words]
+    (tmp_path / "small file").touch()
+    for name in (".lock", ".holder", "best.pt"):  # where a run has files
+        (tmp_path / name / "run" / name).mkdir(parents=True)
+    words = [word.replace("IMAGES", str(image_folder)).replace("TMP", str(tmp_path)) for word in words]
     config = ["-c", uninterrupted / "small.yaml", "--output", tmp_path]
     status, error = main(monkeypatch, capsys, *config, *words)
     assert status == 1
     assert error.startswith("error: ")
-    assert message in error
+    assert message.replace("TMP", str(tmp_path)) in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "value"),
+    [
+        ("optimizer", "step", torch.tensor(-1.0)), ("optimizer", "step", torch.tensor(torch.nan)),
+        ("optimizer", "step", "many"), ("optimizer", "step", torch.tensor(True)), ("optimizer", "exp_avg", None),
+        ("optimizer", "exp_avg_sq", torch.ones(3)), ("history", "eval_top1", torch.nan), ("history", "epoch", 7),
+        ("history", "eval_top1", "high"), ("history", "=1+1", 1.0), ("progress", "norms", [1.0]),
+    ],
+)  # fmt: skip
+def test_a_state_that_no_run_leaves_is_not_gone_on_with(
+    uninterrupted, tmp_path, monkeypatch, capsys, part, place, value
+):
+    saved = checkpoint.read_checkpoint(uninterrupted / "run" / "last.pt")
+    inner = {"optimizer": saved["optimizer"]["state"][0], "history": saved["history"][0], "progress": saved["progress"]}
+    inner[part][place] = value
+    checkpoint.save_checkpoint(saved, tmp_path / "odd.pt")
+    words = ["--output", tmp_path, "--epochs", 3, "--resume", tmp_path / "odd.pt"]
+    status, error = main(monkeypatch, capsys, "-c", uninterrupted / "small.yaml", *words)
+    assert status == 1
+    assert error.startswith(f"error: {tmp_path / 'odd.pt'} does not fit this run: ")
+    assert "\n" not in error
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):

@@ -8,9 +8,10 @@ import torch
 from faults import Run
 from naive_training import train
 from PIL import Image
+from processes import in_processes
 
 from train_imagenet import Trainer
-from vil import checkpoint
+from vil import checkpoint, processes
 from vil.config import Config
 from vil.evaluation.evaluator import Evaluation
 from vil.training.interruption import PreemptedError
@@ -93,6 +94,24 @@ def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder
     truth = train(folder, options, micro_batch=4)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     assert_same_run(tmp_path, truth)
+
+
+def means_judged(rank, folder, output):
+    """Of the batch norms of a model and of its average, which come to an evaluation as the number of the process."""
+    options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
+    settings = OPTIONS | options | dict(data_dir=str(folder), output=str(output), experiment="run")
+    run = Trainer(Config(**settings), *processes.join_processes("cpu"))
+    means = [t for model in run.evaluator.models for name, t in model.named_buffers() if name.endswith("running_mean")]
+    for mean in means:
+        mean.fill_(rank)
+    run.evaluate()
+    processes.leave_processes()
+    return {value for mean in means for value in mean.tolist()}
+
+
+def test_batch_norms_are_judged_with_the_mean_of_all_processes(folder, tmp_path):
+    for ended in in_processes(2, means_judged, folder, tmp_path):
+        assert ended.value == {0.5}, ended.errors
 
 
 def _plain(options):
