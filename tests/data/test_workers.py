@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import signals
 from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
 
 from vil.config import ConfigError
@@ -246,6 +247,8 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch):
         subprocess.run(["kill", name, str(worker.pid)], check=True)
     assert all(torch.equal(ours, theirs) for (ours, _), theirs in zip(loader, expected, strict=True))
     assert worker.is_alive()
+    for kept_out in ("SigIgn", "SigBlk"):  # Ctrl-C, which a terminal sends to all: also while the worker starts
+        assert signal.SIGINT in signals(worker.pid, kept_out)
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(timeout=60)
     assert worker.exitcode == 0

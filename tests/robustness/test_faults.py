@@ -1,6 +1,6 @@
 """What a run survives: two processes on a CPU that are killed, signalled, starved of disk and fed bad data.
 
-FAULTS_SEED repeats the random choices.
+FAULTS_SEED repeats the random choices; KILLS=50 kills a run as often.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from vil import checkpoint, processes
 from vil.training import interruption
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
+KILLS = int(os.environ.get("KILLS", 8))
 PREEMPTED = interruption.PREEMPTED
 
 
@@ -70,9 +71,9 @@ def test_all_processes_end_with_the_same_weights_and_ema(undisturbed):
     assert len(set(digests)) == 1
 
 
-def test_a_run_killed_at_20_random_points_ends_as_if_nothing_had_been(undisturbed, start, rng):
+def test_a_run_killed_at_random_points_ends_as_if_nothing_had_been(undisturbed, start, rng):
     killed = 0
-    while killed < 20:
+    while killed < KILLS:
         two = start()
         if killed % 4 == 0:
             two.wait_for_a_save_to_begin()

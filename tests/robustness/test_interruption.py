@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults import assert_same, before
+from faults import Torchrun, assert_same, before, signals
 from processes import ROOT, in_processes, train_command
 
 import train_imagenet
@@ -101,7 +101,7 @@ def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undistu
         run = start(processes, workers=1, **OPTIONS)
         if interrupted < COUNT:
             run.wait_until_it_heeds_signals()
-            time.sleep(rng.uniform(0, 0.4))
+            time.sleep(rng.uniform(0, 0.3))
             run.signal(signal.SIGINT)
         begin = time.monotonic()
         codes = run.wait(120)
@@ -120,43 +120,60 @@ def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undistu
     assert_same(run.result(), undisturbed(processes, **OPTIONS).result())
 
 
-def press(process, seconds):
-    """Ctrl-C in the process's terminal after a while; what it printed to standard error."""
-    time.sleep(seconds)
-    os.killpg(process.pid, signal.SIGINT)
-    return process.communicate(timeout=120)[1]
-
-
 def start_in_a_terminal(command):
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folder, tmp_path):
-    for seconds in (1.0, 2.5):  # while it imports PyTorch and others
-        process = start_in_a_terminal(train_command(tmp_path, image_folder))
-        errors = press(process, seconds)
-        assert process.returncode == PREEMPTED
-        assert errors.strip() == "stopped by a signal before it trained anything"
+def press(process):
+    """Ctrl-C in the process's terminal; what it printed to standard error."""
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=120)[1]
+
+
+def wait_for_a_checkpoint(process, folder):
+    while not (last := folder / "run" / "last.pt").exists():
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.01)
+    return last
+
+
+@pytest.mark.parametrize("seconds", [0, 1.5])
+def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folder, tmp_path, seconds):
+    """While it imports PyTorch and others."""
+    process = start_in_a_terminal(train_command(tmp_path, image_folder))
+    while signal.SIGUSR1 not in signals(process.pid, "SigCgt"):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    assert press(process).strip() == "stopped by a signal before it trained anything"
+    assert process.returncode == PREEMPTED
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_in_a_terminal_stops_a_run_and_its_launcher_with_everything_saved(image_folder, tmp_path, processes):
-    process = start_in_a_terminal(train_command(tmp_path, image_folder, processes, epochs=1000))
-    while not (last := tmp_path / "run" / "last.pt").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    begin = time.monotonic()
-    errors = press(process, 0.3)
-    assert time.monotonic() - begin < 60
-    assert process.returncode == (PREEMPTED if processes == 1 else 1)  # torchrun's own
-    assert errors.count("stopped by a signal: ") == 1
+def assert_stopped(errors, last):
+    """With a sentence that says what the last checkpoint holds."""
+    assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
     saved = checkpoint.read_checkpoint(last)
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
-    if processes == 1:
-        assert "Traceback" not in errors
+
+
+def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path):
+    process = start_in_a_terminal(train_command(tmp_path, image_folder, epochs=1000))
+    last = wait_for_a_checkpoint(process, tmp_path)
+    errors = press(process)
+    assert process.returncode == PREEMPTED
+    assert_stopped(errors, last)
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_in_torchruns_terminal_stops_all_with_everything_saved(image_folder, tmp_path):
+    torchrun = Torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], data_dir=str(image_folder), epochs=1000)
+    torchrun.wait_until((last := tmp_path / "run" / "last.pt").exists)
+    for process in (torchrun.launcher.pid, *torchrun.workers):
+        os.kill(process, signal.SIGINT)
+    assert torchrun.wait(60) == 1  # torchrun's own
+    assert_stopped(torchrun.said(), last)
 
 
 STAND_INS = {
@@ -184,17 +201,14 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
         monkeypatch.setenv(name, value)
     config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
-    while not (last := tmp_path / "run" / "last.pt").exists():
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        time.sleep(0.01)
+    last = wait_for_a_checkpoint(process, tmp_path)
     if number == signal.SIGINT:
-        errors = press(process, 0.3)
+        errors = press(process)
     else:  # as Slurm does before the time limit, for B: to the script alone
         assert re.findall("^#SBATCH --signal=(.*)", (ROOT / "scripts" / script).read_text(), re.M) == ["B:USR1@300"]
         process.send_signal(number)
         errors = process.communicate(timeout=120)[1]
-    assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
-    assert checkpoint.read_checkpoint(last)["progress"]["losses"]
+    assert_stopped(errors, last)
     if script == "slurm.sh":
         assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
     else:
