@@ -62,24 +62,25 @@ def random_tensors(device, *kinds):
     return [torch.randn(size, generator=random).to(device, dtype) for size, dtype in kinds]
 
 
-def emulated(cases):
-    return [pytest.param("cpu", *case, marks=EMULATED, id=f"emulated-{case}") for case in cases]
+def on_both(emulated, on_a_gpu):
+    """Cases (shape, Hopper, dtype) by emulation, in fp16 every other, and on a GPU."""
+    cases = [(*case, torch.bfloat16) for case in emulated] + [(*case, torch.float16) for case in emulated[::2]]
+    large = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132), *on_a_gpu]
+    return pytest.mark.parametrize(
+        ("device", "shape", "hopper", "dtype"),
+        [pytest.param("cpu", *case, marks=EMULATED, id=f"emulated-{case}") for case in cases]
+        + [
+            pytest.param("cuda", shape, True, dtype, marks=pytest.mark.gpu)
+            for shape in large for dtype in (torch.bfloat16, torch.float16)
+        ],
+    )  # fmt: skip
 
 
-def on_a_gpu(shapes):
-    return [pytest.param("cuda", shape, True, marks=pytest.mark.gpu, id=f"gpu-{shape}") for shape in shapes]
-
-
-LARGE = [(128, 197, 384, 132), (70, 197, 192, 132), (1, 197, 384, 132)]
 # B, L, C and multiprocessors: several tiles and a part of one, sequences that end inside; and few tokens
 GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
-@pytest.mark.parametrize(
-    ("device", "shape", "hopper"),
-    [*emulated([*((shape, True) for shape in GATED), *((few, False) for few in GATED[4:])]), *on_a_gpu(LARGE + GATED)],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_both([(shape, True) for shape in GATED] + [(few, False) for few in GATED[4:]], GATED)
 def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
         monkeypatch.setattr(compiler, "launch", emulator.launch)
@@ -117,11 +118,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
 GATED_BACKWARD = [(3, 33, 192, 1), (1, 197, 384, 1), (7, 83, 192, 9), (3, 3, 192, 12), (1, 65, 384, 1)]
 
 
-@pytest.mark.parametrize(
-    ("device", "shape", "hopper"),
-    [*emulated((shape, True) for shape in GATED_BACKWARD), *on_a_gpu(LARGE + GATED_BACKWARD)],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_both([(shape, True) for shape in GATED_BACKWARD], GATED_BACKWARD)
 def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
         monkeypatch.setattr(compiler, "launch", emulator.launch)
@@ -171,6 +168,7 @@ def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch
 
 
 TAPS, RANKS = 4, [(8, 4), (24, 8)]  # with their numbers of states
+SHAPES = [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
 
 
 def tokens_in(dtype):
@@ -256,9 +254,10 @@ def results(name, kernel, inputs, written):
 
 @EMULATED
 @pytest.mark.parametrize(
-    "shape", [(2, 21, 8, 40), (1, 70, 6, 10), (3, 1, 4, 36), (2, 67, 4, 128), (5, 26, 4, 64), (9, 21, 4, 33)]
+    ("dtype", "shape"),
+    [(dtype, shape) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
+    + [(torch.float16, shape) for shape in SHAPES[3::2]],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_emulated_on_a_cpu_equals_its_definition(name, dtype, shape, monkeypatch, poison):
     monkeypatch.setattr(compiler, "launch", emulator.launch)

@@ -47,7 +47,6 @@ FITTING = {
     "8 states": replaced("mixer", LonghornMixer(16, state_size=8)),
     **{f"{n} taps": replaced("mixer", LonghornMixer(16, conv_width=n)) for n in (2, 3)},
 }
-HOOKS = ("forward", "forward_pre", "full_backward")
 PLACES = ("drop_path", "norm", "mixer", "mixer.directions.1", "mixer.directions.1.conv1d", "mixer.out_proj")
 OTHERS = {
     **{
