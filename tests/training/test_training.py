@@ -12,7 +12,7 @@ import timm
 import torch
 from fixtures import CLASSES, TRAIN_IMAGES
 from PIL import Image
-from processes import SMALL, run, train_command
+from processes import SMALL
 from timm.data import create_transform
 
 import train_imagenet
@@ -100,24 +100,15 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
     assert [row["lr"] for row in trainer.history] == [0.5, 0.5]
 
 
-def test_checkpointing_computes_every_block_once_more_for_backward(image_folder):
-    calls = {}
-    for enabled in (False, True):
-        trainer = Trainer(small_config(image_folder, grad_checkpointing=enabled), CPU, 0, 1)
-        calls[enabled] = []
-        trainer.model.blocks[0].mixer.register_forward_pre_hook(lambda *_, calls=calls[enabled]: calls.append(None))
-        trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
-    assert (len(calls[False]), len(calls[True])) == (1, 2)
-
-
-def test_training_and_evaluation_run_in_the_precision_chosen(image_folder):
-    trainer = Trainer(small_config(image_folder), CPU, 0, 1)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_checkpointing(image_folder, checkpointing):
+    trainer = Trainer(small_config(image_folder, grad_checkpointing=checkpointing), CPU, 0, 1)
     # which a CPU does not get by itself
     trainer.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
     trainer.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
     trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
-    assert dtypes == [torch.bfloat16]
+    assert dtypes == [torch.bfloat16] * (2 if checkpointing else 1)
     trainer.evaluate()
     assert set(dtypes) == {torch.bfloat16}
 
@@ -158,15 +149,16 @@ def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictur
     assert_close(saved, whole[1])
 
 
-def test_the_command_trains_the_same_compiled_and_without_an_average(image_folder, tmp_path, no_pictures):
+def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp_path, no_pictures, monkeypatch):
+    compiled, compile_model = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_model(m, backend="aot_eager"))
     options = dict(batch_size=8, model_kwargs=SMALL["model_kwargs"] | dict(depth=1), model_ema=False, epochs=1)
-    run(train_command(tmp_path, image_folder, torchcompile=True, **options))
-    saved = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
+    (row,), saved = trained(image_folder, tmp_path, torchcompile=True, **options)
+    assert compiled
     (expected,), truth = trained(image_folder, tmp_path / "truth", **options)
-    assert {name: saved["history"][0][name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert row == pytest.approx(expected, rel=1e-5)
     assert_close(saved, truth)
-    assert "state_dict_ema" not in saved
-    assert not any("ema" in name for name in expected)
+    assert not any("ema" in name for name in (*saved, *row))
     assert (tmp_path / "run" / "best.pt").exists()
 
 
@@ -180,15 +172,25 @@ def assert_same_end(folder, whole):
         assert all(torch.equal(saved[part][name], truth) for name, truth in whole[1][part].items())
 
 
-def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes(whole, image_folder, tmp_path, no_pictures):
+def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes_and_says_so(
+    whole, image_folder, tmp_path, no_pictures, caplog
+):
     trained(image_folder, tmp_path, checkpoint_interval="1")
-    folder = tmp_path / "run"
-    (folder / "previous.pt").rename(folder / "last.pt")
-    before_the_end = checkpoint.read_checkpoint(folder / "last.pt")
+    assert "going on" not in caplog.text
+    last = tmp_path / "run" / "last.pt"
+    last.with_name("previous.pt").rename(last)
+    before_the_end = checkpoint.read_checkpoint(last)
     assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
     assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
     trained(image_folder, tmp_path, resume="auto")
-    assert_same_end(folder, whole)
+    assert f"going on after step 4 of 4 of epoch 2 of 2, from {last}" in caplog.text
+    assert_same_end(last.parent, whole)
+    before = last.read_bytes()
+    for epochs in (2, 1):
+        caplog.clear()
+        trained(image_folder, tmp_path, resume="auto", epochs=epochs)
+        assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
+    assert last.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -229,22 +231,6 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     assert path.read_bytes() == before
 
 
-def test_a_run_says_where_it_goes_on_and_that_it_is_finished(whole, image_folder, tmp_path, no_pictures, caplog):
-    trained(image_folder, tmp_path, epochs=2, checkpoint_interval="3")
-    assert "going on" not in caplog.text
-    last = tmp_path / "run" / "last.pt"
-    (tmp_path / "run" / "previous.pt").rename(last)  # of before the last epoch's end
-    trained(image_folder, tmp_path, resume="auto")
-    assert f"going on after step 2 of 4 of epoch 2 of 2, from {last}" in caplog.text
-    before = last.read_bytes()
-    trained(image_folder, tmp_path, resume="auto")
-    assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
-    caplog.clear()
-    trained(image_folder, tmp_path, resume="auto", epochs=1)
-    assert f"{last} has trained its 2 epochs: --epochs N trains on" in caplog.text
-    assert last.read_bytes() == before
-
-
 def test_a_run_takes_its_own_config_file(uninterrupted):
     given, written = (load_config("", ["-c", str(uninterrupted / path)]) for path in ("small.yaml", "run/config.yaml"))
     assert vars(written) == vars(given) | dict(num_classes=4)
@@ -275,13 +261,9 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
         f"weights.pth: {len(source) - 3} of {len(source)} tensors as they are; resampled: pos_embed; new: head." in said
     )
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
-    headless = {name: tensor for name, tensor in source.items() if not name.startswith("head.")}
-    _, said = started(headless, num_classes=4, **kwargs)
-    assert said.endswith(f"{len(source) - 2} of {len(source)} tensors as they are; new: head.weight, head.bias")
-    deit = dict(name="deit_tiny_patch16_224", depth=1, embed_dim=48, img_size=32, num_classes=4)
-    _, said = started(
-        timm.create_model(deit["name"], **{k: v for k, v in deit.items() if k != "name"}).state_dict(), **deit
-    )
+    deit = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
+    weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
+    _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
 
 
