@@ -18,7 +18,6 @@ from timm.data import ImageNetInfo
 
 import validate
 from vil.evaluation.comparison import Speed
-from vil.evaluation.evaluator import Evaluation
 
 VIL = dict(img_size=16, **SMALL["model_kwargs"])
 VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
@@ -332,19 +331,6 @@ def test_results_go_to_the_standard_output_and_to_new_folders(models, command, t
     assert [row["name"] for row in tables["classes.csv"]] == list(NUMBERS)
     assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
     assert figures[0].axes[0].get_xlabel().startswith("vil_tiny less vit_tiny_patch16_224")
-
-
-def test_the_line_sets_the_result_beside_the_published_numbers():
-    result = Evaluation(
-        images=50_000, top1_correct=38_200, top5_correct=46_500, loss=1.0, unreadable=0, images_per_second=9
-    )
-    line = validate.validation_line("vil_tiny", 1000, result, ["a note", "another"])
-    assert "top-1 76.40%" in line
-    assert "top-5 93.00%" in line
-    assert "9 images/s; a note; another; " in line
-    assert line.endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")
-    assert result.top1_interval == pytest.approx(naive.wilson_interval(38_200, 50_000), abs=1e-4)
-    assert "published" not in validate.validation_line("resnet50", 1000, result)
 
 
 def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
