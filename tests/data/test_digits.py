@@ -1,6 +1,5 @@
 """scikit-learn's digits as folders of images: what is held out, and draws of few to learn from."""
 
-import math
 import runpy
 import sys
 
@@ -11,82 +10,70 @@ from sklearn.datasets import load_digits
 
 from vil.data.digits import split_digits, write_digits
 
-CLASSES = load_digits().target
+DIGITS = load_digits()
 
 
 def sets(*arguments, **options):
-    return [set(indices.tolist()) for indices in split_digits(CLASSES, *arguments, **options)]
+    return [set(indices.tolist()) for indices in split_digits(DIGITS.target, *arguments, **options)]
 
 
-def test_a_seed_draws_its_own_training_images_and_never_those_that_are_held_out():
+def counts(images):
+    """How many there are of each digit."""
+    return np.bincount(DIGITS.target[list(images)], minlength=10)
+
+
+def command(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["digits", *map(str, words)])
+    monkeypatch.delitem(sys.modules, "vil.data.digits", raising=False)
+    runpy.run_module("vil.data.digits", run_name="__main__")
+
+
+def test_a_quarter_of_every_digit_is_held_out_from_all_draws():
     everything, held_out = sets()
+    assert everything | held_out == set(range(1797))
+    assert (len(everything), len(held_out)) == (1347, 450)
+    assert np.abs(counts(held_out) - counts(range(1797)) / 4).max() < 1
     draws = [sets(5, seed=seed) for seed in range(6)]
     for train, validation in draws:
         assert validation == held_out
         assert train <= everything
-        assert np.bincount(CLASSES[list(train)]).tolist() == [5] * 10
+        assert counts(train).tolist() == [5] * 10
     assert all(len(first & second) < 10 for i, (first, _) in enumerate(draws) for second, _ in draws[:i])
     assert sets(5, seed=3) == draws[3]
     assert draws[0][0] <= sets(20, seed=0)[0]  # more of the same
 
 
 def test_a_rehearsal_is_on_training_images_alone():
-    everything, held_out = sets()
-    for seed in (0, 100):
-        train, validation = sets(20, seed=seed, rehearse=True)
-        assert train | validation <= everything - held_out
-        assert train.isdisjoint(validation)
-        assert np.bincount(CLASSES[list(validation)]).tolist() == [45] * 10
-        assert np.bincount(CLASSES[list(train)]).tolist() == [20] * 10
+    everything, _ = sets()
+    train, validation = sets(20, seed=100, rehearse=True)
+    assert train | validation <= everything
+    assert train.isdisjoint(validation)
+    assert (counts(train).tolist(), counts(validation).tolist()) == ([20] * 10, [45] * 10)
     with pytest.raises(ValueError, match="there are 86 images to train on, less than 90"):
-        split_digits(CLASSES, 90, 0, rehearse=True)
+        split_digits(DIGITS.target, 90, 0, rehearse=True)
+
+
+def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
+    command(monkeypatch, tmp_path, "--train-per-class", 5)
+    for split, images in zip(("train", "validation"), sets(5)):
+        files = {int(path.stem): path for path in tmp_path.glob(f"{split}/*/*.png")}
+        assert files.keys() == images
+        for number, path in files.items():
+            assert int(path.parent.name) == DIGITS.target[number]
+            levels = np.asarray(Image.open(path)) / 255 - DIGITS.images[number] / 16
+            assert np.abs(levels).max() <= 0.5 / 255 + 1e-9
+    with pytest.raises(SystemExit):
+        command(monkeypatch, tmp_path / "more", "--train-per-class", 200)
+    assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()
 
 
 def test_copies_make_an_epoch_longer_without_more_images(tmp_path):
     write_digits(tmp_path, 2, [3, 7], seed=1, copies=4)
-    train, _ = split_digits(CLASSES, 2, 1)
+    train, _ = sets(2, 1)
     for digit in (3, 7):
         files = sorted((tmp_path / "train" / str(digit)).iterdir())
         assert len(files) == 8
-        assert {int(file.stem[:4]) for file in files} == {i for i in train if CLASSES[i] == digit}
+        assert {int(file.stem[:4]) for file in files} == {i for i in train if DIGITS.target[i] == digit}
         assert len({file.read_bytes() for file in files}) == 2
     assert all("-" not in file.name for file in tmp_path.glob("validation/*/*"))
-
-
-def test_more_images_than_there_are_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["digits", str(tmp_path / "out"), "--train-per-class", "200"])
-    monkeypatch.delitem(sys.modules, "vil.data.digits")
-    with pytest.raises(SystemExit):
-        runpy.run_module("vil.data.digits", run_name="__main__")
-    assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def written(root):
-    """{split: {number of the image: digit}} of a folder of digits."""
-    return {
-        split: {int(path.stem): int(path.parent.name) for path in root.glob(f"{split}/*/*.png")}
-        for split in ("train", "validation")
-    }
-
-
-def test_digits_are_held_out_alike_however_many_are_trained_on(tmp_path, monkeypatch):
-    digits = load_digits()
-    write_digits(tmp_path / "new" / "all")
-    write_digits(tmp_path / "few", 5)
-    monkeypatch.setattr("sys.argv", ["digits", str(tmp_path / "command"), "--train-per-class", "5"])
-    monkeypatch.delitem(sys.modules, "vil.data.digits")
-    runpy.run_module("vil.data.digits", run_name="__main__")
-    everything, few = written(tmp_path / "new" / "all"), written(tmp_path / "few")
-    assert written(tmp_path / "command") == few
-    assert everything["train"].keys().isdisjoint(everything["validation"])
-    assert {**everything["train"], **everything["validation"]} == dict(enumerate(digits.target.tolist()))
-    assert few["validation"] == everything["validation"]
-    assert len(few["validation"]) == math.ceil(1797 / 4) == 450
-    held_out = list(everything["validation"].values())
-    assert all(abs(held_out.count(digit) - (digits.target == digit).sum() / 4) < 1 for digit in range(10))
-    assert sorted(few["train"].values()) == [digit for digit in range(10) for _ in range(5)]
-    assert few["train"].items() <= everything["train"].items()
-    number, digit = next(iter(few["train"].items()))
-    pixels = np.asarray(Image.open(tmp_path / "few" / "train" / str(digit) / f"{number:04d}.png"))
-    assert np.abs(pixels / 255 - digits.images[number] / 16).max() <= 0.5 / 255 + 1e-9
