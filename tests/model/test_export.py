@@ -349,19 +349,13 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
     torch.testing.assert_close(trained.head(exported[0](images)), trained(images))
 
 
-@pytest.mark.parametrize(
-    ("words", "end"),
-    [
-        ([], "; of random weights, as no --checkpoint was given"),
-        (["--model-kwargs", "pretrained=true"], ""),
-        (["--checkpoint", "best.pt"], ""),
-    ],
-)
-def test_the_command_says_when_weights_are_random(words, end, command, monkeypatch, capsys):
+def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: "written")
-    command("--model", "vil_tiny", *words, "--out", "x.onnx")
-    assert capsys.readouterr().out == f"written{end}\n"
+    for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
+        command("--model", "vil_tiny", *words, "--out", "x.onnx")
+        said = "" if words else "; of random weights, as no --checkpoint was given"
+        assert capsys.readouterr().out == f"written{said}\n"
 
 
 @pytest.mark.parametrize(

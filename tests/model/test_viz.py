@@ -2,6 +2,7 @@
 
 import sys
 
+import models
 import naive_model
 import numpy as np
 import pytest
@@ -23,9 +24,8 @@ GRID, TOKENS, CLASS_TOKEN = (3, 5), 16, 7
 
 
 def small(name="vil_tiny", size=(24, 40), **kwargs):
-    torch.manual_seed(0)
-    arguments = dict(img_size=size, patch_size=8, embed_dim=32, depth=2, num_classes=3)
-    return with_random_parameters(timm.create_model(name, **arguments, **kwargs)).eval()
+    arguments = dict(img_size=size, patch_size=8, num_classes=3)
+    return with_random_parameters(models.small(name, **arguments, **kwargs)).eval()
 
 
 @pytest.fixture

@@ -68,12 +68,16 @@ def test_losses_and_norms_are_means_over_the_steps():
     assert math.isnan(meter.summary(1)["grad_norm"])
 
 
+def train(meter, clock, steps, wait, work, loss=1.0, norm=1.0):
+    for _ in meter.timed(clock.batches(steps, seconds=wait)):
+        clock.now += work
+        note(meter, [loss], [norm])
+
+
 def test_times_are_those_from_the_first_wait_for_a_batch_to_the_last_step(clock):
     meter = EpochMeter()
     clock.now += 100  # until the epoch begins
-    for _ in meter.timed(clock.batches(5, seconds=3.0)):
-        clock.now += 5
-        note(meter, [1.0], [1.0])
+    train(meter, clock, 5, wait=3.0, work=5)
     clock.now += 2  # the device finishes
     meter.collect()
     clock.now += 1000  # evaluation
@@ -85,17 +89,13 @@ def test_times_are_those_from_the_first_wait_for_a_batch_to_the_last_step(clock)
 def test_a_meter_goes_on_where_another_one_stopped(clock):
     whole, first = EpochMeter(), EpochMeter()
     for meter in (whole, first):
-        for _ in meter.timed(clock.batches(3, seconds=1.0)):
-            clock.now += 2
-            note(meter, [0.3], [0.9])
+        train(meter, clock, 3, wait=1.0, work=2, loss=0.3, norm=0.9)
         meter.collect()
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
     clock.now += 1e6  # until the run is resumed
     for meter in (whole, second):
-        for _ in meter.timed(clock.batches(2, seconds=4.0)):
-            clock.now += 1
-            note(meter, [0.7], [1.1])
+        train(meter, clock, 2, wait=4.0, work=1, loss=0.7, norm=1.1)
         meter.collect()
     assert (second.steps, second.losses, second.norms) == (5, whole.losses, whole.norms)
     rows = [meter.summary(8) for meter in (whole, second)]
@@ -107,9 +107,7 @@ def measure(rank):
     processes.join_processes("cpu")
     clock = measuring.time = Clock()
     meter = EpochMeter()
-    for _ in meter.timed(clock.batches(1, seconds=(1.0, 3.0)[rank])):
-        clock.now += (3.0, 1.0)[rank]
-        note(meter, [(0.1, 0.2)[rank]], [(1.0, 4.0)[rank]])
+    train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
     meter.collect()
     row = meter.summary(global_batch_size=16)
     processes.leave_processes()

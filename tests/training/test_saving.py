@@ -30,18 +30,12 @@ def epochs(*paths):
     return [checkpoint.read_checkpoint(path)["epoch"] for path in paths]
 
 
-# names of classes
-
-
 def test_names_are_in_the_order_of_their_numbers_and_can_be_shown(tmp_path):
     numbers = {"n10": 1, "n9": 0, "a\x1b[31m\nb\u202e": 3, "é, ß": 2, "x" * 2000: 4, "\udcff": 5}
     names = checkpoint.labels_of(numbers)
     assert names == ["n9", "n10", "é, ß", "a?[31m?b?", "x" * 1000, "?"]
     checkpoint.save_checkpoint(PARTS | dict(config=dict(num_classes=6), label_names=names), tmp_path / "best.pt")
     assert checkpoint.label_names(tmp_path / "best.pt") == names
-
-
-# writing
 
 
 def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkeypatch):
@@ -87,9 +81,6 @@ def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
     temporary = done[0][1]
     renamed = [("last.pt", "previous.pt"), (temporary, "last.pt")]
     assert done == [("on disk", temporary), *renamed, ("on disk", tmp_path.name)]
-
-
-# reading
 
 
 @pytest.mark.parametrize(("version", "whose"), [(2, "an older"), (99, "a newer")])
@@ -143,9 +134,6 @@ def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not
         checkpoint.read_weights(tmp_path / "cut.safetensors")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         checkpoint.read_weights(tmp_path)  # a folder
-
-
-# going on
 
 
 @pytest.mark.parametrize(
@@ -213,9 +201,6 @@ def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):
     checkpoint.check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path)
     with pytest.raises(CheckpointError, match="middle of an epoch with global_batch_size 16, this run has 32: finish"):
         checkpoint.check_same_run(saved, dict(global_batch_size=32, lr=0.1), tmp_path, middle=True)
-
-
-# weights to start from
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["checkpoint", "safetensors"])

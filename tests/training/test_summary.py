@@ -135,9 +135,6 @@ def test_without_matplotlib_a_run_says_at_its_start_that_there_will_be_no_pictur
     assert not (tmp_path / "curve.png").exists()
 
 
-# logs
-
-
 @pytest.mark.parametrize(
     ("option", "package", "module"),
     [("log_tensorboard", "tensorboard", "torch.utils.tensorboard"), ("log_wandb", "wandb", "wandb")],

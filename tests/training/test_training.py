@@ -57,9 +57,6 @@ def main(monkeypatch, capsys, *words):
     return (1, code) if isinstance(code, str) else (code or 0, capsys.readouterr().err)
 
 
-# what a run writes
-
-
 def test_a_run_learns_and_writes_its_files(uninterrupted):
     folder = uninterrupted / "run"
     with open(folder / "summary.csv") as file:
@@ -80,9 +77,6 @@ def test_noise_takes_the_place_of_a_dataset(tmp_path):
     (row,) = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
     assert row["train_loss"] > 0
     assert row["data_wait_percent"] < 50
-
-
-# a run's parts
 
 
 def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path, no_pictures):
@@ -135,9 +129,6 @@ def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no
     assert rows[0]["unreadable_images"] == 3
 
 
-# the same run by other means
-
-
 def assert_close(found, expected, rtol=1e-4):
     for name, truth in expected["state_dict"].items():
         torch.testing.assert_close(found["state_dict"][name], truth, rtol=rtol, atol=rtol / 10)
@@ -160,9 +151,6 @@ def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp
     assert_close(saved, truth)
     assert not any("ema" in name for name in (*saved, *row))
     assert (tmp_path / "run" / "best.pt").exists()
-
-
-# going on
 
 
 def assert_same_end(folder, whole):
@@ -265,9 +253,6 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
     weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
-
-
-# how a run ends
 
 
 @pytest.mark.parametrize(
