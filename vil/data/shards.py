@@ -5,21 +5,32 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import re
+import tarfile
 import zlib
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import webdataset
 from PIL import Image
-from timm.data.readers.reader_wds import ReaderWds
+from timm.data.readers.reader_wds import ReaderWds, log_and_continue
 from webdataset.filters import getfirst
 from webdataset.gopen import gopen_schemes
+from webdataset.tariterators import base_plus_ext, group_by_keys, url_opener
 
 from ..config import ConfigError
-from .images import UNREADABLE, Unreadable, read_image
+from .decoder import MOST_BYTES, UnfitImageError
+from .images import UNREADABLE, Unreadable, open_file, read_image
 
 LOCAL = "local-shards"  # scheme of the files that webdataset may open
 NUMBERS = 2**20
+MOST_LABEL = 2**20  # bytes of a label, of a tar file's notes on a member
+MOST_INFO = 2**26  # bytes of _info.json
+MOST_SHUFFLED = 2**31  # bytes of samples that wait for their turn
+FEWEST_BYTES = 1024  # of a sample: the headers of an image and of its label
+NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 class Shards(ReaderWds):
@@ -27,9 +38,19 @@ class Shards(ReaderWds):
 
     A sample that cannot be read is named and counted in `unreadable`. Training goes on with the next one; evaluation
     gets a blank image with the target `UNREADABLE`.
+
+    Args:
+        root: Folder or address of the shards.
+        num_classes: Classes from 0 on; a sample of another cannot be read. None for any.
+
+    Raises:
+        ConfigError: The root or split is a command, a shard lies outside of the folder or is no regular file, or there
+            cannot be as many samples as the shards say.
     """
 
-    def __init__(self, root: str | None, **kwargs):
+    num_classes: int | None
+
+    def __init__(self, root: str | None, num_classes: int | None = None, **kwargs):
         if not root:
             raise ConfigError("data_dir is not given: the folder or address of the shards")
         for name in (root, kwargs["split"]):
@@ -37,13 +58,78 @@ class Shards(ReaderWds):
                 raise ConfigError(f"{name!r} is a command, which is not run: data_dir takes a folder or an address")
         enter_secure_mode()
         super().__init__(root if "://" in root else f"{LOCAL}:{os.path.abspath(root)}", **kwargs)
-        self.unreadable = Unreadable(NUMBERS)
+        self.unreadable, self.num_classes = Unreadable(NUMBERS), num_classes
+        if "://" not in root:
+            self._check(os.path.realpath(root))
+
+    def _check(self, root: str) -> None:
+        """What a local folder's `_info.json` says."""
+        count, room = self.num_samples, 0
+        for name in self.split_info.filenames:
+            path = os.path.realpath(os.path.join(root, name))
+            if not path.startswith(os.path.join(root, "")) or (os.path.exists(path) and not os.path.isfile(path)):
+                raise ConfigError(f"the shard {name!r} is no regular file in {root!r}: copy it there, not a link to it")
+            room += os.path.getsize(path) // FEWEST_BYTES if os.path.exists(path) else 0
+        if not isinstance(count, int) or not 0 <= count <= room:
+            raise ConfigError(
+                f"the shards of {root!r} cannot have {count!r} samples, but at most {room}: see _info.json"
+            )
 
     def _lazy_init(self) -> None:
         enter_secure_mode()  # in a loader's process
         super()._lazy_init()
         shards: Any = self.ds
-        shards.pipeline[-2:] = [webdataset.map(self._read)]  # in place of timm's decoding and naming
+        # in place of timm's reading of shards, shuffling, decoding and naming
+        shards.pipeline[-4 if self.is_training else -3 :] = [
+            self._samples,
+            *([self._shuffled] if self.is_training else []),
+            webdataset.map(self._read),
+        ]
+
+    def _samples(self, shards: Iterator[dict]) -> Iterator[dict]:
+        """The encoded image and label of each sample."""
+        return group_by_keys(self._members(url_opener(shards, handler=log_and_continue)), handler=log_and_continue)
+
+    def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
+        suffixes = {*self.input_key.split(";"), "cls", "json"}
+        for shard in shards:
+            try:
+                with tarfile.open(fileobj=shard["stream"], mode="r|*", tarinfo=_Member) as tar:
+                    for member in tar:
+                        tar.members = []  # type: ignore[attr-defined]  # which tarfile collects
+                        suffix = (base_plus_ext(member.name)[1] or "").lower()
+                        if not member.isreg() or suffix not in suffixes or re.match(r"__[^/]*__($|/)", member.name):
+                            continue
+                        most = MOST_LABEL if suffix in ("cls", "json") else MOST_BYTES
+                        file = tar.extractfile(member) if member.size <= most else None  # else unreadable
+                        yield dict(fname=member.name, data=file.read() if file else b"", __url__=shard["url"])
+                yield {}  # its last sample ends here
+            except Exception as error:
+                log_and_continue(error)
+
+    def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
+        """webdataset's shuffle, but large samples take their turn earlier."""
+        chance, held = random.Random(self.worker_seed), 0
+        waiting: list[dict] = []
+
+        def take() -> dict:
+            nonlocal held
+            k = chance.randint(0, len(waiting) - 1)
+            waiting[k], waiting[-1] = waiting[-1], waiting[k]
+            held -= _bytes_of(waiting[-1])
+            return waiting.pop()
+
+        for sample in samples:
+            full = len(waiting) + 1 >= self.sample_shuffle_size or held > MOST_SHUFFLED
+            arrived = [sample] if full else [sample, *islice(samples, 1)]
+            waiting += arrived
+            held += sum(map(_bytes_of, arrived))
+            if len(waiting) >= min(self.sample_initial_size, self.sample_shuffle_size):
+                yield take()
+            while held > MOST_SHUFFLED:
+                yield take()
+        while waiting:
+            yield take()
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any] | None:
         label = self.split_info.alt_label
@@ -51,6 +137,8 @@ class Shards(ReaderWds):
             target = int(json.loads(sample["json"])[label] if label else sample["cls"])
             if target < 0:  # timm's mark of a sample without a label
                 return None
+            if self.num_classes and target >= self.num_classes:
+                raise UnfitImageError(f"its class is {target}, of {self.num_classes}")
             image = read_image(io.BytesIO(getfirst(sample, self.input_key)))
             return dict(image=image, target=target)
         except Exception as error:
@@ -66,5 +154,23 @@ def enter_secure_mode() -> None:
     gopen_schemes[LOCAL] = _open_local
 
 
-def _open_local(url: str, mode: str = "rb", *_, **__):
-    return open(url.removeprefix(f"{LOCAL}:"), mode)
+def _open_local(url: str, *_, **__):
+    path = url.removeprefix(f"{LOCAL}:")
+    if path.endswith("info.json") and os.path.getsize(path) > MOST_INFO:
+        raise UnfitImageError(f"{path!r} has more than {MOST_INFO} bytes")
+    return open_file(path)
+
+
+def _bytes_of(sample: dict) -> int:
+    return sum(len(value) for value in sample.values() if isinstance(value, bytes))
+
+
+class _Member(tarfile.TarInfo):
+    """A tar file's header, whose notes tarfile reads as a whole."""
+
+    @classmethod
+    def frombuf(cls, *args, **kwargs):
+        member = super().frombuf(*args, **kwargs)
+        if member.type in NOTES and member.size > MOST_LABEL:
+            raise tarfile.ReadError(f"{member.size} bytes of notes on a member")
+        return member

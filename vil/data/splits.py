@@ -36,7 +36,7 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
         if kind == "wds":
             from .shards import Shards  # webdataset is an optional dependency
 
-            images: Any = IterableImageDataset(data_dir, reader=Shards(data_dir, split=split, **kwargs))
+            images: Any = IterableImageDataset(data_dir, reader=Shards(data_dir, num_classes, split=split, **kwargs))
             images.unreadable = images.reader.unreadable
         elif kind:  # there a split need not be a folder
             restrict_pillow()
@@ -102,6 +102,7 @@ def open_splits(config: Config):
     val = open_split(*location, config.val_split)
     if not (num_classes := len(class_names(train)) or config.num_classes or 0):
         raise ConfigError(f"the dataset {config.dataset} does not say how many classes it has: give num_classes")
+    limit_classes(val, num_classes)
     if num_classes < 2:
         raise ConfigError(
             f"the split {config.train_split!r} of {config.data_dir} has one class: each class needs a folder of its "
@@ -123,6 +124,12 @@ def open_splits(config: Config):
 def _quoted(names: list[str], most: int = 5) -> str:
     """Some names in a line, with what a terminal would obey escaped."""
     return ", ".join(map(repr, names[:most])) + (", ..." if names[most:] else "")
+
+
+def limit_classes(images, num_classes: int) -> None:
+    """Has shards, which name no classes, count a sample of one beyond these as unreadable."""
+    if hasattr(images.reader, "num_classes"):
+        images.reader.num_classes = num_classes
 
 
 def class_names(images) -> dict[str, int]:

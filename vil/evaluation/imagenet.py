@@ -10,7 +10,7 @@ from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
 from ..config import ConfigError
-from ..data.splits import class_names, open_split
+from ..data.splits import class_names, limit_classes, open_split
 from ..published import IMAGENET_CLASSES
 
 
@@ -24,6 +24,7 @@ def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes:
         ConfigError: As `open_split`.
     """
     images = open_split(data_dir, dataset, split)
+    limit_classes(images, num_classes)
     names = class_names(images)
     if not names or len(names) == num_classes:
         return images, None
