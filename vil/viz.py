@@ -265,7 +265,7 @@ def draw(options: argparse.Namespace) -> None:
     data_config = resolve_model_data_config(model)
     transform = create_transform(**data_config)
     files = image_files(options.images)
-    images = torch.stack([transform(_read(path)) for path in files[:64]])
+    images = torch.stack([transform(read_picture(path)) for path in files[:64]])
     mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ def image_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> Image.Image:
+def read_picture(path: Path) -> Image.Image:
     """Raises a ConfigError if the file is missing or cannot be decoded."""
     try:
         return read_image(path)

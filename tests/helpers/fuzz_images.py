@@ -1,16 +1,19 @@
-"""Image files of many formats, damaged at random, through the loaders of training and evaluation.
+"""Image files of many formats, damaged at random or made slow, through the loaders and to the pictures of vil.viz.
 
     python tests/helpers/fuzz_images.py --count 20000
+    python tests/helpers/fuzz_images.py --count 2000 --slow --paths evaluation viz
     python tests/helpers/fuzz_images.py --count 2000 --paths device --formats jpeg --device cuda
 
-Every file must be read or counted, none may end a loader, and their process may not take more memory than it is given.
-The files of a seed are always the same; those that a loader did not survive can be kept with --folder.
+Every file must be read or counted, none may end a loader or take more than 20 s, and the processes that read them may
+not take more memory than they are given. The files of a seed are always the same; --folder keeps them.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import functools
 import io
 import logging
 import os
@@ -33,12 +36,15 @@ from processes import CONTEXT
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from vil.config import Config
+from vil import viz
+from vil.config import Config, ConfigError
+from vil.data import guard, images, readers
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split
 
+AT_ONCE = 400  # files on the disk
 PATHS = ("training", "device", "evaluation")
 DATA_CONFIG = dict(
     input_size=(3, 32, 32), crop_pct=0.875, crop_mode="center", interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3
@@ -104,27 +110,95 @@ def metadata() -> tuple[bytes, Image.Exif, PngImagePlugin.PngInfo]:
     return profile[:24] + bytes(12) + profile[36:], exif, text  # without the time at which the profile was made
 
 
+def chunk(name: bytes, data: bytes) -> bytes:
+    """Of a PNG."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def segments(marker: int, data: bytes, count: int = 1) -> bytes:
+    """Of a JPEG."""
+    return (bytes((0xFF, marker)) + struct.pack(">H", len(data) + 2) + data) * count
+
+
+def tiff(pixels: bytes, tags: dict[int, int], order: str = "<") -> bytes:
+    """A grey picture of 32x24, but for what the tags say by their numbers; Pillow writes no such files."""
+    tags = {256: 32, 257: 24, 258: 8, 259: 1, 262: 1, 273: 0, 277: 1, 278: 24, 279: len(pixels)} | tags
+    start = 14 + 12 * len(tags)
+    tags |= {name: start for name in (273, 324) if name in tags}  # where its strip or tile is
+    entries = (struct.pack(f"{order}HHII", name, 4, 1, value) for name, value in sorted(tags.items()))
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    return mark + struct.pack(f"{order}IH", 8, len(tags)) + b"".join(entries) + bytes(4) + pixels
+
+
+def sharing(length: int, tags: int) -> bytes:
+    """A TIFF of so many tags more, whose values are the same bytes."""
+    entries = (struct.pack("<HHII", 1000 + i, 1, length, 8) for i in range(min(tags, 60000)))
+    whole = tiff(b"", {})
+    return whole[:8] + struct.pack("<H", 9 + min(tags, 60000)) + whole[10:-4] + b"".join(entries) + bytes(4 + length)
+
+
+@functools.cache
+def large(kind: str, width: int, height: int, **options) -> bytes:
+    mode = "L" if kind == "PPM" else "RGB"
+    Image.new(mode, (width, height), "red" if mode == "RGB" else 99).save(file := io.BytesIO(), kind, **options)
+    return file.getvalue()
+
+
+def slow(name: str, chance: random.Random) -> bytes:
+    """A file that is in order, or nearly so, and made to cost more time or memory than a picture of its size."""
+    n = int(2 ** chance.uniform(8, 24))  # bytes, or nearly so many
+    side = int(2 ** chance.uniform(0, 13.5))
+    size = side, min(max(1, int(side * 2 ** chance.uniform(-7, 7))), 16000, 2**26 // side)
+    small, jpeg = large("PNG", 9, 7), large("JPEG", 9, 7)
+    bomb = zlib.compress(bytes(chance.choice((2**10, 2**20, 2**24))))
+    notes = {b"zTXt": b"a\0\0" + bomb, b"iCCP": b"a\0\0" + bomb, b"iTXt": b"a\0\1\0\0\0" + bomb, b"IDAT": b""}
+    notes |= {b"tEXt": b"a\0b", b"prVt": b"", b"eXIf": sharing(2**15, n // 12)[:n], b"PLTE": bytes(768)}
+    (note, data), exif = chance.choice([*notes.items()]), b"Exif\0\0" + sharing(chance.choice((64, 2**15)), 2600)
+    of_jpeg = [
+        lambda: segments(0xE1, exif[:65533], chance.choice((1, 2, 99))),
+        lambda: segments(chance.choice((0xFE, 0xE1, 0xE2, 0xED)), bytes(chance.choice((0, 9, 65533))), 1 + n // 999),
+        lambda: chance.choice((b"\xff", b"\xff\xd8", b"\xff\0", b"x")) * (n // 2),
+        lambda: segments(0xE2, b"MPF\0" + exif[6:65500]),
+    ]
+    files = {
+        "png": lambda: small[:33] + chunk(note, data) * (1 + n // (12 + len(data))) + small[33:],
+        "png large": lambda: large("PNG", *size) + bytes(n),
+        "apng": lambda: small[:33] + chunk(b"acTL", struct.pack(">II", n // 38 + 1, 0)) + small[33:-12]
+        + b"".join(chunk(b"fcTL", struct.pack(">IIIIIHHBB", i, 9, 7, 0, 0, 1, 1, 0, 0)) for i in range(n // 38)),
+        "jpeg": lambda: jpeg[:2] + chance.choice(of_jpeg)() + jpeg[2:],
+        "jpeg large": lambda: large("JPEG", *size) + bytes(n),
+        "jpeg progressive": lambda: (p := large("JPEG", *size, progressive=True))[:-2]
+        + p[p.rindex(b"\xff\xda") : -2] * chance.choice((1, 50, 90, 2000)) + b"\xff\xd9",
+        "mpo": lambda: jpeg[:2] + segments(0xE2, b"MPF\0" + sharing(64, 9)) + jpeg[2:] + jpeg * (n // len(jpeg)),
+        "gif": lambda: b"GIF89a" + struct.pack("<HHBBB", *size, 0, 0, 0) + b"\x21\xfe" + b"\1a" * (n // 2) + b"\0",
+        "gif frames": lambda: large("GIF", *size)[:-1] + large("GIF", 9, 7)[13:-1] * (n // 50) + b";",
+        "ppm": lambda: b"P%d\n" % chance.randint(1, 6) + b"%d %d 255\n" % size
+        + chance.choice((b"#", b" ", b"1", b"1 ", b"#\n")) * n,
+        "pfm": lambda: b"Pf" + b"\n" * n + b"%d %d\n-1.0\n" % size + bytes(n),
+        "bmp": lambda: b"BM" + struct.pack("<IIIIiiHHIIIIII", n, 0, 54, 40, *size, 1, 8, 1, n, 1, 1, 0, 0)
+        + chance.choice((b"\0\2\1\1", b"\0\0", b"\xff\1")) * (n // 4),
+        "tiff": lambda: sharing(n, int(2 ** chance.uniform(0, 15))),
+        "tiff large": lambda: large("TIFF", *size, compression=chance.choice(("tiff_lzw", "tiff_adobe_deflate"))),
+        "webp": lambda: large("WEBP", *size, lossless=chance.random() < 0.5, method=0) + bytes(n),
+        "avif": lambda: large("AVIF", *size, speed=10) if features.check("avif") else b"",
+    }  # fmt: skip
+    return files[name]()
+
+
+SLOW = (
+    *("png", "png large", "apng", "jpeg", "jpeg large", "jpeg progressive", "mpo", "gif", "gif frames", "ppm", "pfm"),
+    *("bmp", "tiff", "tiff large", "webp", "avif"),
+)
+
+
 def flip_bits(content: bytearray, chance: random.Random) -> bytearray:
     for _ in range(chance.choice((1, 1, 2, 8, 64))):
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     return content
 
 
-def damage_header(content: bytearray, chance: random.Random) -> bytearray:
-    for _ in range(chance.randint(1, 4)):
-        content[chance.randrange(min(48, len(content)))] = chance.choice(
-            (0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256))
-        )
-    return content
-
-
 def cut_short(content: bytearray, chance: random.Random) -> bytearray:
     return content[: chance.randrange(len(content)) if chance.random() < 0.8 else chance.randrange(20)]
-
-
-def leave_out(content: bytearray, chance: random.Random) -> bytearray:
-    start = chance.randrange(len(content))
-    return content[:start] + content[start + chance.randint(1, 64) :]
 
 
 def repeat(content: bytearray, chance: random.Random) -> bytearray:
@@ -168,14 +242,12 @@ def change_chunks(content: bytearray, chance: random.Random) -> bytearray:
         chosen[0] = bytearray(chance.choice((b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"iCCP", b"zTXt", b"fcTL", b"fdAT")))
     elif chosen[1]:
         chosen[1] = chance.choice((flip_bits, write_number, cut_short, repeat))(bytearray(chosen[1]), chance)
-    return content[:8] + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
-    )
+    return content[:8] + b"".join(chunk(bytes(name), bytes(data)) for name, data in chunks)
 
 
 SPLICED = list(corpus().values())
-DAMAGES = (flip_bits, damage_header, cut_short, leave_out, repeat, write_number, splice, change_chunks)
-WEIGHTS = (2, 1, 1, 1, 2, 2, 1, 3)
+DAMAGES = (flip_bits, cut_short, repeat, write_number, splice, change_chunks)
+WEIGHTS = (2, 1, 2, 3, 1, 3)
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
@@ -186,14 +258,15 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return bytes(result)
 
 
-def write_files(root: Path, count: int, seed: int, formats: str = "") -> None:
-    """{train,val}/{damaged,whole}: so many damaged files, and the whole ones of the corpus in the other class."""
-    chance, files = random.Random(seed), corpus(formats)
+def write_files(root: Path, count: int, seed: int, formats: str = "", is_slow: bool = False) -> None:
+    """{train,val}/{damaged,whole}: so many damaged or slow files, and whole ones in the other class."""
+    chance, files, names = random.Random(seed), corpus(formats), [name for name in SLOW if formats in name]
     for folder in ("damaged", "whole"):
         (root / "train" / folder).mkdir(parents=True)
     for i in range(count):
-        content = damaged(chance.choice(list(files.values())), chance)
-        (root / "train" / "damaged" / f"{i}.{chance.choice(('jpg', 'png'))}").write_bytes(content)
+        name = names[i % len(names)] if is_slow else ""
+        content = slow(name, chance) if is_slow else damaged(chance.choice(list(files.values())), chance)
+        (root / "train" / "damaged" / f"{i}{name}.{chance.choice(('jpg', 'png'))}").write_bytes(content)
     for name, content in files.items():
         (root / "train" / "whole" / f"{name}.jpg").write_bytes(content)
     (root / "val").symlink_to("train")
@@ -207,7 +280,8 @@ class Outcome:
     images: int = 0
     unreadable: int = 0
     seconds: float = 0.0
-    megabytes: float = 0.0  # by which the process grew, at most
+    megabytes: float = 0.0  # by which the process grew, at most, and those of the guard's
+    slowest: tuple[float, str] = (0.0, "")  # seconds of a file, and its name
     errors: collections.Counter = field(default_factory=collections.Counter)  # by their kinds
     names: set[str] = field(default_factory=set)  # of what could not be read
     ended_by: str = ""
@@ -215,7 +289,7 @@ class Outcome:
 
 def read_all(root: Path, path: str, device: torch.device, gigabytes: float | None) -> Outcome:
     """Goes through a loader's epoch in this process."""
-    is_training = path != "evaluation"
+    is_training = path in ("training", "device")
     dataset = open_split(str(root), "", "train" if is_training else "val")
     outcome = Outcome(len(dataset))
     if is_training:
@@ -225,6 +299,41 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
         loader = training_loader(dataset, config, DATA_CONFIG, device, batches)
     else:
         loader = evaluation_loader(dataset, DATA_CONFIG, device, 0, 16, 0, 1)
+    warnings.simplefilter("ignore")
+    before, start = memory("VmRSS"), time.perf_counter()
+    if gigabytes:
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory("VmSize") * 2**20 + gigabytes * 2**30), -1))
+    with noted(outcome):
+        try:
+            if path == "viz":
+                outcome.unreadable = sum(not drawn(file) for file, _ in dataset.reader.samples)
+            else:
+                for pixels, targets in loader:
+                    assert pixels.isfinite().all()
+                    outcome.images += len(targets)
+                    outcome.unreadable += int((targets == UNREADABLE).sum())
+                counted = unreadable_images(loader)
+                assert is_training or outcome.unreadable == counted
+                outcome.unreadable = counted
+        except BaseException as error:
+            outcome.ended_by = repr(error)
+    outcome.seconds, outcome.megabytes = time.perf_counter() - start, max(0, memory("VmHWM") - before)
+    guard.of_process(os.getpid()).close()
+    outcome.megabytes += resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return outcome
+
+
+def drawn(file: str) -> bool:
+    """Whether vil.viz reads it."""
+    try:
+        return bool(viz.read_picture(Path(file)))
+    except ConfigError:
+        return False
+
+
+@contextlib.contextmanager
+def noted(outcome: Outcome):
+    """Adds what is said of files, and the slowest one."""
 
     class Noted(logging.Handler):
         def emit(self, record):
@@ -232,29 +341,24 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
             outcome.names.add(name)
             outcome.errors[type(error).__name__] += 1
 
+    def timed(file, read=images.read_image):
+        start = time.perf_counter()
+        try:
+            return read(file)
+        finally:
+            name = str(getattr(file, "name", file))
+            outcome.slowest = max(outcome.slowest, (time.perf_counter() - start, os.path.basename(name)))
+
     logger, handler = logging.getLogger("vil.data.images"), Noted()
     logger.addHandler(handler)
     logger.propagate = False
-    warnings.simplefilter("ignore")
-    before, start = memory("VmRSS"), time.perf_counter()
-    if gigabytes:
-        resource.setrlimit(resource.RLIMIT_AS, (int(memory("VmSize") * 2**20 + gigabytes * 2**30), -1))
+    readers.read_image = viz.read_image = timed
     try:
-        for images, targets in loader:
-            assert images.isfinite().all()
-            outcome.images += len(targets)
-            if not is_training:
-                outcome.unreadable += int((targets == UNREADABLE).sum())
-        counted = unreadable_images(loader)
-        outcome.unreadable = outcome.unreadable or counted
-        assert outcome.unreadable == counted
-    except BaseException as error:
-        outcome.ended_by = repr(error)
+        yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-    outcome.seconds, outcome.megabytes = time.perf_counter() - start, max(0, memory("VmHWM") - before)
-    return outcome
+        readers.read_image = viz.read_image = images.read_image
 
 
 def memory(what: str) -> float:
@@ -286,31 +390,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow", action="store_true", help="files that are slow or large, not broken")
     parser.add_argument("--formats", default="", help="only files of the corpus with this in their name")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    parser.add_argument("--paths", nargs="+", choices=(*PATHS, "viz"), default=PATHS)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--gigabytes", type=float, default=2.5, help="address space that a loader's process may take")
     parser.add_argument("--folder", type=Path, help="where to write the files, and leave them")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        root = options.folder or Path(temporary)
-        write_files(root, options.count, options.seed, options.formats)
-        print(
-            "| path | files | unreadable | seconds | MB more at the peak | errors | ended by |\n" + "| --- " * 7 + "|"
-        )
-        failed = False
-        for path in options.paths:
-            on_gpu = options.device.type == "cuda"  # its driver takes more address space than there is memory
-            run = read_all if on_gpu else in_a_child
-            outcome = run(root, path, options.device, None if on_gpu else options.gigabytes)
-            errors = ", ".join(f"{name} {count}" for name, count in outcome.errors.most_common())
-            print(
-                f"| {path} | {outcome.files} | {outcome.unreadable} | {outcome.seconds:.0f} | {outcome.megabytes:.0f} "
-                f"| {errors} | {outcome.ended_by or 'nothing'} |",
-                flush=True,
-            )
-            failed |= bool(outcome.ended_by)
+    titles = "path", "files", "unreadable", "seconds", "MB more at the peak", "slowest", "errors", "ended by"
+    print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
+    failed = False
+    for first in range(0, options.count, AT_ONCE):
+        with tempfile.TemporaryDirectory() as temporary:
+            root = (options.folder or Path(temporary)) / str(first)
+            count = min(AT_ONCE, options.count - first)
+            write_files(root, count, options.seed + first, options.formats, options.slow)
+            for path in options.paths:
+                on_gpu = options.device.type == "cuda"  # its driver takes more address space than there is memory
+                run = read_all if on_gpu else in_a_child
+                outcome = run(root, path, options.device, None if on_gpu else options.gigabytes)
+                errors = ", ".join(f"{name} {count}" for name, count in outcome.errors.most_common())
+                print(
+                    f"| {path} | {outcome.files} | {outcome.unreadable} | {outcome.seconds:.0f} "
+                    f"| {outcome.megabytes:.0f} | {outcome.slowest[0]:.1f} s, {outcome.slowest[1]} | {errors} "
+                    f"| {outcome.ended_by or 'nothing'} |",
+                    flush=True,
+                )
+                failed |= bool(outcome.ended_by) or outcome.slowest[0] > 20
     sys.exit(failed)
 
 

@@ -7,7 +7,9 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import struct
+import sys
 import tarfile
 import time
 import zlib
@@ -16,12 +18,13 @@ import fuzz_images
 import numpy as np
 import pytest
 import torch
-from fuzz_images import DATA_CONFIG, PATHS
+from fuzz_images import DATA_CONFIG, PATHS, chunk, sharing, tiff
 from PIL import EpsImagePlugin, Image, PngImagePlugin, features
 from timm.data.dataset import ImageDataset
 
+from vil import viz
 from vil.config import Config, ConfigError
-from vil.data import device_loader
+from vil.data import decoder, device_loader, guard, images, shards
 from vil.data.draws import Draws
 from vil.data.encoded import EncodedImage
 from vil.data.images import UNREADABLE
@@ -43,36 +46,11 @@ def encode(image, kind, **options):
 
 
 def png(*chunks):
-    parts = (struct.pack(">I", len(c)) + name + c + struct.pack(">I", zlib.crc32(name + c)) for name, c in chunks)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in chunks)
 
 
 def header(width, height, bits=8, colour=2):
     return b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-
-
-SHORT = dict(bits=258, compression=259, photometric=262, samples=277, sample_format=339)
-LONG = dict(width=256, height=257, offset=273, rows=278, length=279, tile_width=322, tile_height=323, tile_offset=324)
-LONG |= dict(tile_length=325)
-
-
-def tiff(pixels, order="<", **tags):
-    """Grey pixels, as the tags say; PIL writes no such files."""
-    start = 10 + 12 * (len(tags) + 1)
-    entries = []
-    for name, value in tags.items():
-        value = start + 4 if name.endswith("offset") else value
-        number, kind, layout = (SHORT[name], 3, "H2x") if name in SHORT else (LONG[name], 4, "I")
-        entries.append(struct.pack(f"{order}HHI{layout}", number, kind, 1, value))
-    entries.sort(key=lambda entry: struct.unpack(f"{order}H", entry[:2]))
-    mark = b"II*\0" if order == "<" else b"MM\0*"
-    head = mark + struct.pack(f"{order}IH", 8, len(entries)) + b"".join(entries) + bytes(4)
-    return head.ljust(start + 4, b"\0") + pixels
-
-
-def strips(pixels, bits, order="<", photometric=1, **tags):
-    size = dict(width=32, height=24, rows=24, length=len(pixels), offset=0)
-    return tiff(pixels, order, bits=bits, compression=1, photometric=photometric, samples=1, **size, **tags)
 
 
 def many_scans():
@@ -97,6 +75,7 @@ def text_bomb():
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 8 8 rectfill\n%%EOF\n"
 SMALL_JPEG = encode(RGB, "JPEG")
+BOMB = zlib.compress(bytes(4096**2))
 UNFIT = {
     "eps": EPS,
     "nothing": b"",
@@ -113,15 +92,11 @@ UNFIT = {
     "a column": encode(np.zeros((60000, 1), np.uint8), "PNG"),
     "large jpeg": large_header(SMALL_JPEG, 65500, 65500),
     "many scans": many_scans(),
-    "large tiles": tiff(
-        zlib.compress(bytes(4096**2)),
-        **dict(width=64, height=64, bits=8, compression=8, photometric=1, samples=1, tile_width=4096),
-        **dict(tile_height=4096, tile_offset=0, tile_length=len(zlib.compress(bytes(4096**2)))),
-    ),
+    "large tiles": tiff(BOMB, {256: 64, 257: 64, 259: 8, 322: 4096, 323: 4096, 324: 0, 325: len(BOMB)}),
     "floats": encode((X / 32).astype(np.float32), "TIFF"),
     "float map": encode((X / 32).astype(np.float32), "PPM"),
     "32 bits": encode((1000 * X).astype(np.int32), "TIFF"),
-    "signed": strips((1000 * X).astype("<i2").tobytes(), 16, sample_format=2),
+    "signed": tiff((1000 * X).astype("<i2").tobytes(), {258: 16, 339: 2}),
 }
 if features.check("avif"):
     avif = encode(RGB, "AVIF")
@@ -195,6 +170,93 @@ def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(tmp_pa
         assert counted >= len(unfit)
         assert set(targets.tolist()) == {0, 1}
     assert not ghostscript.exists()
+
+
+def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript):
+    for name, content in UNFIT.items():
+        (tmp_path / f"{name}.png").write_bytes(content)
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in tmp_path.glob("*.png"):
+        with pytest.raises(ConfigError, match=f"'{path}' cannot be read as an image: "):
+            viz.read_picture(path)
+    assert not ghostscript.exists()
+    (tmp_path / "wide.png").write_bytes(SIXTEEN["png"])
+    np.testing.assert_array_equal(viz.read_picture(tmp_path / "wide.png"), shown(SIXTEEN["png"]))
+
+
+def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_given_once(tmp_path, caplog, monkeypatch):
+    """No limit of a format holds these: what is slow is known by the clock, what is large by the address space."""
+    monkeypatch.setattr(decoder, "SECONDS", 3)
+    asked, decode = [], images.decode_guarded
+    monkeypatch.setattr(images, "decode_guarded", lambda *file: asked.append(file) or decode(*file))
+    comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
+    slow = {"gif": comments, "tiff": sharing(2**24, 200)}
+    loader, start = loader_of(folder_of(tmp_path, slow), "evaluation"), time.monotonic()
+    for tries in (2, 1):
+        asked.clear()
+        assert sum((targets == UNREADABLE).sum() for _, targets in loader) == unreadable_images(loader) == 2
+        assert len(asked) == tries
+    assert time.monotonic() - start < 30
+    said = dict(zip(sorted(named(caplog)), sorted(caplog.messages)))
+    assert [name.split("/")[1] for name in said] == ["gif.jpg", "tiff.jpg"]
+    for name, message in said.items():
+        assert ("MemoryError" if "tiff" in name else "not decoded in 3 s") in message
+    if sys.platform == "linux":
+        guard.of_process(os.getpid()).close()
+        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20
+
+
+@pytest.mark.parametrize("name", ["jpeg", "jpeg progressive", "png"])
+def test_photographs_are_decoded_where_they_are_read(name):
+    """Guarded they would be slower."""
+    content = fuzz_images.corpus(name)[name]
+    assert decoder.is_bounded(io.BytesIO(content), len(content))
+
+
+def test_a_decoder_that_dies_is_named_and_started_again(tmp_path):
+    gif, of_process = encode(RGB, "GIF"), guard.of_process(os.getpid())
+    expected = images.read_image(io.BytesIO(gif))
+    of_process._child.kill()
+    of_process._child.wait()
+    assert images.read_image(io.BytesIO(gif)) == expected
+    with pytest.raises(images.UnfitImageError, match="its decoder ended with status"):
+        of_process.decode(Killing(gif), len(gif))
+    assert images.read_image(io.BytesIO(gif)) == expected
+
+
+class Killing(io.BytesIO):
+    """Ends who decodes it."""
+
+    def read(self, *_):
+        guard.of_process(os.getpid())._child.kill()
+        return super().read(*_)
+
+
+def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
+    root, outside = folder_of(tmp_path / "images", {}), tmp_path / "elsewhere"
+    for folder in (root / "more", outside):
+        folder.mkdir()
+        (folder / "1.jpg").write_bytes(SMALL_JPEG)
+    links = {
+        "ant/self": ".",
+        "ant/self too": ".",
+        "ant/up": "..",
+        "ant/again": "../bee",
+        "bee/all": "../..",
+        "fly": "/",
+    }
+    links |= {"bee/out": outside, "bee/out.jpg": outside / "1.jpg", "bee/two.jpg": "../ant/1.png", "gnat": "../more"}
+    for name, target in (links | {"cat": "../more", "bee/notes.txt": "/etc/passwd"}).items():
+        (root / "train" / name).symlink_to(target)
+    dataset = open_split(str(root), "", "train")
+    names = {dataset.filename(i) for i in range(len(dataset))}
+    assert names == {f"ant/{i}.png" for i in range(12)} | {"cat/1.jpg"}
+    assert [message[: message.index(": ")] for message in caplog.messages] == [
+        f"10 links in '{root}/train' are left out, such as 'ant/again'"
+    ]
+    assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - {
+        "cat/1.jpg"
+    }
 
 
 ERRORS = [
@@ -409,9 +471,9 @@ SIXTEEN = {
     "pgm of 1000": b"P5 32 24 1000\n" + np.round(GREY / 255 * 1000).astype(">u2").tobytes(),
     "tiff": encode(WIDE, "TIFF"),
     "tiff compressed": encode(WIDE, "TIFF", compression="tiff_adobe_deflate"),
-    "tiff big-endian": strips(WIDE.astype(">u2").tobytes(), 16, ">"),
-    "tiff white is zero": strips((65535 - WIDE).astype("<u2").tobytes(), 16, photometric=0),
-    "tiff of 12 bits": strips(PACKED.astype(np.uint8).tobytes(), 12),
+    "tiff big-endian": tiff(WIDE.astype(">u2").tobytes(), {258: 16}, ">"),
+    "tiff white is zero": tiff((65535 - WIDE).astype("<u2").tobytes(), {258: 16, 262: 0}),
+    "tiff of 12 bits": tiff(PACKED.astype(np.uint8).tobytes(), {258: 12}),
     "png rgb": wide_png(colour=2, channels=3),
     "png grey and alpha": wide_png(colour=4, channels=2),
 }
@@ -462,7 +524,7 @@ def shard(path, samples):
             tar.addfile(entry, io.BytesIO(content))
 
 
-def shards(root, contents, train=None):
+def write_shards(root, contents, train=None):
     """{train,validation}-0.tar: whole images of class 1 and the others of class 2."""
     whole = {f"whole{i}": SMALL_JPEG for i in range(8)}
     splits = {}
@@ -479,7 +541,7 @@ def shards(root, contents, train=None):
 
 
 def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pillow):
-    config = shards(tmp_path, UNFIT | {"wide": SIXTEEN["png"]})
+    config = write_shards(tmp_path, UNFIT | {"wide": SIXTEEN["png"]})
     train, val, _ = open_splits(config)
     loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)
     images, targets = (torch.cat(parts) for parts in zip(*loader))
@@ -497,7 +559,7 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
 
 
 def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
-    config = shards(tmp_path, {}, train={f"broken{i}": b"none" for i in range(16)})
+    config = write_shards(tmp_path, {}, train={f"broken{i}": b"none" for i in range(16)})
     train, _, _ = open_splits(config)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
     loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
@@ -509,7 +571,7 @@ def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
 @pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])
 @pytest.mark.parametrize("dataset", ["wds/x", "WDS/x"])
 def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, dataset, pillow):
-    config = shards(tmp_path, {})
+    config = write_shards(tmp_path, {})
     config.dataset = dataset
     command = f"pipe:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
     setattr(config, place, command)
@@ -522,7 +584,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
     """What they say themselves starts nothing, and opens no file elsewhere."""
     import webdataset
 
-    config = shards(tmp_path, {})
+    config = write_shards(tmp_path, {})
     info = json.loads((tmp_path / "_info.json").read_text())
     files = info["splits"]["validation"]["filenames"]
     files += [f"pipe:touch {tmp_path}/ran", f"|touch {tmp_path}/ran", str(tmp_path / "train-0.tar")]
@@ -534,6 +596,64 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
         with pytest.raises(ValueError, match="secur|unsafe|handler"):
             webdataset.gopen(url)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (dict(filenames=["../elsewhere.tar"]), r"the shard '\.\./elsewhere.tar' is no regular file in "),
+        (dict(filenames=["link.tar"]), "the shard 'link.tar' is no regular file in "),
+        (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' is no regular file in "),
+        (dict(num_samples=10**12), "cannot have 1000000000000 samples, but at most 30: see _info.json"),
+        (dict(num_samples="many"), "cannot have 'many' samples, but at most 30"),
+        (dict(filenames=7), "cannot open the split 'validation' of "),
+    ],
+)
+def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillow):
+    (tmp_path / "shards").mkdir()
+    config = write_shards(tmp_path / "shards", {})
+    shard(tmp_path / "elsewhere.tar", {"a.jpg": SMALL_JPEG, "a.cls": b"1"})
+    (tmp_path / "shards" / "link.tar").symlink_to("../elsewhere.tar")
+    os.mkfifo(tmp_path / "shards" / "pipe.tar")
+    whole = json.loads((tmp_path / "shards" / "_info.json").read_text())
+    whole["splits"]["validation"] |= info
+    (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=message):
+        open_splits(config)
+
+
+def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
+    monkeypatch.setattr(shards, "MOST_BYTES", 2**16)
+    config = write_shards(tmp_path, {})
+    samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
+    samples |= {"label": (SMALL_JPEG, b" " * 2**20 + b"1"), "whole": (SMALL_JPEG, b"3")}
+    members = {
+        f"{name}.{suffix}": part for name, parts in samples.items() for suffix, part in zip(("jpg", "cls"), parts)
+    }
+    shard(tmp_path / "validation-0.tar", members)
+    notes = tarfile.TarInfo("notes")  # which tarfile would read as a whole
+    notes.type, notes.size = tarfile.XHDTYPE, 2**28
+    with tarfile.open(tmp_path / "validation-0.tar", "a") as tar:
+        tar.addfile(notes)
+    _, val, _ = open_splits(config)
+    targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
+    assert sorted(targets.tolist()) == [UNREADABLE] * 4 + [3]
+    assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples} - {"whole"}
+    assert "its class is 12345, of 4" in caplog.text
+    assert f"{2**28} bytes of notes on a member" in caplog.text
+
+
+def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, monkeypatch, pillow):
+    from webdataset.filters import _shuffle
+
+    reader = open_splits(write_shards(tmp_path, {}))[0].reader
+    reader.sample_shuffle_size, reader.sample_initial_size = 20, 7
+    samples = [dict(jpg=bytes(9), number=i) for i in range(60)]
+    expected = list(_shuffle(iter(samples), 20, 7, random.Random(reader.worker_seed)))
+    assert list(reader._shuffled(iter(samples))) == expected
+    monkeypatch.setattr(shards, "MOST_SHUFFLED", 50)
+    assert max(abs(i - sample["number"]) for i, sample in enumerate(reader._shuffled(iter(samples)))) < 60
+    assert next(reader._shuffled(source := iter(samples)))["number"] < 8 <= len(list(source)) - 40
 
 
 @pytest.mark.parametrize(
@@ -554,24 +674,31 @@ def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, mess
 # classes
 
 
-def test_classes_that_the_validation_split_lacks_are_named(tmp_path, caplog):
+def test_classes_that_the_validation_split_lacks_are_named_with_nothing_that_a_terminal_obeys(tmp_path, caplog):
     for i in range(9):
         for split in ("train", "val"):
             if split == "train" or i not in (2, 4, 5, 6, 7, 8):
-                (tmp_path / split / f"class {i}").mkdir(parents=True)
-                (tmp_path / split / f"class {i}" / "1.jpg").write_bytes(SMALL_JPEG)
-    (tmp_path / "val" / "class 8").mkdir()  # without an image in it
+                (tmp_path / split / f"class {i}\x1b[2J").mkdir(parents=True)
+                (tmp_path / split / f"class {i}\x1b[2J" / "1.jpg").write_bytes(SMALL_JPEG)
+    (tmp_path / "val" / "class 8\x1b[2J").mkdir()  # without an image in it
     config = Config(data_dir=str(tmp_path))
     _, val, num_classes = open_splits(config)
     assert num_classes == 9
     assert [val.reader[i][1] for i in range(3)] == [0, 1, 3]
-    assert len(caplog.messages) == 1
-    missing = "'class 2', 'class 4', 'class 5', 'class 6', 'class 7', ..."
-    assert f"'validation' has no images of 6 of the 9 classes: {missing}" in caplog.messages[0]
+    missing = ", ".join(rf"'class {i}\x1b[2J'" for i in (2, 4, 5, 6, 7))
+    assert [message.partition("has ")[2] for message in caplog.messages] == [
+        f"no images of 6 of the 9 classes: {missing}, ..."
+    ]
     caplog.clear()
     config.val_split = "train"
     open_splits(config)
     assert not caplog.messages
+    config.val_split = "none"
+    with pytest.raises(ConfigError, match="it has 'train', 'val'"):
+        open_splits(config)
+    (tmp_path / "train" / "none\x1b[2J").mkdir()
+    with pytest.raises(ConfigError, match=r"have no images: 'none\\x1b\[2J'\. Copy"):
+        open_splits(config)
 
 
 # the device's decoder
@@ -653,6 +780,16 @@ def test_damaged_files_end_nothing_and_take_little_memory(damaged_files, path):
     else:
         assert outcome.images >= outcome.files - 16
         assert outcome.unreadable >= len(outcome.names)
+
+
+@pytest.mark.parametrize("path", ["evaluation", "viz"])
+def test_slow_and_large_files_end_nothing_and_take_limited_time_and_memory(tmp_path, path):
+    fuzz_images.write_files(tmp_path, count=16, seed=5, is_slow=True)
+    outcome = fuzz_images.in_a_child(tmp_path, path, CPU, 2.5)
+    assert outcome.ended_by == ""
+    assert 0 < outcome.slowest[0] < 20
+    assert outcome.megabytes < 2000
+    assert 5 < outcome.unreadable < 16
 
 
 def not_by_pillow(root):

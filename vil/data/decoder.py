@@ -24,7 +24,7 @@ MOST_PIXELS = 89_478_485  # where Pillow begins to warn: 0.36 GB as it stores RG
 MOST_ELONGATED = 100  # evaluation resizes the shorter side to some hundreds of pixels, and the longer one with it
 MOST_SCANS = 100  # of a JPEG: each may go over all of its pixels; encoders write about ten
 SECONDS = 10  # in which a file is decoded that is not bounded
-MEMORY = 3 * 2**29  # of address space that its decoder may take
+MEMORY = 5 * 2**28  # bytes of address space that its decoder may take: more than a file within the limits needs
 
 MOST_PARTS = 100  # segments of a JPEG before its scans, or chunks of a PNG beside those of its pixels
 MOST_SCANNED = 2**28  # pixels that all scans of a JPEG go over: ten scans of 26 megapixels

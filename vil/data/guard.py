@@ -101,7 +101,8 @@ def _start() -> subprocess.Popen:
 
 
 @functools.cache
-def _guard(process: int) -> Guard:
+def of_process(process: int) -> Guard:
+    """That of a process, which one forked from it must not share."""
     guard = Guard()
     atexit.register(guard.close)
     return guard
@@ -109,4 +110,4 @@ def _guard(process: int) -> Guard:
 
 def decode_guarded(file: BinaryIO, length: int) -> Image.Image:
     """As `decoder.decode`, at most `decoder.SECONDS` and, on Linux, `decoder.MEMORY` later."""
-    return _guard(os.getpid()).decode(file, length)
+    return of_process(os.getpid()).decode(file, length)
