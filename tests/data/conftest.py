@@ -8,10 +8,8 @@ import torch
 from pictures import CPU, PHOTOS, damage_tables, encode, without_adobes_mark
 from PIL import Image
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-
-@pytest.fixture(params=[CPU, pytest.param(torch.device("cuda", 0), marks=GPU)], ids=str)
+@pytest.fixture(params=[CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
 def device(request):
     return request.param
 

@@ -11,12 +11,6 @@ from PIL import Image
 from vil.data import nvjpeg
 from vil.data.nvjpeg import Decoder, DecodingError
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
-
-def gpu(test):
-    return GPU[0](GPU[1](test))
-
 
 def picture(seed, mode, size):
     noise = np.random.default_rng(seed).integers(0, 256, (size[1] // 9 + 1, size[0] // 9 + 1, 3), dtype=np.uint8)
@@ -31,7 +25,7 @@ def by_pillow(content):
     return tensor(Image.open(io.BytesIO(content)).convert("RGB")).int()
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
@@ -48,7 +42,7 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
             assert difference.float().mean() < 0.05
 
 
-@gpu
+@pytest.mark.gpu
 def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
     decode, whole = Decoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
     with pytest.raises(DecodingError, match="nvJPEG: "):

@@ -112,14 +112,6 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     assert open_splits(config)[2] == 5
 
 
-def test_tar_files_of_the_splits(image_folder, tmp_path):
-    for split in ("train", "val"):
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
-            tar.add(image_folder / split, ".")
-    train, val, num_classes = open_splits(small_config(tmp_path))
-    assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 4 * VAL_IMAGES, 4)
-
-
 def write_shards(image_folder, root):
     splits = {}
     for split, folder, shards in (("train", "train", 4), ("validation", "val", 3)):

@@ -15,7 +15,7 @@ from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
 
 from vil.config import ConfigError
 from vil.data import workers
-from vil.data.loaders import describe, evaluation_loader, micro_batches
+from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.readers import ImageReader
 from vil.data.splits import open_split
 
@@ -268,9 +268,3 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
     found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0)]
     assert torch.cat(found).tolist() == expected
-
-
-def test_a_loader_says_how_it_loads(started):
-    assert describe(started(0)[0]) == "no workers, decoding and augmenting in the training process"
-    assert describe(started(1)[0]) == "1 worker, decoding and augmenting in the workers"
-    assert str(workers.LoaderSettings(8, 2, on_device=True)) == "8 workers, decoding and augmenting on the device"

@@ -17,7 +17,7 @@ import pytest
 from faults import Torchrun, assert_same, before, is_running, same
 
 import train_imagenet
-from vil import checkpoint, processes
+from vil import checkpoint
 from vil.training import interruption
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
@@ -29,13 +29,6 @@ PREEMPTED = interruption.PREEMPTED
 def rng():
     print(f"FAULTS_SEED={SEED}")
     return random.Random(SEED)
-
-
-def wait_for_ever():
-    """As for a GPU that waits for another one."""
-    processes.GRACE = 1
-    print("waits", flush=True)
-    time.sleep(3600)
 
 
 def get_sigterm():
@@ -145,14 +138,6 @@ def test_a_run_goes_on_with_other_processes_from_the_middle_of_an_epoch(uninterr
         assert row == pytest.approx({name: expected[name] for name in row}, rel=1e-5)
 
 
-def test_a_process_that_waits_for_something_else_ends_as_well(start):
-    two = start(prepare=in_step(5, wait_for_ever, rank=0))
-    two.wait_for_words("waits")
-    two.signal(signal.SIGKILL, 1)
-    assert two.wait() == [1, -signal.SIGKILL]
-    assert "the process of rank 1 is gone, and this one waits for it" in two.said()
-
-
 def test_a_nan_and_then_a_broken_checkpoint_lose_nothing(undisturbed, start, rng):
     step = rng.randrange(3, 16)
     two = start(prepare=functools.partial(poison, step, rank=1))
@@ -224,16 +209,6 @@ def test_a_full_disk_stops_a_run_that_goes_on_once_there_is_room(undisturbed, st
         assert_same(two.finished(), undisturbed().result())
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-def test_an_empty_class_folder_is_refused(start, image_folder, tmp_path):
-    shutil.copytree(image_folder, tmp_path / "images")
-    for path in (tmp_path / "images" / "train" / "bee").iterdir():
-        path.unlink()
-    two = start(data_dir=str(tmp_path / "images"))
-    assert two.wait() == [1, 1]
-    assert "have no images: 'bee'" in two.said()
-    assert "Traceback" not in two.said()
 
 
 def test_torchrun_starts_a_run_again_that_lost_a_process_and_is_not_outlived(image_folder, tmp_path):

@@ -115,24 +115,18 @@ def restart(rank, count):
     return total
 
 
-def test_processes_started_again_do_not_find_those_of_before():
-    port = free_port()
-    _store = dist.TCPStore("localhost", port, is_master=True)
-    assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]
-    for ended in in_processes(2, restart, 1, port=port):
-        assert (ended.value, ended.status) == (2.0, 0), ended.errors
-
-
 def restart_alone(rank):
     processes.RESTART = 0.5
     if rank == 0:
         restart(rank, 2)
 
 
-def test_a_process_that_is_started_again_alone_does_not_wait_for_ever():
+def test_processes_started_again_do_not_find_those_of_before_nor_wait_for_ever_for_others():
     port = free_port()
     _store = dist.TCPStore("localhost", port, is_master=True)
     assert [ended.status for ended in in_processes(2, restart, 0, port=port)] == [7, 7]
+    for ended in in_processes(2, restart, 1, port=port):
+        assert (ended.value, ended.status) == (2.0, 0), ended.errors
     alone, _ = in_processes(2, restart_alone, port=port)
     assert alone.status == 1
     assert "\nerror: not all 2 processes have been started again within 0.5 seconds: start the run" in alone.errors
