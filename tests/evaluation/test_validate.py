@@ -351,17 +351,14 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
     assert (defaults["amp"], defaults["model_kwargs"], defaults["device"]) == (True, [], None)
 
 
-@pytest.mark.parametrize("word", ["--against-model", "--csv", "--plot"])
-def test_a_comparison_needs_a_second_model(word, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["validate.py", "--model", "vil_tiny", word, "vim_tiny"])
-    with pytest.raises(SystemExit, match="^error: .* are for a comparison: give --against$"):
-        validate.main()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "--model is not given"),
+        *(
+            ([*VIL_PT, word, "vim_tiny"], "are for a comparison: give --a")
+            for word in ("--against-model", "--csv", "--plot")
+        ),
         (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
         ([*VIL_PT, "--against", "vim_tiny"], "no weights of vim_tiny: give --checkpoint FILE, or --against FILE"),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
@@ -404,6 +401,10 @@ def test_a_comparison_needs_a_second_model(word, monkeypatch):
             for word in ("--csv", "--plot")
         ),
         ([*VIL_PT, "--real-labels"], "ReaL labels are for ImageNet's validation images"),
+        (
+            ["--checkpoint", "{models}/more.pt", "--split", "imagenet", "--real-labels", "none.json"],
+            "cannot read the ReaL",
+        ),
     ],
 )
 def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_path, words, message):

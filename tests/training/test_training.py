@@ -71,14 +71,6 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_noise_takes_the_place_of_a_dataset(tmp_path):
-    config = small_config(None, synthetic=100, num_classes=10, output=str(tmp_path), epochs=1)
-    Trainer(config, CPU, 0, 1).run()
-    (row,) = checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]
-    assert row["train_loss"] > 0
-    assert row["data_wait_percent"] < 50
-
-
 def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path, no_pictures):
     options = dict(opt="sgd", lr=0.5, sched="step", warmup_epochs=0, weight_decay=0.0)
     trainer = Trainer(small_config(image_folder, output=str(tmp_path), **options), CPU, 0, 1)
