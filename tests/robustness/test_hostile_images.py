@@ -188,19 +188,16 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
     """No limit of a format holds these: what is slow is known by the clock, what is large by the address space."""
     monkeypatch.setattr(decoder, "SECONDS", 3)
     asked, decode = [], images.decode_guarded
-    monkeypatch.setattr(images, "decode_guarded", lambda *file: asked.append(file) or decode(*file))
+    monkeypatch.setattr(images, "decode_guarded", lambda *file: asked.append(file[0].name) or decode(*file))
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
-    slow = {"gif": comments, "tiff": sharing(2**24, 200)}
-    loader, start = loader_of(folder_of(tmp_path, slow), "evaluation"), time.monotonic()
-    for tries in (2, 1):
-        asked.clear()
+    loader = loader_of(folder_of(tmp_path, {"gif": comments, "tiff": sharing(2**24, 200)}), "evaluation")
+    start = time.monotonic()
+    for _ in range(2):
         assert sum((targets == UNREADABLE).sum() for _, targets in loader) == unreadable_images(loader) == 2
-        assert len(asked) == tries
     assert time.monotonic() - start < 30
-    said = dict(zip(sorted(named(caplog)), sorted(caplog.messages)))
-    assert [name.split("/")[1] for name in said] == ["gif.jpg", "tiff.jpg"]
-    for name, message in said.items():
-        assert ("MemoryError" if "tiff" in name else "not decoded in 3 s") in message
+    assert [path.endswith("gif.jpg") for path in asked].count(True) == 1
+    assert sorted(named(caplog)) == ["bee/gif.jpg", "bee/tiff.jpg"]
+    assert any("gif.jpg" in message and "not decoded in 3 s" in message for message in caplog.messages)
     if sys.platform == "linux":
         guard.of_process(os.getpid()).close()
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20
