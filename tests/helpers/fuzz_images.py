@@ -44,7 +44,7 @@ from vil.data.loaders import evaluation_loader, training_loader, unreadable_imag
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split
 
-AT_ONCE = 400  # files on the disk
+AT_ONCE = 100  # files on the disk
 PATHS = ("training", "device", "evaluation")
 DATA_CONFIG = dict(
     input_size=(3, 32, 32), crop_pct=0.875, crop_mode="center", interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3

@@ -624,10 +624,9 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
     samples |= {"label": (SMALL_JPEG, b" " * 2**20 + b"1"), "whole": (SMALL_JPEG, b"3")}
-    members = {
-        f"{name}.{suffix}": part for name, parts in samples.items() for suffix, part in zip(("jpg", "cls"), parts)
-    }
-    shard(tmp_path / "validation-0.tar", members)
+    members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
+    pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
+    shard(tmp_path / "validation-0.tar", members | {"whole.pyd": pickle})
     notes = tarfile.TarInfo("notes")  # which tarfile would read as a whole
     notes.type, notes.size = tarfile.XHDTYPE, 2**28
     with tarfile.open(tmp_path / "validation-0.tar", "a") as tar:
@@ -638,6 +637,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples} - {"whole"}
     assert "its class is 12345, of 4" in caplog.text
     assert f"{2**28} bytes of notes on a member" in caplog.text
+    assert not (tmp_path / "ran").exists()
 
 
 def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, monkeypatch, pillow):
