@@ -127,6 +127,7 @@ OTHER = dict(input_size=(3, 24, 24), crop_pct=1.0, interpolation="nearest")
 OTHER_WORDS = ["--split", "val", "--crop-pct", "1.0", "--interpolation", "nearest", "--img-size", "24", "--no-amp"]
 OTHER_WORDS += ["--model-kwargs", "drop_path_rate=0.5"]
 VIL_PT = ["--checkpoint", "{models}/vil.pt"]
+MORE_PT = ["--checkpoint", "{models}/more.pt", "--split", "imagenet"]
 VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir", "{folders}"]
 
 
@@ -216,7 +217,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
     words = ["--real-labels", "{folders}/real.json"] if real else []
-    result, printed = command("--checkpoint", "{models}/more.pt", "--split", "imagenet", *words)
+    result, printed = command(*MORE_PT, *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
     assert "another name" not in caplog.text  # the classes are called what the checkpoint's are
@@ -355,10 +356,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
     ("words", "message"),
     [
         ([], "--model is not given"),
-        *(
-            ([*VIL_PT, word, "vim_tiny"], "are for a comparison: give --a")
-            for word in ("--against-model", "--csv", "--plot")
-        ),
+        *(([*VIL_PT, f"--{word}", "x"], "a comparison: give --against") for word in ("against-model", "csv", "plot")),
         (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
         ([*VIL_PT, "--against", "vim_tiny"], "no weights of vim_tiny: give --checkpoint FILE, or --against FILE"),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
@@ -401,10 +399,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
             for word in ("--csv", "--plot")
         ),
         ([*VIL_PT, "--real-labels"], "ReaL labels are for ImageNet's validation images"),
-        (
-            ["--checkpoint", "{models}/more.pt", "--split", "imagenet", "--real-labels", "none.json"],
-            "cannot read the ReaL",
-        ),
+        ([*MORE_PT, "--real-labels", "none.json"], "cannot read the ReaL labels"),
     ],
 )
 def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_path, words, message):

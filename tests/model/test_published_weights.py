@@ -145,9 +145,8 @@ def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, tar
     old, old_row = naive_model.patches_and_class_token(weights["pos_embed"])
     new, new_row = naive_model.patches_and_class_token(model.pos_embed.detach())
     assert torch.equal(new_row, old_row)
-    assert torch.equal(
-        new, resample_abs_pos_embed(old, list(model.patch_embed.grid_size), list(grid), num_prefix_tokens=0)
-    )
+    grids = list(model.patch_embed.grid_size), list(grid)
+    assert torch.equal(new, resample_abs_pos_embed(old, *grids, num_prefix_tokens=0))
 
 
 def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):

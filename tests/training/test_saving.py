@@ -109,13 +109,8 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
     state = {"config": {}, "state_dict": {"a": torch.zeros(1)}}
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
     checkpoint.save_checkpoint(state | {"state_dict_ema": {"a": torch.ones(1)}}, tmp_path / "both.pt")
-    for name, use_ema, expected in (
-        ("both.pt", None, 1),
-        ("both.pt", False, 0),
-        ("both.pt", True, 1),
-        ("one.pt", None, 0),
-    ):
-        assert checkpoint.read_weights(tmp_path / name, use_ema)["a"].item() == expected
+    for name, use_ema, expected in (("both", None, 1), ("both", False, 0), ("both", True, 1), ("one", None, 0)):
+        assert checkpoint.read_weights(tmp_path / f"{name}.pt", use_ema)["a"].item() == expected
 
 
 def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):
