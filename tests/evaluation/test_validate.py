@@ -295,7 +295,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
     words += ["--against-model-kwargs", *VIT_ARGUMENTS]
     words += ["--real-labels", str(folders / "real.json"), "--batch-size", "4", "--workers", "1"]
     words += ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "csv")]
-    printed = run([*script("validate.py", 2), *words]).stdout
+    printed = run([*script("validate.py"), *words], count=2).stdout
     assert printed.count("| top-1 % |") == 1
     assert "1 unreadable images were left out" in printed
 

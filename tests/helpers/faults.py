@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 import yaml
-from processes import CONTEXT, ROOT, SMALL, become, free_port
+from processes import CONTEXT, ROOT, SMALL, become, draw_nothing, free_port
 
 from vil import checkpoint
-from vil.training import summary
 
 # eight steps an epoch, so that there is much of it to be interrupted in
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
@@ -219,22 +218,17 @@ def _launch(words: list[str], log: str) -> None:
 
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     become(0, 1, 0, log, log)
-    summary.plot_history = _no_picture
+    draw_nothing()
     spawn = importlib.import_module("torch.multiprocessing.spawn")
     spawn._prctl_pr_set_pdeathsig = lambda number: None  # this package does so itself
     main(words)
-
-
-def _no_picture(history: list[dict]) -> bytes:
-    """In place of one that takes longer than the rest of a small run."""
-    return b""
 
 
 def _train(rank: int, processes: int, port: int, config: str, log: str, prepare: Callable[[], None] | None) -> None:
     import train_imagenet
 
     become(rank, processes, port, log, log)
-    summary.plot_history = _no_picture
+    draw_nothing()
     if prepare:
         prepare()
     sys.argv = ["train_imagenet.py", "-c", config]

@@ -51,7 +51,7 @@ def image_folder(tmp_path_factory):
 def uninterrupted(tmp_path_factory, image_folder):
     """The folder of a run of two epochs in one process."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run(train_command(folder, image_folder))
+    run(train_command(folder, image_folder), pictures=True)
     return folder
 
 

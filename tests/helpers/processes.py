@@ -25,61 +25,72 @@ ROOT = Path(__file__).parents[2]
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
 
 
-def script(name, processes=1):
-    """The start of a command line, under torchrun for several processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / name)]
+def script(name):
+    """The start of a command line."""
+    return [sys.executable, str(ROOT / name)]
 
 
-def train_command(folder, image_folder, processes=1, **options):
+def train_command(folder, image_folder, **options):
     """The command line of a small run that writes to `folder`/run."""
     config = folder / "small.yaml"
     run_options = dict(data_dir=str(image_folder), output=str(folder), experiment="run", epochs=2, workers=1)
     config.write_text(yaml.safe_dump(SMALL | run_options | options))
-    return [*script("train_imagenet.py", processes), "-c", str(config)]
+    return [*script("train_imagenet.py"), "-c", str(config)]
 
 
-def run(command, check=True, output=None):
-    """What a command line of Python comes to, in processes forked from one that has imported everything already.
+def run(command, count=1, check=True, output=None, pictures=False):
+    """How a command line of Python ends in one or several processes, forked from one that has imported everything.
 
-    It prints to `output` if that is given.
+    Args:
+        command: The command line.
+        count: Of the processes.
+        check: Whether it must succeed.
+        output: Where it prints, if that is not to be looked at.
+        pictures: Whether a run draws its curves, which takes longer than all else that small ones do.
     """
-    words, processes = command[1:], 1
-    if words[:2] == ["-m", "torch.distributed.run"]:
-        processes, words = int(words[3].partition("=")[2]), words[4:]
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes, no GPU to share
     with tempfile.TemporaryDirectory() as folder:
-        files, port = [output or os.path.join(folder, name) for name in ("stdout", "stderr")], free_port()
+        files = [output or os.path.join(folder, name) for name in ("stdout", "stderr")]
+        where = count, free_port(), *files
         started = [
-            CONTEXT.Process(target=_run, args=(words, environment, files, rank, processes, port))
-            for rank in range(processes)
+            CONTEXT.Process(target=_run, args=(command[1:], environment, pictures, rank, *where))
+            for rank in range(count)
         ]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(300)
-            process.kill()  # if it still runs
-            process.join()
-        codes, (stdout, stderr) = (
-            [process.exitcode for process in started],
-            ("" if output else Path(file).read_text() for file in files),
-        )
-    result = subprocess.CompletedProcess(command, next((code for code in codes if code), 0), stdout, stderr)
-    assert not check or result.returncode == 0, stderr[-3000:]
-    return result
+        code = next((code for code in _exit_codes(started) if code), 0)
+        said = ("", "") if output else [Path(file).read_text() for file in files]
+    assert not check or code == 0, said[1][-3000:]
+    return subprocess.CompletedProcess(command, code, *said)
 
 
-def _run(words, environment, files, rank, processes, port):
+def _run(words, environment, pictures, *place):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
-    become(rank, processes, port, *files)
+    become(*place)
+    if not pictures:
+        draw_nothing()
     module = words[0] == "-m"
     sys.argv = words[module:]
     if module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def draw_nothing():
+    from vil.training import summary
+
+    summary.plot_history = lambda history: b""
+
+
+def _exit_codes(processes):
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()  # if it still runs
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 class Ended(NamedTuple):
@@ -99,14 +110,9 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
             CONTEXT.Process(target=_call, args=(function, args, pipes[rank][1], files[rank], rank, count, port))
             for rank in range(count)
         ]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(300)
-            process.kill()  # if it still runs
-            process.join()
+        codes = _exit_codes(started)
         values = [pipe.recv() if pipe.poll() else None for pipe, _ in pipes]
-        return [Ended(v, p.exitcode, Path(file).read_text()) for v, p, file in zip(values, started, files)]
+        return [Ended(value, code, Path(file).read_text()) for value, code, file in zip(values, codes, files)]
 
 
 def _call(function, args, pipe, file, rank, count, port):

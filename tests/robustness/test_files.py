@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import pty
+import runpy
 import stat
+import sys
 import threading
 
 import pytest
-from processes import run, train_command
+from processes import CONTEXT, become, draw_nothing, run, train_command
 
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
@@ -136,20 +138,31 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
     threading.Thread(target=read_a_little).start()
     for output in ("/dev/full", str(fifo)):
         (folder := tmp_path / str(len(output))).mkdir()
-        run(train_command(folder, image_folder, processes), output=output)
+        run(train_command(folder, image_folder), processes, output=output)
         assert len(checkpoint.read_checkpoint(folder / "run" / "last.pt")["history"]) == 2
 
 
+def train_in_a_terminal(command, terminal):
+    os.setsid()
+    os.open(terminal, os.O_RDWR)  # which becomes its own
+    become(0, 1, 0, terminal, terminal)
+    draw_nothing()
+    sys.argv = command[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
+    screen, terminal = pty.openpty()
     command = train_command(tmp_path, image_folder)
-    process, terminal = pty.fork()
-    if process == 0:
-        os.execv(command[0], command)
+    process = CONTEXT.Process(target=train_in_a_terminal, args=(command, os.ttyname(terminal)))
+    process.start()
     said = b""
     while b"images at once" not in said:  # what it says when it begins
-        said += os.read(terminal, 1000)
-    os.close(terminal)  # SIGHUP, and no more room for a word
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+        said += os.read(screen, 1000)
+    os.close(terminal)
+    os.close(screen)  # SIGHUP, and no more room for a word
+    process.join(100)
+    assert process.exitcode == 0
     assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]) == 2
 
 
