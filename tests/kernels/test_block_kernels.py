@@ -193,8 +193,8 @@ def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
 def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(launched, monkeypatch):
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2)
 
-    def run(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0):
-        u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D]
+    def run(B=2, L=96, D=64, R=16, N=16, taps=4, dtype=BF16, stride=None, start=0, u=None):
+        u = torch.empty(B, L, stride or D, dtype=dtype)[..., start : start + D] if u is None else u
         x_proj, step_proj = torch.zeros(2, R + 2 * N, D, dtype=dtype), torch.zeros(2, D, R, dtype=dtype)
         launched.clear()
         kernels.conv_xproj(u, torch.empty(2, D, taps), torch.empty(2, D), x_proj, step_proj, L)
@@ -212,6 +212,9 @@ def test_convolutions_and_projections_are_one_kernel_where_its_copies_can_be(lau
         dict(stride=128, start=4),
     ):  # fmt: skip
         assert run(**other)[0] == "conv", other
+    for apart in (11_184_808, 11_184_816) if emulator.has_sparse() else ():  # 96 of them are up to 2^31 bytes
+        reached = "conv_xproj" if 2 * 96 * apart < 2**31 else "conv"
+        assert run(u=emulator.sparse((2, 96, 64), BF16, (0, apart, 1)))[0] == reached
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,10 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
     def t(*size, **kind):
         return torch.zeros(*size, **kind).as_subclass(OnGpu)
 
-    odd = torch.zeros(4)[1:].as_subclass(OnGpu)
+    odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # 4 and 8 bytes behind a multiple of 16
     calls = [
-        (t(3), [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (t(4), [t(2, 2)], None, 1),
-        (t(3), [t(2, 2).t()[:, :1]], None, 1),
+        (t(3), [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (eight, [t(2, 2)], None, 1),
+        (t(4), [t(2, 2)], None, 1), (t(3), [t(2, 2).t()[:, :1]], None, 1),
         (t(3), [t(2, 2), t(2, 2)], None, 1), (t(3), [t(2, 2)], t(1), 1), (t(3), [t(2, 2)], None, 2),
         (t(3).double(), [t(2, 2)], None, 1), (t(3), [], t(2, 2), 1),
     ]  # fmt: skip
