@@ -417,9 +417,9 @@ void run_block() {
     }
     flights.clear();
     unsigned awake = ~0u;  // warps
-    for (;;) {
+    for (int late = 0;;) {  // how many turns those that sleep have yet to, at most
         bool progress = false;
-        if (rand() % 16 == 0) awake = rand();
+        if (late-- <= 0 && rand() % 16 == 0) awake = rand();
         land_flights([](auto &) { return rand() % 4 == 0; });
         unsigned start = rand() % block, step = rand() % 2 ? 1 : block - 1, done = 0, waiting = 0;
         for (unsigned k = 0; k < block; k++) {
@@ -450,9 +450,10 @@ void run_block() {
             for (auto &t : threads)
                 if (t.state == AT_BLOCK) t.state = READY;
             progress = true;
+            if (rand() % 4 == 0) awake = rand(), late = 200;
         }
         if (!progress && awake == ~0u) fail("threads wait at different barriers");
-        if (!progress) awake = ~0u;
+        if (!progress) awake = ~0u, late = 0;
     }
 }
 }  // namespace emulator
