@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import blocks
 import emulator
 import naive_model
 import pytest
@@ -13,18 +14,7 @@ import timm
 import torch
 import torch.nn.utils.prune
 import torch.utils.checkpoint
-from blocks import (
-    MIXERS,
-    Scale,
-    close,
-    make_block,
-    on_an_emulated_gpu,
-    operator_on_a_cpu,
-    options_of,
-    outcome,
-    relative_error,
-    weights_of,
-)
+from blocks import MIXERS, make_block, operator_on_a_cpu, options_of, outcome, relative_error, weights_of
 from emulator import EMULATED
 from models import assert_same_output_and_gradients, random_images, small, stochastic_depth
 from models import with_random_parameters as randomised
@@ -152,7 +142,7 @@ CHANGES = {
     "pruning": lambda block: torch.nn.utils.prune.random_unstructured(block.mixer.out_proj, "weight", 0.5),
     "another block": lambda block: block.__setattr__("mixer", make_block(MambaMixer, 32, seed=5).double().mixer),
     "another eps": lambda block: setattr(block.norm, "eps", 0.1),
-    "another scale": lambda block: setattr(block, "drop_path", Scale(torch.tensor([2.0, 3.0]).double())),
+    "another scale": lambda block: setattr(block, "drop_path", blocks.Scale(torch.tensor([2.0, 3.0]).double())),
     "stochastic depth": lambda block: setattr(block, "drop_path", DropPath(0.25, scale_by_keep=False)),
 }
 
@@ -209,7 +199,7 @@ def test_the_operator_and_its_definition_have_the_gradients_of_the_plain_block(
     x, dy = torch.randn(2, 3, tokens, 24, dtype=torch.float64)
     scale = torch.tensor([0.0, 1.25, 1.25], dtype=torch.float64) if scaled else None
     if scaled:
-        block.drop_path = Scale(scale)
+        block.drop_path = blocks.Scale(scale)
     expected = outcome(block, x, dy, class_token_only=bool(middle))
 
     block.zero_grad()
@@ -346,7 +336,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
 ):
     """All kernels of a block together, forward and every gradient; cuBLAS's products by PyTorch in fp32."""
     tolerance = 2.5e-2 if dtype == torch.bfloat16 else 3e-3
-    on_an_emulated_gpu(monkeypatch, multiprocessors, hopper)
+    blocks.on_an_emulated_gpu(monkeypatch, multiprocessors, hopper)
     project = hopper and mixer is LonghornMixer
     launched, projecting = noted(monkeypatch, project)
     block = make_block(mixer, shape[2], drop_path=0.25).train()
@@ -363,7 +353,7 @@ def test_fused_block_emulated_on_a_cpu_equals_the_independent_one(
     assert set(projecting) == {project} or not hopper
     assert ("gate_outproj_backward" in launched) == (given is not None) == (dnext is not None)
     for value, norm in zip(given or (), PlainKernels.rms_norm(found["y"].double().flatten(0, 1), 1e-3, torch.float64)):
-        close(value, norm, dtype, "norm")
+        blocks.close(value, norm, dtype, "norm")
     for name, expected in truth.items():
         assert relative_error(found[name], expected) < (3 * tolerance if middle else tolerance), name
 
@@ -472,7 +462,7 @@ def test_backward_of_a_block_needs_the_memory_of_five_inputs_of_the_scan_at_most
 def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, monkeypatch):
     """Emulated on a CPU: its schema, its autograd and what compilers are told, of sizes that they do not know, too."""
     if device == "cpu":
-        on_an_emulated_gpu(monkeypatch)
+        blocks.on_an_emulated_gpu(monkeypatch)
         monkeypatch.setattr(compiler, "launch", emulator.launch)
     block = make_block(mixer, 16, device=device)
     x, xhat = torch.randn(2, 2, 9, 16, device=device, requires_grad=True).unbind()

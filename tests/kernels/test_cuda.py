@@ -5,18 +5,10 @@ import math
 
 import emulator
 import pytest
+import scans
 import torch
 from emulator import EMULATED
-from scans import (
-    SCANS,
-    exact,
-    in_order,
-    longhorn_inputs,
-    of_both_directions,
-    of_recurrence,
-    outputs_and_gradients,
-    relative_error,
-)  # fmt: skip
+from scans import SCANS, exact, in_order, longhorn_inputs, of_both_directions, of_recurrence, relative_error
 from spills import NVRTC, assert_no_spills
 from vil.kernels import backends, longhorn_scan
 from vil.kernels.cuda import compiler, hardware
@@ -411,8 +403,8 @@ def with_gradients(inputs):
 def assert_right(scan, definition, inputs, dtype, **kwargs):
     # parameters in fp32, as models keep them: their gradients, sums over all tokens, may be too large for fp16
     inputs = with_gradients([t if t.dim() == 3 else t.float() for t in inputs])
-    expected = outputs_and_gradients(lambda *t, **k: definition(*t, **k).cpu(), exact(inputs), dtype, **kwargs)
-    actual = outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), inputs, dtype, **kwargs)
+    expected = scans.outputs_and_gradients(lambda *t, **k: definition(*t, **k).cpu(), exact(inputs), dtype, **kwargs)
+    actual = scans.outputs_and_gradients(lambda *t, **k: scan(*t, backend="cuda", **k).cpu(), inputs, dtype, **kwargs)
     for i, (a, truth, t) in enumerate(zip(actual, expected, [inputs[0], *inputs])):
         assert a.dtype == t.dtype
         error = relative_error(a, truth)
@@ -465,16 +457,6 @@ def test_gradients_of_more_than_two_to_the_31_elements():
     last = [t.detach()[-1:].double().requires_grad_() for t in inputs]
     for a, truth in zip(found, results_of(naive.longhorn, last, last[0].detach())):
         assert relative_error(a[-1:], truth) < 4e-3
-
-
-@pytest.mark.gpu
-@SCANS
-def test_compiles_without_graph_breaks(scan, definition, make_inputs):
-    inputs = with_gradients(make_inputs(2, 70, 16, 16, torch.float32))
-    dy = torch.randn(2, 70, 16, device="cuda")
-    compiled = torch.compile(scan, fullgraph=True)
-    for a, truth in zip(results_of(compiled, inputs, dy), results_of(scan, inputs, dy)):
-        torch.testing.assert_close(a, truth)
 
 
 @pytest.mark.gpu

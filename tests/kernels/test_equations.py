@@ -145,20 +145,6 @@ def test_three_tokens_are_products_of_channels_and_states():
     same((1 + decay_D.T @ decay_N) * F_0 + added_D.T @ added_N, expected)
 
 
-def test_what_lanes_call_columns_and_rows_are_permutations():
-    """Facts 2 and 3 of layouts.md, and the order of out_proj's rows."""
-    channels = [8 * p + 4 * product + pair for product in range(2) for pair in (0, 1, 2, 3) for p in range(4)]
-    assert sorted(channels) == list(range(32))
-    outputs = {8 * i + 2 * a + e: 8 * a + 2 * i + e for i in range(4) for a in range(4) for e in (0, 1)}
-    assert sorted(outputs.values()) == list(range(32))
-    assert all(
-        {outputs[8 * i + 2 * p + e] for i in range(4) for e in (0, 1)} == {*range(8 * p, 8 * p + 8)} for p in range(4)
-    )
-    place = {c: 16 * (c // 16) + 8 * (c % 4 // 2) + 2 * (c % 16 // 4) + c % 2 for c in range(192)}
-    at = {row: c for c, row in place.items()}
-    assert [at[8 * h + 2 * p + e] for p in range(4) for h in (0, 1) for e in (0, 1)] == list(range(16))
-
-
 def test_24_bits_of_a_state_are_within_a_part_in_32768_and_have_no_bias():
     S = torch.randn(100_000)
     bits = S.view(torch.int32)

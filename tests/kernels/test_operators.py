@@ -38,7 +38,8 @@ CUDA = pytest.param(Backend("cuda", torch.float32, 1e-5, "cuda"), marks=pytest.m
 SHAPES = {
     REFERENCE: [(1, 1, 1, 1), (2, 5, 3, 4), (1, 17, 7, 16), (3, 64, 5, 8), (2, 101, 19, 5)],
     CPU: [(1, 1, 1, 1), (3, 64, 5, 8), (2, 101, 19, 5), (1, 64, 64, 16), (2, 65, 65, 16), (1, 129, 128, 3)],
-    TRITON: [(2, 3, 35, 3), (1, 1, 1, 16), (1, 4, 5, 33)],
+    TRITON: [(2, 3, 35, 3), (1, 1, 1, 16), (1, 4, 5, 33)]
+    + ([(3, 197, 100, 16), (7, 777, 300, 16)] if TRITON.device == "cuda" else []),
 }
 
 
@@ -78,16 +79,6 @@ def test_output_and_gradients_equal_the_definition(
 ):
     inputs = make_inputs(*shape, backend.dtype)
     assert backend.error(scan, definition, inputs, reverse=reverse) < backend.tolerance
-
-
-@SCANS
-@on(CPU)
-def test_random_sizes(scan, definition, make_inputs, backend):
-    generator = torch.Generator().manual_seed(7)
-    for seed in range(12):
-        B, L, D = (torch.randint(1, high, (), generator=generator).item() for high in (4, 140, 140))
-        inputs = make_inputs(B, L, D, (1, 3, 4, 15, 16)[seed % 5], torch.float32, seed)
-        assert backend.error(scan, definition, inputs, reverse=seed % 2 > 0) < 3e-6
 
 
 @SCANS

@@ -53,10 +53,3 @@ def test_sequences_are_cut_only_where_channels_do_not_fill_a_large_gpu(channels,
     assert (segments > 1) == (sequences < 2**14 and chunk_count > 1)
     assert segments * sequences <= 4 * 2**16 or segments == 1
     assert block == (64 if segments * sequences >= 2**16 else 32)
-
-
-@pytest.mark.gpu
-@SCANS
-@pytest.mark.parametrize("shape", [(3, 197, 100, 16), (7, 777, 300, 16)])
-def test_an_image_on_the_gpu(scan, definition, make_inputs, shape):
-    assert error(scan, definition, make_inputs(*shape, torch.float32), reverse=True) < 1e-5
