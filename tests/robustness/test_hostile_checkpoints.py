@@ -59,7 +59,8 @@ def write(tmp_path, small, image_folder):
         config = dict(model="vil_tiny", model_kwargs=KWARGS, img_size=16, num_classes=4, data_dir=str(image_folder))
         config, path = config | dict(options), tmp_path / f"given.{container}"
         if container == "safetensors":
-            path.write_bytes(checkpoint.pack_weights(small, config, {k: json.dumps(v) for k, v in parts.items()}))
+            texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in parts.items()}
+            path.write_bytes(checkpoint.pack_weights(small, config, texts))
         else:
             state = dict(config=config, history=[], progress={}, scheduler={}, optimizer={}, state_dict=small)
             checkpoint.save_checkpoint(state | parts, path)
@@ -90,9 +91,7 @@ def error_of_validation(monkeypatch):
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
-        (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
-        (dict(data_dir="s3://bucket/x"), "has data_dir 's3://bucket/x', which is no path of a folder"),
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
         (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
         (dict(model="hf-hub:someone/model"), "is of a model 'hf-hub:someone/model', which is none"),
@@ -209,34 +208,37 @@ def nested(times, width):
     return dict(version=3, config=dict(lr=value))
 
 
-ZEROS, ALIKE = torch.zeros(10**6), torch.zeros(10**5)
-GROWING = {
-    "one element as many": lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}),
-    "one memory for many": lambda: saved({f"{i}.weight": ALIKE for i in range(20_000)}),
-    "compressed": lambda: rewritten(saved(ZEROS), zipfile.ZIP_DEFLATED),
-    "compressed, with a comment": lambda: rewritten(saved(ZEROS), zipfile.ZIP_DEFLATED, end=b"PK\5\6"),
-    "with a comment": lambda: rewritten(saved(ZEROS), end=b"PK\5\6" + bytes(18)),
-    "two directories": lambda: two_directories(saved(ZEROS)),
-    "bytes by their number": lambda: saved([Call((bytearray, 10**12))]),
-    "bytes, in PyTorch's old format": lambda: saved([Call((bytearray, 10**12))], _use_new_zipfile_serialization=False),
-    "lists of one list": lambda: saved(nested(40, 2)),
-    "a list in a list": lambda: saved(nested(99, 1)),
-    "a long number": lambda: saved(dict(version=3, config=dict(lr=10**5000))),
-}
+def compressed(end=b""):
+    return rewritten(saved(torch.zeros(10**6)), zipfile.ZIP_DEFLATED, end)
 
 
-@pytest.mark.parametrize("kind", GROWING)
-def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path, kind):
-    (tmp_path / "made.pt").write_bytes(content := GROWING[kind]())
+ALIKE, MUCH = torch.zeros(10**5), Call((bytearray, 10**12))
+GROWING = [
+    (lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}), "its tensors have"),
+    (lambda: saved({f"{i}.weight": ALIKE for i in range(20_000)}), "its tensors have"),
+    (compressed, "its parts are compressed"),
+    (lambda: compressed(b"PK\5\6"), "its list of parts is not at its end"),
+    (lambda: rewritten(saved(ALIKE), end=b"PK\5\6" + bytes(18)), "its list of parts is not where its end says"),
+    (lambda: two_directories(saved(ALIKE)), "its list of parts is not"),
+    (lambda: saved([MUCH]), "it holds more than tensors"),
+    (lambda: saved([MUCH], _use_new_zipfile_serialization=False), "it holds more than tensors"),
+    (lambda: saved(nested(4, 300)), "it has 2000000 values"),
+    (lambda: saved(nested(99, 1)), "its values lie 20 deep"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), GROWING)
+def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path, make, reason):
+    (tmp_path / "made.pt").write_bytes(content := make())
     assert len(content) < 10**7
     for read in (checkpoint.read_weights, checkpoint.saved_config, checkpoint.read_checkpoint):
-        with pytest.raises(CheckpointError, match=r"made.pt cannot be read as a checkpoint; .*: (its|two|it) [^\n]*$"):
+        with pytest.raises(CheckpointError, match=f"made.pt cannot be read as a checkpoint; .*: {reason}"):
             read(tmp_path / "made.pt")
 
 
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
 def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
-    path = write(container=container, label_names=list("abcd"))
+    path = write(container=container, label_names=list("abcd"), **{"digest": {}} if container == "pt" else {})
     content, rng, refused = path.read_bytes(), random.Random(0), 0
     for place in [*rng.choices(range(len(content)), k=COUNT), *range(0, 3000, 200)]:
         flipped = bytearray(content)
@@ -304,17 +306,15 @@ COMMANDS = [(validate, ("--checkpoint",)), (viz, ("--images", "x", "--checkpoint
 @pytest.mark.parametrize(("command", "words"), COMMANDS)
 def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch, command, words):
     """A checkpoint may name a model of gigabytes: it is compared with the weights first."""
-    real, made = timm.create_model, []
+    real = timm.create_model
 
-    def noted(*args, **kwargs):
-        model = real(*args, **kwargs)
-        made.append({parameter.device.type for parameter in model.parameters()})
-        return model
+    def made(*args, **kwargs):
+        assert torch.get_default_device().type == "meta"
+        return real(*args, **kwargs)
 
-    monkeypatch.setattr(timm, "create_model", noted)
-    path = write(dict(model_kwargs=dict(embed_dim=8192, depth=512)))
+    monkeypatch.setattr(timm, "create_model", made)
+    path = write(dict(model_kwargs=dict(embed_dim=8192, depth=64)))
     assert "does not fit the model" in error_of_validation(*words, path, main=command.main, common=())
-    assert made == [{"meta"}]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tm
 
 
 NO_NAMES = ["abcd", 4, ["a"] * 3, ["a"] * 5, {"a": 0}, ["a", "b", "c", 4]]
-NO_NAMES += [["a\n"] * 4, ["\x1b[31m"] * 4, ["x" * 1001] * 4]
+NO_NAMES += ["", "[1", "[" * 10**5, ["a\n"] * 4, ["\x1b[31m"] * 4, ["x" * 1001] * 4]
 
 
 @pytest.mark.parametrize("names", NO_NAMES)
@@ -378,13 +378,6 @@ def test_names_of_classes_are_as_many_short_lines(write, names, container):
     with pytest.raises(CheckpointError, match="label_names that are not a name for each of its 4 classes") as refused:
         vil.from_checkpoint(path)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["ant", "", "[" * 10**5, "[1"])
-def test_names_of_classes_that_are_no_json_are_refused(tmp_path, text):
-    (path := tmp_path / "x.safetensors").write_bytes(checkpoint.pack_weights({}, {}, dict(label_names=text)))
-    with pytest.raises(CheckpointError, match="label_names that are not a name for each"):
-        checkpoint.label_names(path)
 
 
 def test_classes_in_another_order_are_refused_with_the_first_that_differs(write, image_folder, tmp_path):
@@ -415,7 +408,7 @@ def mutated(node, rng, pool):
 
 
 def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupted, image_folder, tmp_path, caplog):
-    whole = torch.load(uninterrupted / "run" / "previous.pt", weights_only=True)
+    whole = torch.load(uninterrupted / "run" / "previous.pt", weights_only=True) | {"digest": {}}
     refusals = {}
     for seed in range(COUNT):
         rng, state = random.Random(seed), whole
@@ -464,7 +457,6 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image
         ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
         ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
         ("mixup_prob: 1.5", "option 'mixup_prob' in .*c.yaml must be at most 1, not 1.5"),
-        ("opt_betas: [0.9, 2]", "option 'opt_betas' in .*c.yaml must be at most 1"),
         ("scale: [1, 0.5]", "must be two numbers, the smaller one first"),
         ("1: 2", "unknown option 1 in .*c.yaml"),
         ("? [a, b]\n: 1", "c.yaml is not YAML"),
@@ -473,7 +465,6 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
         ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
         ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
-        ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
         (b"lr: \xff\xfe", "c.yaml is not text in UTF-8"),
     ],
 )  # fmt: skip
@@ -512,10 +503,8 @@ def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
     assert not any("\n" in message for message in refusals.values())
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [("gpu", "device 'gpu' is unknown to PyTorch"), ("cuda", "device 'cuda': there is none"), ("xpu", "there is none")],
-)
-def test_a_device_that_is_not_there_is_refused_by_name(device, message, error_of_validation, monkeypatch):
+def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert message in error_of_validation("--device", device, "--model", "vil_tiny")
+    for device, reason in (("gpu", "is unknown to PyTorch"), ("cuda", "there is none"), ("xpu", "there is none")):
+        assert f"device '{device}'" in (message := error_of_validation("--device", device, "--model", "vil_tiny"))
+        assert reason in message
