@@ -66,19 +66,6 @@ def test_images_do_not_depend_on_processes(photo_folder, device):
     assert different.float().mean() < 1e-3
 
 
-def test_what_the_device_refuses_is_decoded_on_the_cpu(photo_folder, device, monkeypatch):
-    def refuse(files, device):
-        raise RuntimeError("Error while decoding JPEG images")
-
-    monkeypatch.setattr(device_loader, "_decode_all", refuse)
-    monkeypatch.setattr("vil.data.loaders.decoder_is_missing", lambda device: None)
-    loader, keys = on_device(photo_folder, device)
-    images, targets = joined(loader)
-    expected, expected_targets, _ = by_timm(loader.dataset.dataset, keys, **SIZE)
-    assert targets == expected_targets
-    assert torch.equal(images, expected)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"interpolation": "bicubic"}, {"crop_mode": "squash"}, {"crop_pct": 1.2}, {"input_size": (3, 48, 40)}],

@@ -6,7 +6,6 @@ The processes are forked from one that has imported everything, and talk over gl
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import os
 import signal
@@ -197,20 +196,6 @@ def before(owner: type, method: str, act: Callable[[], None], call: int = 1, ran
         return original(*arguments)
 
     setattr(owner, method, called)
-
-
-def print_digest():
-    """Has each process print at its end what its model and its EMA came to; for `prepare`."""
-    import train_imagenet
-
-    original = train_imagenet.Trainer.run
-
-    def run(trainer):
-        original(trainer)
-        tensors = [*trainer.model.state_dict().values(), *trainer.ema.module.state_dict().values()]
-        print("digest", hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest(), flush=True)
-
-    train_imagenet.Trainer.run = run
 
 
 def _launch(words: list[str], log: str) -> None:

@@ -59,31 +59,24 @@ def train(platform: str, config: str) -> None:
     sys.argv = ["train_imagenet.py", "-c", config]
     until_imports = (ROOT / "train_imagenet.py").read_text().partition("\nimport dataclasses\n")[0]
     exec(until_imports, {"__name__": "__main__"})  # what it does of signals that come early
-    train_and_interrupt(steps=6)
     import train_imagenet
 
-    sys.argv += ["--resume", "auto", "--workers", "0"]
-    train_imagenet.main()
+    save = train_imagenet.Trainer.checkpoint_if_due
 
-
-def train_and_interrupt(steps: int) -> None:
-    import train_imagenet
-    from vil.training.interruption import PREEMPTED, CheckpointTimer
-
-    due = CheckpointTimer.due
-
-    def interrupted(timer, step):
-        if step == steps:
+    def interrupted(trainer):
+        if trainer.steps == 6:
             signal.raise_signal(signal.SIGINT)
-        return due(timer, step)
+        save(trainer)
 
-    CheckpointTimer.due = interrupted
+    train_imagenet.Trainer.checkpoint_if_due = interrupted
     try:
         train_imagenet.main()
     except SystemExit as end:
-        if end.code != PREEMPTED:
+        if end.code != 75:
             raise
-    CheckpointTimer.due = due
+    train_imagenet.Trainer.checkpoint_if_due = save
+    sys.argv += ["--resume", "auto", "--workers", "0"]
+    train_imagenet.main()
 
 
 if __name__ in ("__main__", "__mp_main__"):

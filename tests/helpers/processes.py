@@ -39,14 +39,9 @@ def train_command(folder, image_folder, **options):
 
 
 def run(command, count=1, check=True, output=None, pictures=False):
-    """How a command line of Python ends in one or several processes, forked from one that has imported everything.
+    """How a command line of Python ends, in processes forked from one that has imported everything already.
 
-    Args:
-        command: The command line.
-        count: Of the processes.
-        check: Whether it must succeed.
-        output: Where it prints, if that is not to be looked at.
-        pictures: Whether a run draws its curves, which takes longer than all else that small ones do.
+    It prints to `output` if that is given. Curves are not drawn without need: that takes longer than a small run.
     """
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # several processes, no GPU to share
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from faults import Run, print_digest
+from faults import Run
 
 
 @pytest.fixture(scope="session")
@@ -12,8 +12,7 @@ def undisturbed(tmp_path_factory, image_folder):
 
     @functools.cache
     def trained(processes=2, **options):
-        prepare = print_digest if options.get("device") is None else None
-        run = Run(tmp_path_factory.mktemp("undisturbed"), processes, prepare, data_dir=str(image_folder), **options)
+        run = Run(tmp_path_factory.mktemp("undisturbed"), processes, data_dir=str(image_folder), **options)
         run.finished()
         return run
 

@@ -108,12 +108,3 @@ def test_a_run_over_nccl_loses_nothing(start_on_gpus):
     result = start_on_gpus("run", 2).finished()
     print("bit for bit:", torch.equal(*(torch.tensor(r["losses"]) for r in (result, undisturbed))))
     assert losses(result) == pytest.approx(losses(undisturbed), rel=2e-3)
-
-
-def test_a_run_goes_on_with_fewer_gpus(start_on_gpus):
-    undisturbed = start_on_gpus("undisturbed", 2).finished()
-    run = start_on_gpus("run", 2)
-    run.wait_for_saves(3)
-    run.signal(signal.SIGTERM)
-    assert run.wait() == [PREEMPTED, PREEMPTED]
-    assert losses(start_on_gpus("run", 1).finished()) == pytest.approx(losses(undisturbed), rel=2e-3)
