@@ -257,7 +257,6 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
             "is of a run with model 'vil_tiny', this one has 'vim_tiny'",
         ),
-        (["--seed", "4294967296"], "error: option 'seed' in the command line must be at most 4294967295"),
         (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
         (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write in TMP/.lock/run: "),
         (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write in TMP/.holder/run: "),
@@ -293,8 +292,7 @@ def test_a_state_that_no_run_leaves_is_not_gone_on_with(
     uninterrupted, tmp_path, monkeypatch, capsys, part, place, value
 ):
     saved = checkpoint.read_checkpoint(uninterrupted / "run" / "last.pt")
-    inner = {"optimizer": saved["optimizer"]["state"][0], "history": saved["history"][0], "progress": saved["progress"]}
-    inner[part][place] = value
+    {**saved, "optimizer": saved["optimizer"]["state"][0], "history": saved["history"][0]}[part][place] = value
     checkpoint.save_checkpoint(saved, tmp_path / "odd.pt")
     words = ["--output", tmp_path, "--epochs", 3, "--resume", tmp_path / "odd.pt"]
     status, error = main(monkeypatch, capsys, "-c", uninterrupted / "small.yaml", *words)
