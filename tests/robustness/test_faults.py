@@ -34,10 +34,6 @@ def get_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def get_sigkill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def in_step(step, act, rank):
     return functools.partial(before, train_imagenet.Trainer, "update", act, step, rank)
 
@@ -108,15 +104,6 @@ def test_a_signal_cuts_an_evaluation_short(undisturbed, start):
     stopped = two.result()
     assert (stopped["epoch"], len(stopped["losses"])) == (0, 8)
     assert_same(start().finished(), undisturbed().result())
-
-
-def test_three_processes_go_on_bit_for_bit(start, undisturbed):
-    options = dict(processes=3, global_batch_size=12, epochs=1)
-    three = start(prepare=in_step(3, get_sigkill, rank=0), **options)
-    codes = three.wait()
-    assert codes == [-signal.SIGKILL, 1, 1]
-    assert len(checkpoint.read_checkpoint(three.folder / "last.pt")["progress"]["losses"]) == 2
-    assert_same(start(**options).finished(), undisturbed(**options).result())
 
 
 def test_a_run_goes_on_with_other_processes_from_the_middle_of_an_epoch(uninterrupted, start):

@@ -114,7 +114,8 @@ def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_pa
         assert f"process {os.getpid()} " in (tmp_path / ".holder").read_text()
 
 
-def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(start):
+@pytest.mark.parametrize("time", range(int(os.environ.get("TWO_RUNS", 1))))
+def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(start, time):
     runs = [start(1, hasten, epochs=4) for _ in range(2)]
     codes = [run.wait()[0] for run in runs]
     assert sorted(codes) == [0, 1]
