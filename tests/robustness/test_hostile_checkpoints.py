@@ -37,8 +37,6 @@ from vil.factory import create_model
 COUNT = int(os.environ.get("FUZZ", 60))
 KWARGS = SMALL["model_kwargs"]
 CPU = torch.device("cpu")
-
-
 POOL = [None, -1, 0, 1, 10**30, 1.5, math.nan, -math.inf, "", "x", "../../x", "pipe:id", [], [[]], {}, {"a": 1}, True]
 POOL += [1j, torch.zeros(3), torch.zeros(()), torch.full((2, 2), torch.nan), b"bytes", (1, 2)]
 PARTS = ["config", "label_names", "history", "progress", "optimizer", "state_dict", "state_dict_ema", "version"]
@@ -161,8 +159,7 @@ def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
     """By what webdataset makes of them."""
     from webdataset.shardlists import expand_urls
 
-    words = [*"./|0a,-{}:$", "..", "tar", "{0..3}", "{000..009}", "{0..299}", "{0..999999}", "{HOME}", "{.,a}", "|36"]
-    words += ["::", "pipe:"]
+    words = [*"./|0a,-{}:$", "..", "tar", "{0..3}", "{0..299}", "{0..999999}", "{HOME}", "{.,a}", "|36", "::", "pipe:"]
     rng, accepted = random.Random(0), 0
     for _ in range(100 * COUNT):
         split = "".join(rng.choices(words, k=rng.randint(1, 6)))
@@ -181,9 +178,10 @@ def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
 # weights
 
 
-def rewritten(content, compression=zipfile.ZIP_STORED, end=b""):
-    """An archive of PyTorch's with its parts compressed or a comment."""
-    with zipfile.ZipFile(io.BytesIO(content)) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", compression) as file:
+def rewritten(compression=zipfile.ZIP_DEFLATED, end=b""):
+    """An archive of PyTorch's, of 4 MB, with its parts compressed or a comment."""
+    content = io.BytesIO(saved(torch.zeros(10**6)))
+    with zipfile.ZipFile(content) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", compression) as file:
         for part in plain.infolist():
             file.writestr(part.filename, plain.read(part))
         file.comment = end
@@ -208,17 +206,13 @@ def nested(times, width):
     return dict(version=3, config=dict(lr=value))
 
 
-def compressed(end=b""):
-    return rewritten(saved(torch.zeros(10**6)), zipfile.ZIP_DEFLATED, end)
-
-
 ALIKE, MUCH = torch.zeros(10**5), Call((bytearray, 10**12))
 GROWING = [
     (lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}), "its tensors have"),
     (lambda: saved({f"{i}.weight": ALIKE for i in range(20_000)}), "its tensors have"),
-    (compressed, "its parts are compressed"),
-    (lambda: compressed(b"PK\5\6"), "its list of parts is not at its end"),
-    (lambda: rewritten(saved(ALIKE), end=b"PK\5\6" + bytes(18)), "its list of parts is not where its end says"),
+    (rewritten, "its parts are compressed"),
+    (lambda: rewritten(end=b"PK\5\6"), "its list of parts is not at its end"),
+    (lambda: rewritten(zipfile.ZIP_STORED, b"PK\5\6" + bytes(18)), "its list of parts is not where its end says"),
     (lambda: two_directories(saved(ALIKE)), "its list of parts is not"),
     (lambda: saved([MUCH]), "it holds more than tensors"),
     (lambda: saved([MUCH], _use_new_zipfile_serialization=False), "it holds more than tensors"),
@@ -240,7 +234,7 @@ def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_tak
 def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
     path = write(container=container, label_names=list("abcd"), **{"digest": {}} if container == "pt" else {})
     content, rng, refused = path.read_bytes(), random.Random(0), 0
-    for place in [*rng.choices(range(len(content)), k=COUNT), *range(0, 3000, 200)]:
+    for place in [*rng.choices(range(len(content)), k=COUNT), *range(8, 500, 11)]:
         flipped = bytearray(content)
         flipped[place] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
@@ -320,13 +314,12 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_v
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.full((4,), torch.nan), "has values that are not finite"),
-        (torch.tensor([1.0, 2.0, torch.inf, 0.0]), "has values that are not finite"),
+        (torch.tensor([1.0, torch.nan, torch.inf, 0.0]), "has values that are not finite"),
         (torch.zeros(4, dtype=torch.complex64), "is a tensor of torch.complex64"),
         (torch.zeros(4).to_sparse(), "is a tensor of torch.float32, torch.sparse_coo"),
         ("weights", "is no tensor but str"),
     ],
-    ids=["nan", "inf", "complex", "sparse", "text"],
+    ids=["not finite", "complex", "sparse", "text"],
 )
 def test_weights_that_are_none_are_named(write, small, tensor, message, error_of_validation):
     path = write(state_dict=small | {"head.bias": tensor})
@@ -339,16 +332,6 @@ def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(wr
         message = error_of_validation("--checkpoint", write(state_dict=small | {name: torch.zeros(shape)}))
         assert "given.pt does not fit the model" in message
         assert name in message
-
-
-# malformed
-
-
-def test_options_that_are_no_table_are_refused_and_no_arguments_of_a_model_are_none(write):
-    for config in ([1, 2], "vil_tiny", None):
-        with pytest.raises(ConfigError, match=f"given.pt holds {type(config).__name__} in place of options"):
-            checkpoint.saved_config(write(config=config))
-    assert checkpoint.saved_config(write(dict(model_kwargs=None)))["model_kwargs"] is None
 
 
 def resumed(path, image_folder, tmp_path):
@@ -433,9 +416,6 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
         assert re.fullmatch(r"[^\n]*(generated.pt|model|num_classes)[^\n]*", message)
 
 
-# what lies beside data
-
-
 @pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
 def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -458,12 +438,9 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image
         ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
         ("mixup_prob: 1.5", "option 'mixup_prob' in .*c.yaml must be at most 1, not 1.5"),
         ("scale: [1, 0.5]", "must be two numbers, the smaller one first"),
-        ("1: 2", "unknown option 1 in .*c.yaml"),
-        ("? [a, b]\n: 1", "c.yaml is not YAML"),
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),
-        ("sched: zzz", "sched 'zzz' is unknown; there are cosine, tanh, step, multistep, poly$"),
         ("aa: rand-q9", "aa 'rand-q9' is no policy that timm knows, like rand-m9-mstd0.5-inc1 or 3a"),
         (b"lr: \xff\xfe", "c.yaml is not text in UTF-8"),
     ],
@@ -475,12 +452,6 @@ def test_odd_configs_are_refused_by_name(tmp_path, text, message):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("word", ["a=[", "a=*x", "a=!!python/name:os.system"])
-def test_a_value_on_the_command_line_that_is_no_yaml_is_refused(word):
-    with pytest.raises(ConfigError, match="the value of a (is not YAML|has an alias)"):
-        load_config("", ["--model-kwargs", word])
-
-
 def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
     files = sorted((ROOT / "configs").glob("*.yaml"))
     scalars = [value for value in POOL if not isinstance(value, (torch.Tensor, complex, bytes, tuple))]
@@ -490,7 +461,7 @@ def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
         text = rng.choice(files).read_text()
         if seed % 2:
             text = yaml.safe_dump(mutated(yaml.safe_load(text), rng, scalars))
-        for _ in range(rng.choice([0, 1, 3]) if seed % 2 else rng.choice([1, 3, 10])):
+        for _ in range(rng.choice([0, 1, 3, 10])):
             place = rng.randrange(len(text) + 1)
             odd = rng.choice([*"[]{}:,&*!|>%@`'\"\\\t\n-#?", "\x00", "é", "null", "1e400", "---\n"])
             text = text[:place] + odd + text[place + rng.randrange(3) :]
