@@ -139,7 +139,7 @@ def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folde
     """While it imports PyTorch and others."""
     process = start_in_a_terminal(train_command(tmp_path, image_folder))
     while signal.SIGUSR1 not in signals(process.pid, "SigCgt"):
-        time.sleep(0.01)
+        assert process.poll() is None
     time.sleep(seconds)
     assert press(process).strip() == "stopped by a signal before it trained anything"
     assert process.returncode == PREEMPTED
