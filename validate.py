@@ -92,7 +92,8 @@ def parse_options() -> argparse.Namespace:
         if (value := getattr(options, name)) is not None:
             setattr(options, name, convert(name, value, "the command line"))
     check_choices(vars(options))
-    check_outputs(options)
+    if is_first_process():  # which writes them, where it is
+        check_outputs(options)
     return options
 
 

@@ -136,7 +136,7 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
         with open(fifo, "rb", buffering=0) as reader:
             reader.read(1)
 
-    threading.Thread(target=read_a_little).start()
+    threading.Thread(target=read_a_little, daemon=True).start()
     for output in ("/dev/full", str(fifo)):
         (folder := tmp_path / str(len(output))).mkdir()
         run(train_command(folder, image_folder), processes, output=output)
