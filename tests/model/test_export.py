@@ -375,6 +375,7 @@ def test_what_the_command_cannot_do_is_a_line(words, message, command):
 def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictures(trained, monkeypatch, capsys):
     words = ["vil.export", "--checkpoint", "best.pt", "--features", "0", "--out", "vil_tiny.onnx"]
     monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.delitem(sys.modules, "vil.export.__main__")  # as in a process of its own
     runpy.run_module("vil.export", run_name="__main__")
     said = capsys.readouterr().out
     assert said.startswith("vil_tiny.onnx: ")
