@@ -37,7 +37,7 @@ class _Lossy:
 def outlive_output(*names: str) -> None:
     """Has a process go on when nobody takes any more what it writes to sys.`names`, by default both.
 
-    What was closed from the start is opened: the next file would take its number, and get what C libraries print.
+    A stream that was closed from the start is opened: a file would take its number, and get what C libraries print.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

@@ -97,7 +97,7 @@ def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder
 
 
 def means_judged(rank, folder, output):
-    """Of the batch norms of a model and of its average, which come to an evaluation as the number of the process."""
+    """The means of the batch norms of a model and its average, which are the number of the process before."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     settings = OPTIONS | options | dict(data_dir=str(folder), output=str(output), experiment="run")
     run = Trainer(Config(**settings), *processes.join_processes("cpu"))
