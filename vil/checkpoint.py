@@ -205,7 +205,7 @@ def _content(path: str | Path, whole: bool = True) -> Any:
     with _reading(path):
         content = _read_safetensors(path, whole) if str(path).endswith(".safetensors") else _read_pickled(path, whole)
         _refuse_growth(content, Path(path).stat().st_size)
-        digests = content.get("digest") if whole and isinstance(content, dict) else None
+        digests = content.get("digest") if whole and _is_ours(content) else None
         for name, said in (digests or {}).items():
             if name in content and digest(content[name], content.get("metadata")) != said:
                 raise zipfile.BadZipFile(f"the checksum of its {name} is wrong")
@@ -230,10 +230,10 @@ def _read_safetensors(path: str | Path, whole: bool) -> dict[str, Any]:
         metadata = file.metadata() or {}
         names = file.keys() if whole else ()
         content: dict[str, Any] = {"state_dict": {name: file.get_tensor(name) for name in names}}
-    if "digest" in metadata:
-        content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
     if metadata.get("producer") != PRODUCER:
         return content
+    if "digest" in metadata:
+        content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
     said: dict[str, Any] = {"config": metadata.get("config", ""), "label_names": metadata.get("label_names")}
     for name, text in said.items():
         with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at it to refuse

@@ -36,6 +36,7 @@ from vil.factory import create_model
 
 COUNT = int(os.environ.get("FUZZ", 60))
 KWARGS = SMALL["model_kwargs"]
+SAME = dict(num_classes=4, img_size=16, **KWARGS)
 CPU = torch.device("cpu")
 POOL = [None, -1, 0, 1, 10**30, 1.5, math.nan, -math.inf, "", "x", "../../x", "pipe:id", [], [[]], {}, {"a": 1}, True]
 POOL += [1j, torch.zeros(3), torch.zeros(()), torch.full((2, 2), torch.nan), b"bytes", (1, 2)]
@@ -46,7 +47,7 @@ PARTS = ["config", "label_names", "history", "progress", "optimizer", "state_dic
 def small():
     """The weights of a model that a run of SMALL trains."""
     torch.manual_seed(0)
-    return timm.create_model("vil_tiny", num_classes=4, img_size=16, **KWARGS).state_dict()
+    return timm.create_model("vil_tiny", **SAME).state_dict()
 
 
 @pytest.fixture
@@ -92,9 +93,7 @@ def error_of_validation(monkeypatch):
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
         (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
-        (dict(model="hf-hub:someone/model"), "is of a model 'hf-hub:someone/model', which is none"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
-        (dict(model_kwargs=dict(pretrained_cfg_overlay={"url": "x"})), "has an argument 'pretrained_cfg_overlay'"),
         (dict(model_kwargs=dict(embed_dim=10**6)), "has embed_dim 1000000, and may have at most 8192"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
@@ -232,22 +231,22 @@ def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_tak
 
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
 def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
-    path = write(container=container, label_names=list("abcd"), **{"digest": {}} if container == "pt" else {})
+    names, of_others = list("abcd"), {"digest": {}} if container == "pt" else {}
+    path = write(container=container, label_names=names, **of_others)
     content, rng, refused = path.read_bytes(), random.Random(0), 0
     for place in [*rng.choices(range(len(content)), k=COUNT), *range(8, 500, 11)]:
         flipped = bytearray(content)
         flipped[place] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        try:
-            model = vil.from_checkpoint(path)
-        except (CheckpointError, ConfigError):
-            with pytest.raises((CheckpointError, ConfigError)):
-                create_model("vil_tiny", str(path), num_classes=4, img_size=16, **KWARGS)
-            refused += 1
-            continue
-        assert model.pretrained_cfg["label_names"] == list("abcd")
-        assert all(torch.equal(value, small[name]) for name, value in model.state_dict().items())
-    assert refused > 0.8 * COUNT
+        for read in (vil.from_checkpoint, lambda path: create_model("vil_tiny", str(path), **SAME)):
+            try:
+                model = read(path)
+            except (CheckpointError, ConfigError):
+                refused += 1
+                continue
+            assert model.pretrained_cfg.get("label_names", names) == names
+            assert all(torch.equal(value, small[name]) for name, value in model.state_dict().items())
+    assert refused > 1.6 * COUNT
 
 
 def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write, small):
@@ -257,6 +256,8 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     torch.save(changed, path)
     with pytest.raises(CheckpointError, match="given.pt cannot be read .* the checksum of its state_dict is wrong"):
         checkpoint.read_weights(path)
+    torch.save(dict(digest="of another kind", state_dict=small), path)
+    assert checkpoint.read_weights(path).keys() == small.keys()
 
 
 def saved(thing, **how):
@@ -433,10 +434,8 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epochs: .inf", "option 'epochs' in .*c.yaml must be int, not inf"),
         ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
         ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
-        ("mixup_prob: 1.5", "option 'mixup_prob' in .*c.yaml must be at most 1, not 1.5"),
         ("scale: [1, 0.5]", "must be two numbers, the smaller one first"),
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
