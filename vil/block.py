@@ -2,6 +2,7 @@
 
 B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
 2 directions, stacked in this order: first token to last, last token to first
+In a pooled block: h, w grid of patches    r rows of the grid, or its columns    S = r + 1 pooled tokens
 
 The way from a model to a kernel on an NVIDIA GPU: VisionLonghorn.forward, run_blocks, and of kernels/block and
 kernels/cuda operator.block, _Block.forward, the planned forward, Plan.__call__, and its step, which launches.
@@ -33,6 +34,41 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x_BLC: Tensor) -> Tensor:
         h_BLC = F.rms_norm(x_BLC, self.normalized_shape, self.weight.to(x_BLC.dtype), self.eps)
         return h_BLC.to(self.weight.dtype)
+
+
+def middle_token(x_BLC: Tensor) -> Tensor:
+    middle = (x_BLC.shape[1] - 1) // 2
+    return x_BLC[:, middle : middle + 1]
+
+
+def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
+    middle = patches_BnC.shape[1] // 2
+    before, behind = patches_BnC.split([middle, patches_BnC.shape[1] - middle], dim=1)
+    return torch.cat((before, token_B1C, behind), dim=1)
+
+
+def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
+    middle = (x_BLC.shape[1] - 1) // 2
+    return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), middle_token(x_BLC)
+
+
+def transpose_grid(x_BLC: Tensor, h: int, w: int) -> Tensor:
+    """Tokens with patches row by row of a grid (h, w) as tokens with patches column by column."""
+    patches_BnC, token_B1C = split_class_token(x_BLC)
+    return insert_class_token(patches_BnC.unflatten(1, (h, w)).transpose(1, 2).flatten(1, 2), token_B1C)
+
+
+def row_means(v_BLD: Tensor, rows: int) -> Tensor:
+    """The mean of each row of patches, and between them, as number rows // 2, the class token: (B, S, D)."""
+    patches_BnD, token_B1D = split_class_token(v_BLD)
+    return insert_class_token(patches_BnD.unflatten(1, (rows, -1)).mean(2), token_B1D)
+
+
+def repeat_rows(y_BSD: Tensor, length: int) -> Tensor:
+    """The pooled token of each of L tokens, where a row has `length` patches."""
+    rows_BrD, token_B1D = split_class_token(y_BSD)
+    return insert_class_token(rows_BrD.unsqueeze(2).expand(-1, -1, length, -1).flatten(1, 2), token_B1D)
 
 
 class TokenConv1d(nn.Conv1d):
@@ -72,9 +108,15 @@ class LonghornDirection(nn.Module):
 
     def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns what the recurrence reads: the token, its step's logits less their bias, its key and its query."""
-        v_BLD = F.silu(self.conv1d(u_BLD))
+        v_BLD = self.convolve(u_BLD)
+        return v_BLD, *self.project(v_BLD)
+
+    def convolve(self, u_BLD: Tensor) -> Tensor:
+        return F.silu(self.conv1d(u_BLD))
+
+    def project(self, v_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
-        return v_BLD, F.linear(step_BLR, self.step_proj.weight), k_BLN, q_BLN
+        return F.linear(step_BLR, self.step_proj.weight), k_BLN, q_BLN
 
 
 class MambaDirection(LonghornDirection):
@@ -103,14 +145,26 @@ class BidirectionalMixer(nn.Module):
         expand: Inner width D as a multiple of C.
         state_size: States N of a channel.
         conv_width: Tokens that the convolution before the recurrence sees.
+        pool: None: the recurrence reads every token. "rows" or "columns": it reads the mean of each row or column of
+            patches, in their order, and the class token between them (the pooling of Kapse et al., 2025).
     """
 
     direction: type[LonghornDirection]
     recurrence: str
 
-    def __init__(self, dim: int, expand: int = 2, state_size: int = 16, conv_width: int = 4, device=None, dtype=None):
+    def __init__(
+        self,
+        dim: int,
+        expand: int = 2,
+        state_size: int = 16,
+        conv_width: int = 4,
+        pool: str | None = None,
+        device=None,
+        dtype=None,
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
+        self.pool = pool
         inner, rank = expand * dim, math.ceil(dim / 16)
         self.state_size = state_size
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **dd)
@@ -120,15 +174,37 @@ class BidirectionalMixer(nn.Module):
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
     # Of LonghornMixer and MambaMixer the fused kernels take the place of this: an edit shows after set_fused(False)
-    def forward(self, h_BLC: Tensor) -> Tensor:
+    def forward(self, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """Tokens to tokens; a pooled mixer is told the grid (h, w) of patches, which else has to be square."""
+        if self.pool is not None:
+            return self.forward_pooled(h_BLC, grid_of(h_BLC.shape[1], grid))
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         forward, backward = self.directions[0](u_BLD), self.directions[1](u_BLD)
         v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN = [torch.stack(pair) for pair in zip(forward, backward)]
         y_2BLD = self.scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN)
         return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
 
-    def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
-        """The recurrence in both directions, y_2BLD."""
+    def forward_pooled(self, h_BLC: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The same with a recurrence over rows, or over columns, whose order the convolution follows, too."""
+        h, w = grid
+        rows, length = (w, h) if self.pool == "columns" else (h, w)
+        if self.pool == "columns":
+            h_BLC = transpose_grid(h_BLC, h, w)
+        u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
+        v_2BLD = torch.stack([direction.convolve(u_BLD) for direction in self.directions])
+        means_2BSD = torch.stack([row_means(v_BLD, rows) for v_BLD in v_2BLD.unbind()])
+        read = [direction.project(means_2BSD[g]) for g, direction in enumerate(self.directions)]
+        step_logits_2BSD, k_2BSN, q_2BSN = [torch.stack(pair) for pair in zip(read[0], read[1])]
+        # a patch reads the state of its row, and skips by its own v
+        y_2BSD = self.scan(means_2BSD, step_logits_2BSD, k_2BSN, q_2BSN, skip=False)
+        y_BLD = repeat_rows(y_2BSD.mean(0), length) + (self.skip()[:, None, None] * v_2BLD).mean(0)
+        out_BLC = self.out_proj(y_BLD.to(z_BLD.dtype) * F.silu(z_BLD))
+        return transpose_grid(out_BLC, w, h) if self.pool == "columns" else out_BLC
+
+    def scan(
+        self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
+    ) -> Tensor:
+        """The recurrence in both directions, y_2BLD, with or without what skips it."""
         raise NotImplementedError
 
     def skip(self) -> Tensor:
@@ -144,8 +220,11 @@ class LonghornMixer(BidirectionalMixer):
     direction = LonghornDirection
     recurrence = "longhorn"
 
-    def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
-        return bidirectional_longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, self.skip(), self.step_bias())
+    def scan(
+        self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
+    ) -> Tensor:
+        skip_2D = self.skip() if skip else None
+        return bidirectional_longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip_2D, self.step_bias())
 
 
 class MambaMixer(BidirectionalMixer):
@@ -154,18 +233,33 @@ class MambaMixer(BidirectionalMixer):
     direction = MambaDirection
     recurrence = "selective"
 
-    def scan(self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor) -> Tensor:
+    def scan(
+        self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
+    ) -> Tensor:
         A_2DN = -at_least_fp32(torch.stack([direction.A_log for direction in self.directions])).exp()
-        return bidirectional_selective_scan(
-            v_2BLD, step_logits_2BLD, A_2DN, k_2BLN, q_2BLN, self.skip(), self.step_bias()
-        )
+        skip_2D = self.skip() if skip else None
+        return bidirectional_selective_scan(v_2BLD, step_logits_2BLD, A_2DN, k_2BLN, q_2BLN, skip_2D, self.step_bias())
+
+
+@torch.jit.ignore
+def grid_of(L: int, grid: tuple[int, int] | None) -> tuple[int, int]:
+    """The grid (h, w) of patches among L tokens, square if it is not given.
+
+    Raises:
+        ValueError: There are other than h w patches and a class token.
+    """
+    h, w = (math.isqrt(L - 1),) * 2 if grid is None else grid
+    if h * w + 1 != L:
+        need = f"the grid {(h, w)} has {h * w + 1} tokens" if grid else "a grid that is not square has to be given"
+        raise ValueError(f"a pooled block was given {L} tokens, but {need}: pass grid=(h, w) of the patches")
+    return h, w
 
 
 # torch.fx and TorchScript do not look into these: they take the operators as they are.
 @register_notrace_function
 @torch.jit.ignore
 def bidirectional_longhorn_scan(
-    v_2BLD: Tensor, logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip_2D: Tensor, bias_2D: Tensor
+    v_2BLD: Tensor, logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip_2D: Tensor | None, bias_2D: Tensor
 ) -> Tensor:
     return longhorn_scan(v_2BLD, logits_2BLD, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
 
@@ -173,38 +267,54 @@ def bidirectional_longhorn_scan(
 @register_notrace_function
 @torch.jit.ignore
 def bidirectional_selective_scan(
-    v_2BLD: Tensor, logits_2BLD: Tensor, A_2DN: Tensor, b_2BLN: Tensor, c_2BLN: Tensor, skip_2D: Tensor, bias_2D: Tensor
-) -> Tensor:
+    v_2BLD: Tensor, logits_2BLD: Tensor, A_2DN: Tensor, b_2BLN: Tensor, c_2BLN: Tensor, skip_2D: Tensor | None,
+    bias_2D: Tensor,
+) -> Tensor:  # fmt: skip
     return selective_scan(v_2BLD, logits_2BLD, A_2DN, b_2BLN, c_2BLN, skip_2D, bias_2D, reverse=(False, True))
 
 
 class Block(nn.Module):
     """Pre-norm residual block. The residual stream (B, L, C) is in fp32; the mixer runs in the dtype of its weights."""
 
-    def __init__(self, dim: int, mixer: type[BidirectionalMixer], drop_path: float = 0.0, device=None, dtype=None):
+    def __init__(
+        self,
+        dim: int,
+        mixer: type[BidirectionalMixer],
+        drop_path: float = 0.0,
+        pool: str | None = None,
+        device=None,
+        dtype=None,
+    ):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.norm = RMSNorm(dim, eps=1e-5, **dd)
-        self.mixer = mixer(dim, **dd)
+        self.mixer = mixer(dim, **dd) if pool is None else mixer(dim, pool=pool, **dd)
+        self.pool = pool
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
-        """All tokens, or the class token in the middle alone (B, 1, C), for which fused kernels read half of them."""
+    def forward(self, x_BLC: Tensor, class_token_only: bool = False, grid: tuple[int, int] | None = None) -> Tensor:
+        """All tokens, or the class token in the middle alone (B, 1, C), for which fused kernels read half of them.
+
+        A pooled block is told the grid (h, w) of patches, which else has to be square.
+        """
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
             fused = fused_block(self, x_BLC)
             if fused is not None:
                 run, weights = fused
                 return run(x_BLC, weights, options(self, weights, class_token_only), path_scale(self, x_BLC))[0]
-        x_BLC = x_BLC + self.drop_path(self.mixer(self.norm(x_BLC)))
+        h_BLC = self.norm(x_BLC)
+        h_BLC = self.mixer(h_BLC) if self.pool is None else self.mixer(h_BLC, grid)
+        x_BLC = x_BLC + self.drop_path(h_BLC)
         return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-def middle_token(x_BLC: Tensor) -> Tensor:
-    middle = (x_BLC.shape[1] - 1) // 2
-    return x_BLC[:, middle : middle + 1]
-
-
-def run_blocks(blocks: nn.Module, x_BLC: Tensor, class_token_only: bool = False, checkpointing: bool = False) -> Tensor:
+def run_blocks(
+    blocks: nn.Module,
+    x_BLC: Tensor,
+    class_token_only: bool = False,
+    checkpointing: bool = False,
+    grid: tuple[int, int] | None = None,
+) -> Tensor:
     """Blocks one behind the other: all tokens of the last, or the class token alone (B, 1, C).
 
     A fused block gives the norm of what it puts out to a fused one behind it, where nothing sees what is in between.
@@ -214,6 +324,7 @@ def run_blocks(blocks: nn.Module, x_BLC: Tensor, class_token_only: bool = False,
         x_BLC: Residual stream.
         class_token_only: Whether nobody needs the last block's other tokens.
         checkpointing: Whether backward computes blocks once more.
+        grid: Of patches (h, w), for pooled blocks.
     """
     if type(blocks) is not nn.Sequential or watched(blocks):
         x_BLC = blocks(x_BLC)
@@ -225,9 +336,9 @@ def run_blocks(blocks: nn.Module, x_BLC: Tensor, class_token_only: bool = False,
         last = i + 1 == len(modules)
         only = class_token_only and last and found is not None
         if checkpointing:
-            x_BLC = checkpointed(block, x_BLC, only)
+            x_BLC = checkpointed(block, x_BLC, only, grid)
         elif found is None:
-            x_BLC, normed = block(x_BLC), None
+            x_BLC, normed = block(x_BLC, **_grid_for(block, grid)), None
         else:
             run, weights = found
             norm_next = not last and fused[i + 1] is not None and modules[i + 1].norm.eps == block.norm.eps
@@ -236,17 +347,25 @@ def run_blocks(blocks: nn.Module, x_BLC: Tensor, class_token_only: bool = False,
     return middle_token(x_BLC) if class_token_only else x_BLC
 
 
-def checkpointed(block: nn.Module, x_BLC: Tensor, class_token_only: bool = False) -> Tensor:
+def checkpointed(
+    block: nn.Module, x_BLC: Tensor, class_token_only: bool = False, grid: tuple[int, int] | None = None
+) -> Tensor:
     """The block, which backward computes once more.
 
     A fused one draws nothing again: a CUDA graph could not go back to the random numbers of forward.
     """
     found = fused_block(block, x_BLC) if type(block) is Block and not watched(block) else None
     if found is None:
-        return checkpoint(block, x_BLC, class_token_only=True) if class_token_only else checkpoint(block, x_BLC)
+        only = {"class_token_only": True} if class_token_only else {}
+        return checkpoint(block, x_BLC, **only, **_grid_for(block, grid))
     run, weights = found
     arguments = x_BLC, weights, options(block, weights, class_token_only), path_scale(block, x_BLC)
     return checkpoint(run, *arguments, preserve_rng_state=False)[0]
+
+
+def _grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple[int, int]]:
+    """The grid as an argument of a block that takes it."""
+    return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 
 
 _DIRECTION = [TokenConv1d, nn.Linear, nn.Linear]
@@ -270,7 +389,7 @@ def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | 
     It stands for a block with every part as it was built, whatever the weights in them have become since, where
     `fused_operator` has one: on an NVIDIA GPU or, in fp32, on a CPU.
     """
-    if not _fused or not isinstance(x_BLC, Tensor):
+    if not _fused or not isinstance(x_BLC, Tensor) or block.pool is not None:
         return None
     weights = weights_as_built(block)
     run = None if weights is None else fused_operator(x_BLC, weights)

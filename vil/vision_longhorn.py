@@ -45,8 +45,9 @@ from .block import (
     RMSNorm,
     at_least_fp32,
     checkpointed,
-    middle_token,
+    insert_class_token,
     run_blocks,
+    split_class_token,
 )
 
 try:
@@ -192,18 +193,6 @@ def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: lis
     return insert_class_token(patches, token)
 
 
-def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
-    middle = patches_BnC.shape[1] // 2
-    before, behind = patches_BnC.split([middle, patches_BnC.shape[1] - middle], dim=1)
-    return torch.cat((before, token_B1C, behind), dim=1)
-
-
-def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
-    middle = (x_BLC.shape[1] - 1) // 2
-    return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), middle_token(x_BLC)
-
-
 @register_notrace_function
 @torch.jit.ignore
 def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
@@ -231,13 +220,15 @@ class VisionLonghorn(nn.Module):
         embed_dim: Model width C.
         depth: Number of blocks.
         mixer: The blocks' token mixer.
+        pooled: Whether the recurrence reads the mean of each row of patches, in every second block of each column.
         dynamic_img_size: Take images of any size and aspect ratio, padded to full patches, by resampling the position
             embeddings.
         drop_rate: Dropout before the head.
         drop_path_rate: Stochastic depth of the last block; it grows linearly from 0 in the first.
 
     Raises:
-        ValueError: The patches do not cover the image (and `dynamic_img_size` is off), or the pooling is unknown.
+        ValueError: The patches do not cover the image (and `dynamic_img_size` is off), the head's pooling is unknown,
+            or there is no pooled form of the mixer.
     """
 
     def __init__(
@@ -251,6 +242,7 @@ class VisionLonghorn(nn.Module):
         embed_dim: int = 192,
         depth: int = 24,
         mixer: type[BidirectionalMixer] = LonghornMixer,
+        pooled: bool = False,
         dynamic_img_size: bool = False,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -266,12 +258,18 @@ class VisionLonghorn(nn.Module):
         self.num_prefix_tokens = 0
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
+        self.pooled = pooled
 
         self.patch_embed = PatchEmbed(img_size, patch_size, stride, in_chans, embed_dim, dynamic_img_size, **dd)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd))
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + 1, embed_dim, **dd))
+        if pooled and mixer not in (LonghornMixer, MambaMixer):
+            raise ValueError(
+                f"a pooled model mixes by LonghornMixer or MambaMixer; {mixer.__name__} has no pooled form"
+            )
+        axes = ("rows", "columns") if pooled else (None, None)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.Sequential(*[Block(embed_dim, mixer, drop_path=rate, **dd) for rate in rates])
+        self.blocks = nn.Sequential(*[Block(embed_dim, mixer, rate, axes[i % 2], **dd) for i, rate in enumerate(rates)])
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=self.patch_embed.feat_ratio()) for i in range(depth)
         ]
@@ -375,12 +373,14 @@ class VisionLonghorn(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is neither 'NCHW' nor 'NLC'")
         taken, last = feature_take_indices(len(self.blocks), indices)
-        grid = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
-        x = self.embed(x)
+        x, grid = self.embed(x), self.grid_of(x)
         intermediates: list[Any] = []
         class_tokens = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpointed(block, x) if self.grad_checkpointing else block(x)
+            if self.grad_checkpointing:
+                x = checkpointed(block, x, grid=grid)
+            else:
+                x = block(x) if not self.pooled else block(x, grid=grid)
             if i in taken:
                 patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
                 if output_fmt == "NCHW":
@@ -422,11 +422,20 @@ class VisionLonghorn(nn.Module):
         # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
         return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # in fp32
 
+    def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
+        """The grid (h, w) of patches of these images."""
+        return self.patch_embed.dynamic_feat_size((x_B3HW.shape[2], x_B3HW.shape[3]))
+
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to normed tokens (B, L, C)."""
         if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
-            return self.norm(run_blocks(self.blocks, self.embed(x), checkpointing=self.grad_checkpointing))
-        return self.norm(self.blocks(self.embed(x)))
+            x, grid = self.embed(x), self.grid_of(x)
+            return self.norm(run_blocks(self.blocks, x, checkpointing=self.grad_checkpointing, grid=grid))
+        grid = self.grid_of(x)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, False, grid)
+        return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (B, L, C) to logits (B, num_classes), or to the pooled features if `pre_logits`."""
@@ -441,7 +450,8 @@ class VisionLonghorn(nn.Module):
         if not torch.jit.is_scripting():
             # the head's class token is the middle one: nobody needs the others of the last block, nor their norm
             only = self.global_pool == "token"
-            x = run_blocks(self.blocks, self.embed(x), class_token_only=only, checkpointing=self.grad_checkpointing)
+            x, grid = self.embed(x), self.grid_of(x)
+            x = run_blocks(self.blocks, x, only, self.grad_checkpointing, grid)
             return self.forward_head(self.norm(x))
         return self.forward_head(self.forward_features(x))
 
@@ -573,9 +583,8 @@ def _cfg(**kwargs) -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs(
-    {name: _cfg() for name in ("vil_tiny", "vil_small", "vil_base", "vim_tiny", "vim_small", "vim_base")}
-)
+NAMES = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("tiny", "small", "base")]
+default_cfgs = generate_default_cfgs({name + suffix: _cfg() for suffix in ("", "_pooled") for name in NAMES})
 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
@@ -644,3 +653,45 @@ def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba, base: 97.6 M parameters."""
     model_args = dict(embed_dim=768, mixer=MambaMixer)
     return _create_vision_longhorn("vim_base", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register
+def vil_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, tiny, whose recurrence reads row and column means: parameters and their names are vil_tiny's."""
+    model_args = dict(embed_dim=192, mixer=LonghornMixer, pooled=True)
+    return _create_vision_longhorn("vil_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register
+def vil_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, small, whose recurrence reads row and column means: parameters and their names are vil_small's."""
+    model_args = dict(embed_dim=384, mixer=LonghornMixer, pooled=True)
+    return _create_vision_longhorn("vil_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register
+def vil_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, base, whose recurrence reads row and column means: parameters and their names are vil_base's."""
+    model_args = dict(embed_dim=768, mixer=LonghornMixer, pooled=True)
+    return _create_vision_longhorn("vil_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register
+def vim_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba, tiny, whose recurrence reads row and column means: parameters and their names are vim_tiny's."""
+    model_args = dict(embed_dim=192, mixer=MambaMixer, pooled=True)
+    return _create_vision_longhorn("vim_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register
+def vim_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba, small, whose recurrence reads row and column means: parameters and their names are vim_small's."""
+    model_args = dict(embed_dim=384, mixer=MambaMixer, pooled=True)
+    return _create_vision_longhorn("vim_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register
+def vim_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba, base, whose recurrence reads row and column means: parameters and their names are vim_base's."""
+    model_args = dict(embed_dim=768, mixer=MambaMixer, pooled=True)
+    return _create_vision_longhorn("vim_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
