@@ -1,0 +1,67 @@
+"""In what lines a pooled block reads the patches of an image: rows, or columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Lines(NamedTuple):
+    """Each line of patches is one pooled token, and the class token one more, number count // 2 of them.
+
+    Among the tokens of a sequence the class token is number count * length // 2, be they in the order of lines or as in
+    memory, where patches are row by row.
+    """
+
+    count: int
+    length: int
+    columns: bool  # lines are columns
+
+    @classmethod
+    def of(cls, h: int, w: int, columns: bool) -> Lines:
+        """Those of a grid of patches."""
+        return cls(w, h, True) if columns else cls(h, w, False)
+
+    @property
+    def S(self) -> int:
+        """Pooled tokens."""
+        return self.count + 1
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.count * self.length + 1
+
+    def arguments(self) -> dict[str, int]:
+        """As lines.cuh takes them."""
+        next, next_line = (self.count, 1) if self.columns else (1, self.length)
+        return dict(count=self.count, length=self.length, next=next, next_line=next_line)
+
+    def order(self) -> Tensor:
+        """The number in memory of each token, in the order of lines."""
+        patches = torch.arange(self.L - 1)
+        if self.columns:
+            patches = patches.view(self.length, self.count).t().flatten()
+        middle = (self.L - 1) // 2
+        patches = patches + (patches >= middle)
+        return torch.cat([patches[:middle], torch.tensor([middle]), patches[middle:]])
+
+    def pooled(self) -> Tensor:
+        """The pooled token of each token, in the order of lines."""
+        lines = torch.arange(self.L - 1) // self.length
+        lines, middle = lines + (lines >= self.count // 2), (self.L - 1) // 2
+        return torch.cat([lines[:middle], torch.tensor([self.count // 2]), lines[middle:]])
+
+
+def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
+    """Tokens in the order of lines, for definitions."""
+    return t_BLX[:, lines.order().to(t_BLX.device)]
+
+
+def line_means(v_BLD: Tensor, lines: Lines) -> Tensor:
+    """The mean of each pooled token (B, S, D), of tokens in the order of lines; for definitions."""
+    pooled = lines.pooled().to(v_BLD.device)
+    sums_BSD = v_BLD.new_zeros(v_BLD.shape[0], lines.S, v_BLD.shape[2]).index_add(1, pooled, v_BLD)
+    return sums_BSD / pooled.bincount(minlength=lines.S)[:, None]

@@ -1,0 +1,64 @@
+"""The gradients of a pooled block's convolutions and skips."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.elements import ELEMENT, vector_width
+from ..cuda.plan import place
+from .lines import Lines, in_order, line_means
+from .plain import gradients
+from .pool import plain_v
+
+WARPS, CTAS = 4, 3  # of a CTA and of a multiprocessor, as in pooled_conv_backward.cu
+
+
+def pooled_conv_backward(
+    u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
+    du_BLD: Tensor, lines: Lines,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of weights and biases (parts, 2, K + 1, D), the biases' last, and of skips (parts, 2, D), to be summed.
+
+    dy_BLD is the gradient of what either direction puts out, dmeans_2BSD that of what the recurrence reads. Writes
+    du_BLD.
+    """
+    (B, L, D), taps = u_BLD.shape, conv_2DK.shape[2]
+    vector = vector_width(2, u_BLD, du_BLD)
+    stretch, parts = share(B, L, CTAS * hardware.multiprocessors(place(u_BLD)) * 32 * WARPS * vector // D)
+    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
+    dskips = torch.empty(parts, 2, D, device=u_BLD.device, dtype=torch.float32)
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps)
+    blocks = -(-parts * D // vector // (32 * WARPS))
+    compiler.launch("block/pooled_conv_backward", "pooled_conv_backward", macros, blocks, 32 * WARPS, dict(
+        u=u_BLD, u_stride=u_BLD.stride(1), e=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,
+        skip=skip_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, dskips=dskips, B=B, D=D,
+        **lines.arguments(), stretch=stretch, parts=parts,
+    ))  # fmt: skip
+    return dfilters, dskips
+
+
+def share(B: int, L: int, most: int) -> tuple[int, int]:
+    """Tokens of a stretch, a multiple of 4, and parts of all stretches, of which `most` keep the GPU busy."""
+    most = max(1, most)
+    rounds = -(-B * -(-L // 64) // most)
+    stretch = max(8, -(-L // (4 * max(1, most * rounds // B))) * 4)
+    return stretch, min(B * -(-L // stretch), most)
+
+
+def plain(
+    u_BLD: Tensor, dy_BLD: Tensor, dmeans_2BSD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, skip_2D: Tensor,
+    du_BLD: Tensor, lines: Lines,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition of `pooled_conv_backward`, in one part."""
+
+    def read_and_skipped(u_BLD, conv_2DK, conv_bias_2D, skip_2D):
+        v_2BLD = plain_v(u_BLD, conv_2DK, conv_bias_2D, lines)
+        means = [line_means(v_BLD, lines) for v_BLD in v_2BLD]
+        return torch.cat([torch.stack(means).flatten(), (skip_2D[:, None, None] * v_2BLD).sum(0).flatten()])
+
+    dboth = torch.cat([dmeans_2BSD.flatten(), in_order(dy_BLD, lines).flatten()])
+    found = gradients(read_and_skipped, [u_BLD, conv_2DK, conv_bias_2D, skip_2D], dboth)
+    du_BLD.copy_(found[0])
+    return torch.cat([found[1].mT, found[2][:, None]], 1)[None], found[3][None]
