@@ -57,7 +57,7 @@ def once_a_kind(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
     def checked(*arguments) -> None:
         kind = tuple([
-            _kind_of(a) if isinstance(a, Tensor) else tuple(map(_kind_of, a)) if isinstance(a, (list, tuple)) else a
+            _kind_of(a) if isinstance(a, Tensor) else tuple(map(_kind_of, a)) if type(a) in (list, tuple) else a
             for a in arguments
         ])  # fmt: skip
         try:

@@ -20,6 +20,7 @@ B batch    L tokens    C model width    D inner width    N states    R rank    P
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -62,29 +63,30 @@ def reference_scan_backward(recurrence, dy_GLBD, chunk_states, q_GLBN, *_, **__)
 
 @register_flop_formula(torch.ops.vil.block)
 def block(
-    recurrence, eps, dtype, class_token_only, norm_next, x_BLC, normed, scale, norm, in_proj, out_proj, directions,
-    *_, **__,
+    recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale, norm, in_proj, out_proj,
+    directions, *_, **__,
 ) -> int:  # fmt: skip
     B, L, C = x_BLC
-    products, scans = _block_products(B, L, C, directions)
+    products, scans = _block_products(B, L, C, directions, lines)
     return products + FORWARD * scans
 
 
 @register_flop_formula(torch.ops.vil.block_backward)
 def block_backward(
-    recurrence, class_token_only, norm_given, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj, directions,
-    saved, **_,
+    recurrence, class_token_only, norm_given, lines, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj,
+    directions, saved, **_,
 ) -> int:  # fmt: skip
     B, L, _U = saved[0]
-    products, scans = _block_products(B, L, out_proj[0], directions)
+    products, scans = _block_products(B, L, out_proj[0], directions, lines)
     return 2 * products + BACKWARD[recurrence] * scans
 
 
-def _block_products(B: int, L: int, C: int, directions: list) -> tuple[int, int]:
+def _block_products(B: int, L: int, C: int, directions: list, lines: Sequence[int]) -> tuple[int, int]:
     """FLOPs of a block's matrix products and convolutions, and its elements of state."""
+    S = lines[0] + 1 if lines else L  # tokens that the recurrence reads
     (D, _, K), _, (P, _), (_, R) = directions[:4]
-    each = (L + K - 1) * D * K + L * D * P + L * R * D
-    return 2 * B * (L * C * 2 * D + 2 * each + L * D * C), 2 * B * L * D * (P - R) // 2
+    each = (L + K - 1) * D * K + S * D * P + S * R * D
+    return 2 * B * (L * C * 2 * D + 2 * each + L * D * C), 2 * B * S * D * (P - R) // 2
 
 
 def convolution_backward(

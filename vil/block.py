@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from .kernels import longhorn_scan, selective_scan
 from .kernels.block.fused import fused_operator
+from .kernels.block.lines import Lines
 from .kernels.block.weights import BlockWeights, DirectionWeights, Options
 
 
@@ -301,7 +302,9 @@ class Block(nn.Module):
             fused = fused_block(self, x_BLC)
             if fused is not None:
                 run, weights = fused
-                return run(x_BLC, weights, options(self, weights, class_token_only), path_scale(self, x_BLC))[0]
+                how = options(self, weights, class_token_only, lines=lines_of(self, x_BLC, grid))
+                x_BLC = run(x_BLC, weights, how, path_scale(self, x_BLC))[0]
+                return middle_token(x_BLC) if class_token_only else x_BLC
         h_BLC = self.norm(x_BLC)
         h_BLC = self.mixer(h_BLC) if self.pool is None else self.mixer(h_BLC, grid)
         x_BLC = x_BLC + self.drop_path(h_BLC)
@@ -342,7 +345,7 @@ def run_blocks(
         else:
             run, weights = found
             norm_next = not last and fused[i + 1] is not None and modules[i + 1].norm.eps == block.norm.eps
-            how = options(block, weights, only, norm_next)
+            how = options(block, weights, only, norm_next, lines_of(block, x_BLC, grid))
             x_BLC, normed = run(x_BLC, weights, how, path_scale(block, x_BLC), normed)
     return middle_token(x_BLC) if class_token_only else x_BLC
 
@@ -359,7 +362,8 @@ def checkpointed(
         only = {"class_token_only": True} if class_token_only else {}
         return checkpoint(block, x_BLC, **only, **_grid_for(block, grid))
     run, weights = found
-    arguments = x_BLC, weights, options(block, weights, class_token_only), path_scale(block, x_BLC)
+    how = options(block, weights, class_token_only, lines=lines_of(block, x_BLC, grid))
+    arguments = x_BLC, weights, how, path_scale(block, x_BLC)
     return checkpoint(run, *arguments, preserve_rng_state=False)[0]
 
 
@@ -389,10 +393,10 @@ def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | 
     It stands for a block with every part as it was built, whatever the weights in them have become since, where
     `fused_operator` has one: on an NVIDIA GPU or, in fp32, on a CPU.
     """
-    if not _fused or not isinstance(x_BLC, Tensor) or block.pool is not None:
+    if not _fused or not isinstance(x_BLC, Tensor):
         return None
     weights = weights_as_built(block)
-    run = None if weights is None else fused_operator(x_BLC, weights)
+    run = None if weights is None else fused_operator(x_BLC, weights, block.pool is not None)
     return None if run is None else (run, weights)
 
 
@@ -434,11 +438,22 @@ def watched(*modules: nn.Module) -> bool:
     ])  # fmt: skip
 
 
-def options(block: Block, weights: BlockWeights, class_token_only: bool, norm_next: bool = False) -> Options:
+def lines_of(block: Block, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines | None:
+    """The lines of patches whose means a pooled block reads."""
+    pool = block.pool
+    return None if pool is None else Lines.of(*grid_of(x_BLC.shape[1], grid), pool == "columns")
+
+
+def options(
+    block: Block, weights: BlockWeights, class_token_only: bool, norm_next: bool = False, lines: Lines | None = None
+) -> Options:
     """How the operator computes the block: products in the dtype of autocast if that is on, else in the weights'."""
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else weights.norm.dtype
-    return Options(block._modules["mixer"].recurrence, block._modules["norm"].eps, dtype, class_token_only, norm_next)
+    if lines is not None:  # there are no kernels for the class token alone
+        class_token_only = norm_next = False
+    recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
+    return Options(recurrence, eps, dtype, class_token_only, norm_next, lines)
 
 
 def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:

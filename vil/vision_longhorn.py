@@ -265,7 +265,7 @@ class VisionLonghorn(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + 1, embed_dim, **dd))
         if pooled and mixer not in (LonghornMixer, MambaMixer):
             raise ValueError(
-                f"a pooled model mixes by LonghornMixer or MambaMixer; {mixer.__name__} has no pooled form"
+                f"a pooled model mixes by LonghornMixer or MambaMixer: {mixer.__name__} has no pooled form"
             )
         axes = ("rows", "columns") if pooled else (None, None)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
@@ -657,41 +657,41 @@ def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
 
 @register
 def vil_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, tiny, whose recurrence reads row and column means: parameters and their names are vil_tiny's."""
+    """Vision Longhorn, tiny with a recurrence over row and column means; its weights are vil_tiny's."""
     model_args = dict(embed_dim=192, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vil_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, small, whose recurrence reads row and column means: parameters and their names are vil_small's."""
+    """Vision Longhorn, small with a recurrence over row and column means; its weights are vil_small's."""
     model_args = dict(embed_dim=384, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vil_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, base, whose recurrence reads row and column means: parameters and their names are vil_base's."""
+    """Vision Longhorn, base with a recurrence over row and column means; its weights are vil_base's."""
     model_args = dict(embed_dim=768, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, tiny, whose recurrence reads row and column means: parameters and their names are vim_tiny's."""
+    """Vision Mamba, tiny with a recurrence over row and column means; its weights are vim_tiny's."""
     model_args = dict(embed_dim=192, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, small, whose recurrence reads row and column means: parameters and their names are vim_small's."""
+    """Vision Mamba, small with a recurrence over row and column means; its weights are vim_small's."""
     model_args = dict(embed_dim=384, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, base, whose recurrence reads row and column means: parameters and their names are vim_base's."""
+    """Vision Mamba, base with a recurrence over row and column means; its weights are vim_base's."""
     model_args = dict(embed_dim=768, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))

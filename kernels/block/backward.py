@@ -17,7 +17,7 @@ from ..checks import aligned
 from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
 from . import launch as kernels
-from .forward import REVERSE, project, split
+from .forward import REVERSE, project, project_pooled, split
 from .launch import PackedWeights
 from .tokens import Tokens
 from .weights import BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
@@ -62,12 +62,21 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     else:
         duz_BLE = torch.empty_like(saved.uz)
         du_BLD, dz_BMD = duz_BLE.chunk(2, dim=-1)
-    dy_BLD = du_BLD  # which is free until the convolutions' gradient
-    gated_BMD = kernels.gate_outproj_backward(
-        dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
-    )
+    if options.lines is None:
+        dy_BLD = du_BLD  # which is free until the convolutions' gradient
+        gated_BMD = kernels.gate_outproj_backward(
+            dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
+        )
+    else:
+        dy_BLD = torch.mm(dout_TC.contiguous(), w.out_proj).view(B, L, -1)  # of what is gated, to begin with
+        gated_BMD, *of_lines = kernels.pooled_gate_backward(
+            dy_BLD, u_BLD, z_BMD, saved.mean, w.conv, w.conv_bias, w.skip, scale_B, dz_BMD, options.lines
+        )
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
-    of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
+    if options.lines is None:
+        of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
+    else:
+        of_directions = _through_lines(options, u_BLD, dy_BLD, *of_lines, du_BLD, w, saved)
     dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, saved, tokens)
     *per_weight, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(norm_C, in_proj, sizes, dfolded, *per_weight, dtype, in_one)
@@ -99,6 +108,29 @@ def _through_directions(
     dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
     dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
     dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
+    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)
+
+
+def _through_lines(
+    options: BackwardOptions, u_BLD: Tensor, dy_BLD: Tensor, dy_BSD: Tensor, means_2BSD: Tensor, du_BLD: Tensor,
+    w: PackedWeights, saved: SavedForBackward,
+) -> DirectionGradients:  # fmt: skip
+    """Scan, projections and convolutions of both directions of a pooled block; writes du."""
+    p = project_pooled(means_2BSD, w)
+    dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
+        options.recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, p.step_logits, p.k, p.q, saved.A, None, w.step_bias,
+        saved.states, REVERSE, overwrite_step_logits=True,
+    )  # fmt: skip
+    means_2TD, dmeans_2TD, dstep_logits_2TD, step_2TR, dk_2TN, dq_2TN = (
+        t.flatten(1, 2) for t in (p.v, dmeans_2BSD, dstep_logits_2BSD, p.step, dk_2BSN, dq_2BSN)
+    )
+    dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
+    dx_proj = kernels.products_over_tokens(dprojected_2TP, means_2TD)
+    dmeans_2TD.baddbmm_(dprojected_2TP, w.x_proj)
+    dfilters, dskips = kernels.pooled_conv_backward(
+        u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, options.lines
+    )
+    dchannels = torch.stack([dskips.sum(0), dchannels[:, 1]], 1)  # the scan has had no skip
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)
 
 

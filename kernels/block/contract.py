@@ -9,6 +9,7 @@ from .. import backends
 from ..checks import check, check_choice, check_given, once_a_kind
 from ..scan.chunks import chunk_state_count
 from . import launch as kernels
+from .lines import Lines
 from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Inputs, Normed, Options, SavedForBackward
 
@@ -52,12 +53,14 @@ def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> No
     sizes = _check_weights(residual, scale_B, weights)
     check_choice("dtype", options.dtype, backends.DTYPES)
     sizes["T"] = sizes["B"] * sizes["L"]
+    _check_lines(options.lines, sizes["L"], options.class_token_only)
     check(sizes, residual, *_norm_rows("normed", normed, "T", options.dtype))
 
 
 @once_a_kind
 def check_backward(
-    recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions, saved
+    recurrence, class_token_only, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
+    saved,
 ) -> None:  # fmt: skip
     """The same for backward, of the schema's arguments."""
     check_lists(recurrence, directions=directions, saved=saved, next_normed=next_normed)
@@ -70,26 +73,33 @@ def check_backward(
     check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
     sizes["W"] = kernels.packed_size(weights.sizes, dtype)
+    sizes["l"] = lines.S if lines else 0
     rows = [
         (f"saved[{i}] ({name})", t, layout, own or dtype)
-        for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence)))
+        for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence, lines)))
     ]
     check(
         sizes, residual, ("dnext_TC", dnext_TC, "tC", dtype), *_norm_rows("next_normed", next_normed, "t", dtype),
         rows[0],
     )  # fmt: skip
     tokens = Tokens(sizes["L"], class_token_only)
+    _check_lines(lines, sizes["L"], class_token_only)
     expected = tokens.M, tokens.columns(sizes["D"])
     if (sizes["M"], sizes["U"]) != expected:
         found = f"{sizes['M']} and {sizes['U']}"
         need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
         raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, not {found}")
-    sizes.update(T=sizes["B"] * tokens.L, S=chunk_state_count(tokens.H))
+    sizes.update(T=sizes["B"] * tokens.L, S=chunk_state_count(lines.S if lines else tokens.H))
     check(sizes, residual, *rows)
 
 
-def _saved_fields(recurrence: str) -> list[tuple[str, str, torch.dtype | None]]:
-    rows = zip(SavedForBackward._fields, SAVED, SAVED_DTYPES)
+def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
+    if lines and (min(lines[:2]) < 1 or lines.L != L or class_token_only):
+        raise ValueError(f"lines {tuple(lines)} must have the {L} tokens of x, less the class token, and all put out")
+
+
+def _saved_fields(recurrence: str, lines: Lines | None) -> list[tuple[str, str, torch.dtype | None]]:
+    rows = zip(SavedForBackward._fields, SAVED._replace(mean="2BlD") if lines else SAVED, SAVED_DTYPES)
     return [row for row in rows if row[0] != "A" or recurrence == "selective"]
 
 

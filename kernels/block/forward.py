@@ -39,9 +39,10 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
-    tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
+    pooled = options.lines is not None
+    tiles = None if options.class_token_only or pooled else kernels.empty_tiles(B * L, weights.out_proj, dtype)
     # a product that is no part of a kernel is written over the residual stream
-    copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
+    copy = pooled or not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, own_norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
     w, A_2DN = PackedWeights.of(packed, weights.sizes), A_of(weights)
     if normed:
@@ -49,6 +50,11 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     xhat_TC, rstd_T, x_TC = own_norm
     uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
     u_BLD, z_BMD = split(uz_BLE, xhat_TC, w, tokens)
+    kept = (None, None) if normed else (xhat_TC, rstd_T)
+    if pooled:
+        out_TC, y_2BSD, states = _forward_pooled(options, keep, x_TC, u_BLD, z_BMD, scale_B, w, A_2DN)
+        saved = SavedForBackward(uz_BLE, y_2BSD, states, packed, A_2DN, *kept) if keep else ()
+        return [out_TC.view(B, L, C), None, None, *saved]
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, project_step=not from_step)
     y_2BHD, states = scans.scan_forward(
@@ -64,8 +70,32 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     results = [out_TC.view(B, -1, C), *(next_normed or (None, None))]
     if not keep:
         return results
-    kept = (None, None) if normed else (xhat_TC, rstd_T)
     return [*results, *SavedForBackward(uz_BLE, mean_BMD, states, packed, A_2DN, *kept)]
+
+
+def _forward_pooled(
+    options: Options, keep: bool, x_TC: Tensor, u_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None,
+    w: PackedWeights, A_2DN: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """A pooled block behind its first product: x' written over x, and of the pooled tokens y_2BSD and states."""
+    lines = options.lines
+    assert lines is not None
+    p = project_pooled(kernels.pool(u_BLD, w.conv, w.conv_bias, lines), w)
+    y_2BSD, states = scans.scan_forward(
+        options.recurrence, p.v, p.step_logits, p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
+    )
+    gated_BLD = kernels.pooled_gate(u_BLD, z_BLD, y_2BSD, w.conv, w.conv_bias, w.skip, scale_B, lines)
+    return kernels.add_product(x_TC, gated_BLD.flatten(0, 1), w.out_proj.t()), y_2BSD, states
+
+
+def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
+    """Projections of what a pooled block's recurrence reads."""
+    R, P = w.step_proj.shape[2], w.x_proj.shape[1]
+    projected_2TP = torch.bmm(means_2BSD.flatten(1, 2), w.x_proj.mT)
+    logits_2TD = torch.bmm(projected_2TP[..., :R], w.step_proj.mT)
+    parts = (*projected_2TP.tensor_split((R, (R + P) // 2), dim=-1), logits_2TD)
+    step, k, q, step_logits = (t.unflatten(1, means_2BSD.shape[1:3]) for t in parts)
+    return Projected(means_2BSD, k, q, step, step_logits)
 
 
 def A_of(weights: BlockWeights) -> Tensor | None:

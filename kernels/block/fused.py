@@ -13,7 +13,7 @@ from .contract import FP32, TAPS, unobserved
 from .weights import BlockWeights
 
 
-def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
+def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -> Callable | None:
     """The operator that computes a block of these weights over this residual stream on this machine, or None.
 
     It takes (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None: `operator.block` says more.
@@ -29,4 +29,4 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
         return operator.block
     # compilers and whoever else looks on are shown the parts of a block on a CPU
     hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    return cpu.block if backend == "cpu" and hidden else None
+    return cpu.block if backend == "cpu" and hidden and not pooled else None

@@ -33,7 +33,7 @@ def gate_outproj(
     (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
     if not fuses_product(x_TC, D, y_2BLD.dtype):
         gated_BLD, mean_BLD = gates.gate(y_2BLD, z_BLD, scale_B, keep)
-        return _add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
+        return add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
     mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
     means = mean_BLD if keep else None
     if tiles is not None:
@@ -52,7 +52,7 @@ def few_ctas(T: int, C: int) -> int:
     return -(-T // 16) * (C // 48)
 
 
-def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """x += a @ b, with no rounding in between."""
     if a.dtype == x.dtype:
         return torch.addmm(x, a, b, out=x)

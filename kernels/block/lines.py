@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,13 @@ class Lines(NamedTuple):
     def of(cls, h: int, w: int, columns: bool) -> Lines:
         """Those of a grid of patches."""
         return cls(w, h, True) if columns else cls(h, w, False)
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Lines | None:
+        """From an operator's argument, where there are none if the block is not pooled."""
+        if len(numbers) not in (0, 3):
+            raise ValueError(f"lines must hold count, length and columns, or nothing; it holds {len(numbers)} numbers")
+        return cls(numbers[0], numbers[1], bool(numbers[2])) if numbers else None
 
     @property
     def S(self) -> int:

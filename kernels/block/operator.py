@@ -7,6 +7,9 @@ product, and backward computes convolutions, projections and gate again.
 Blocks one behind the other pass on a fused add-norm: beside the residual stream x its norm without a weight, xhat, and
 (x, xhat) -> (x', xhat'). Both have gradients, and that of xhat' becomes one of x' as backward begins.
 
+In a pooled block the recurrence reads the means of lines of patches (lines.py), and no v, y, step, key or query of all
+tokens lies in memory: what the gate and the gradients need of v they compute again from u.
+
 If the class token's output alone is wanted, as of a model's last block, each direction runs over the half of the tokens
 that it reads up to there, and z, the gate and the last product are of that token.
 
@@ -28,6 +31,7 @@ from . import launch as kernels
 from .backward import backward, named_gradients
 from .contract import check_backward, check_forward, check_lists, unobserved
 from .forward import A_of, forward
+from .lines import Lines
 from .tokens import Tokens
 from .weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward, Sizes
 
@@ -35,14 +39,16 @@ FP32 = torch.float32
 
 torch.library.define(
     "vil::block",
-    "(str recurrence, float eps, ScalarType dtype, bool class_token_only, bool norm_next, Tensor x_BLC,"
-    " Tensor[] normed, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj, Tensor[] directions, bool keep)"
+    "(str recurrence, float eps, ScalarType dtype, bool class_token_only, bool norm_next, int[] lines,"
+    " Tensor x_BLC, Tensor[] normed, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
+    " Tensor[] directions, bool keep)"
     " -> (Tensor x_BMC, Tensor[] next_normed, Tensor[] saved)",
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, bool class_token_only, bool norm_given, Tensor dx_BMC, Tensor? dnext_TC, Tensor[] next_normed,"
-    " Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj, Tensor[] directions, Tensor[] saved)"
+    "(str recurrence, bool class_token_only, bool norm_given, int[] lines, Tensor dx_BMC, Tensor? dnext_TC,"
+    " Tensor[] next_normed, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj, Tensor[] directions,"
+    " Tensor[] saved)"
     " -> Tensor[]",
 )
 
@@ -86,17 +92,17 @@ def _listed(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
     """The arguments of the schema, from those of `forward`."""
     x_BLC, scale_B, xhat_TC, rstd_T, norm_C, in_proj, out_proj, *directions = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
-    return *options, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, keep
+    return *options[:-1], options.lines or (), x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, keep
 
 
 def _unlisted(
-    recurrence, eps, dtype, class_token_only, norm_next, x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions,
-    keep,
+    recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale_B, norm_C, in_proj, out_proj,
+    directions, keep,
 ):  # fmt: skip
     """The arguments of `forward`, from those of the schema."""
     check_lists(recurrence, directions=directions, normed=normed)
     flat = [x_BLC, scale_B, *(normed or (None, None)), norm_C, in_proj, out_proj, *directions]
-    return Options(recurrence, eps, dtype, class_token_only, norm_next), keep, flat
+    return Options(recurrence, eps, dtype, class_token_only, norm_next, Lines.read(lines)), keep, flat
 
 
 def _block(*arguments):
@@ -105,16 +111,16 @@ def _block(*arguments):
 
 
 def _block_backward(
-    recurrence, class_token_only, norm_given, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
+    recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
     """Gradients of x, of xhat (an empty tensor unless `norm_given`) and of the weights as they are given."""
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
-        recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
-        saved,
+        recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
+        out_proj, directions, saved,
     )  # fmt: skip
-    options = BackwardOptions(recurrence, class_token_only, norm_given)
+    options = BackwardOptions(recurrence, class_token_only, norm_given, Lines.read(lines))
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
         options, BlockWeights.of(weights).sizes, False, [*flat, *SavedForBackward.of(saved, recurrence)]
@@ -133,17 +139,17 @@ def _fake_block(*arguments):
     check_forward(options, keep, flat)
     x_BLC, _, normed, weights = Inputs.of(flat)
     (B, L, C), sizes, dtype = x_BLC.shape, weights.sizes, options.dtype
-    tokens, D = Tokens(L, options.class_token_only), sizes.D
+    tokens, D, lines = Tokens(L, options.class_token_only), sizes.D, options.lines
     y_BMC = x_BLC.new_empty(B, tokens.M, C)
     own_norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    norm_next = options.norm_next and not options.class_token_only
+    norm_next = options.norm_next and not (options.class_token_only or lines)
     norm_next = norm_next and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
     if not keep:
         return y_BMC, own_norm if norm_next else [], []
     saved = SavedForBackward(
         x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
-        x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
-        x_BLC.new_empty((2, B, chunk_state_count(tokens.H), sizes.N, D)),
+        x_BLC.new_empty((2, B, lines.S, D) if lines else (B, tokens.M, D), dtype=dtype),
+        x_BLC.new_empty((2, B, chunk_state_count(lines.S if lines else tokens.H), sizes.N, D)),
         x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
         A_of(weights),
         *((None, None) if normed else (t.clone() for t in own_norm)),
@@ -153,13 +159,13 @@ def _fake_block(*arguments):
 
 @torch.library.register_fake("vil::block_backward")
 def _fake_block_backward(
-    recurrence, class_token_only, norm_given, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
+    recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
     directions, saved,
 ):  # fmt: skip
     weights = [norm_C, in_proj, out_proj, *directions]
     check_backward(
-        recurrence, class_token_only, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj, directions,
-        saved,
+        recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
+        out_proj, directions, saved,
     )  # fmt: skip
     (B, L, _), xhat_TC = saved[0].shape, saved[-2]
     gradients = [t.new_empty(t.shape) for t in weights]
@@ -184,7 +190,7 @@ class _Block(torch.autograd.Function):
         norm_given = xhat_TC is not None
         if norm_given:
             saved = *saved[:-2], xhat_TC, rstd_T
-        ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given)
+        ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given, options.lines)
         ctx.sizes, ctx.shape = sizes, y_BMC.shape
         # the other weights are packed, but the operator's schema has them
         kept = () if at_once else others
@@ -205,8 +211,9 @@ class _Block(torch.autograd.Function):
             dx_BMC, dnext_TC, xhat_TC, rstd_T, scale_B, norm_C, in_proj, *others = flat
             saved, (out_proj, *directions) = SavedForBackward(*others[:7]), others[7:]
             dx_BLC, dxhat_TC, *gradients = torch.ops.vil.block_backward(
-                *ctx.options, dx_BMC, dnext_TC, [] if xhat_TC is None else [xhat_TC, rstd_T], scale_B, norm_C, in_proj,
-                out_proj, directions, saved.flat(),
+                *ctx.options[:-1], ctx.options.lines or (), dx_BMC, dnext_TC,
+                [] if xhat_TC is None else [xhat_TC, rstd_T], scale_B, norm_C, in_proj, out_proj, directions,
+                saved.flat(),
             )  # fmt: skip
         return None, None, dx_BLC, None, dxhat_TC if ctx.options.norm_given else None, None, *gradients
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
-from .lines import Lines, in_order
+from .lines import Lines
 from .pool import plain as plain_means
 from .pool import plain_v
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .lines import Lines
+
 
 class Sizes(NamedTuple):
     """The sizes of a block's weights."""
@@ -97,6 +99,7 @@ class Options(NamedTuple):
     dtype: torch.dtype  # of products, and of all that is kept but sums
     class_token_only: bool = False  # the output of the middle token alone
     norm_next: bool = False  # the norm of the output, too, if that costs nothing
+    lines: Lines | None = None  # of patches whose means the recurrence reads, in a pooled block
 
 
 class BackwardOptions(NamedTuple):
@@ -105,6 +108,7 @@ class BackwardOptions(NamedTuple):
     recurrence: str
     class_token_only: bool
     norm_given: bool  # the norm was given, so that its gradient is a result
+    lines: Lines | None = None
 
 
 class Normed(NamedTuple):
@@ -136,7 +140,7 @@ class SavedForBackward(NamedTuple):
     """What forward keeps: in the dtype of products, but for states, A and rstd in fp32."""
 
     uz: Tensor  # (B, L, E)
-    mean: Tensor  # (B, M, D), of what both directions put out
+    mean: Tensor  # (B, M, D), of what both directions put out; or, of pooled tokens, both (2, B, lines.S, D)
     states: Tensor  # (2, B, S, N, D), between chunks
     packed: Tensor  # the weights as kernels read them
     A: Tensor | None  # (2, D, N) of the selective recurrence

@@ -4,7 +4,7 @@ import contextlib
 import math
 
 import torch
-from vil.kernels.block import backward, gate_outproj, operator, step_proj_bwd
+from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
 from vil.kernels.cuda import hardware
 
@@ -13,10 +13,10 @@ from vil.block import Block, LonghornMixer, MambaMixer
 MIXERS = [LonghornMixer, MambaMixer]
 
 
-def make_block(mixer, dim, drop_path=0.0, seed=0, **dd):
+def make_block(mixer, dim, drop_path=0.0, seed=0, pool=None, **dd):
     """A block none of whose parameters is at a special value."""
     torch.manual_seed(seed)
-    block = Block(dim, mixer, drop_path=drop_path)
+    block = Block(dim, mixer, drop_path, pool)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             if name.endswith(("bias", "skip", "norm.weight")):
@@ -48,8 +48,8 @@ def weights_of(block, detach=False):
     return BlockWeights(block.norm.weight, mixer.in_proj.weight, mixer.out_proj.weight, (first, second))
 
 
-def options_of(block, dtype, class_token_only=False, norm_next=False):
-    return Options(block.mixer.recurrence, block.norm.eps, dtype, class_token_only, norm_next)
+def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None):
+    return Options(block.mixer.recurrence, block.norm.eps, dtype, class_token_only, norm_next, lines)
 
 
 def relative_error(value, truth):
@@ -67,7 +67,8 @@ def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
     monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
     monkeypatch.setattr(backward, "_mm", product)
     monkeypatch.setattr(step_proj_bwd, "_bmm_in_fp32", product)
-    monkeypatch.setattr(gate_outproj, "_add_product", lambda x, a, b: x.add_(product(a, b)))
+    for module in (gate_outproj, launch):
+        monkeypatch.setattr(module, "add_product", lambda x, a, b: x.add_(product(a, b)))
 
 
 class OnGpu(torch.Tensor):

@@ -10,6 +10,9 @@ from vil.kernels.block import (
     gate_outproj_bwd_sm90,
     norm_backward,
     pack_weights,
+    pool,
+    pooled_conv_backward,
+    pooled_gate,
     step_proj_bwd,
     unpack_gradients,
 )  # fmt: skip
@@ -33,6 +36,9 @@ class PlainKernels:
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))
+    pooled_gate_backward, pooled_gate = staticmethod(pooled_gate.plain_backward), staticmethod(pooled_gate.plain)
+    pool, pooled_conv_backward = staticmethod(pool.plain), staticmethod(pooled_conv_backward.plain)
+    add_product = staticmethod(lambda x, a, b: x + a @ b)
 
     @staticmethod
     def scan_forward(recurrence, x, logits, k, q, rates, skip, bias, reverse, keep, schedule=None, step_proj_GDR=None):
@@ -49,7 +55,7 @@ class PlainKernels:
             return cls.scan_forward(recurrence, *inputs, reverse, False)[0]
 
         *found, dskip, dbias = gradients(one, [x, logits, k, q, rates, skip, bias], dy)
-        return *found, torch.stack([dskip, dbias], 1)
+        return *found, torch.stack([dbias if dskip is None else dskip, dbias], 1)
 
 
 def in_tiles(out_proj):

@@ -1,13 +1,26 @@
-"""The kernels of pooled blocks against the definitions beside them: emulated on a CPU, and on a GPU."""
+"""Pooled blocks: their kernels against the definitions beside them, the operator against the plain block."""
 
 import emulator
 import pytest
 import torch
-from blocks import close
+from blocks import (
+    MIXERS,
+    close,
+    make_block,
+    on_an_emulated_gpu,
+    operator_on_a_cpu,
+    options_of,
+    outcome,
+    relative_error,
+    weights_of,
+)
 from emulator import EMULATED
+from vil.kernels import backends
 from vil.kernels.block import pool, pooled_conv_backward, pooled_gate
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
+
+from vil import block as vil_block
 
 # grids with the class token between lines and in one, lines of one patch, one line, and one patch alone
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 37)]
@@ -66,3 +79,54 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
             if value.dim() - expected.dim() == 0 and len(value) != len(expected):
                 value, expected = value.sum(0), expected.sum(0)
             close(value, expected, dtype, f"{run.__name__} {i}")
+
+
+@pytest.fixture
+def gpu(device, monkeypatch):
+    if device == "cpu":
+        on_an_emulated_gpu(monkeypatch)
+        monkeypatch.setattr(compiler, "launch", emulator.launch)
+        monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
+    return device
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
+def test_a_fused_pooled_block_equals_the_plain_one(dtype, tolerance, mixer, axis, device, gpu, poison, monkeypatch):
+    """The plain one in fp64: tests/model/test_pooled.py compares it with loops."""
+    (h, w), C = ((3, 5), 32) if device == "cpu" else ((14, 14), 192)
+    block, truth = (make_block(mixer, C, drop_path=0.25, pool=axis).to(device).train() for _ in range(2))
+    x, dy = torch.randn(2, 4, h * w + 1, C, device=device)
+    monkeypatch.setattr(vil_block, "path_scale", lambda *_: x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
+    truth.double().drop_path = Scale([4 / 3, 0, 4 / 3, 4 / 3])
+    expected = outcome(truth, x.double(), dy.double(), grid=(h, w))
+    with operator_on_a_cpu():
+        found, again = (outcome(block.to(dtype), x, dy, grid=(h, w)) for _ in range(2))
+    for name, value in expected.items():
+        assert torch.equal(found[name], again[name]), name
+        assert relative_error(found[name], value) < tolerance, name
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, y):
+        return y * y.new_tensor(self.scale)[:, None, None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [False, True])
+def test_the_operator_of_a_pooled_block_keeps_to_the_rules_of_pytorch(columns, device, gpu):
+    block, x = make_block(MIXERS[0], 16, device=device), torch.randn(2, 13, 16, device=device, requires_grad=True)
+    norm, in_proj, out_proj, *directions = weights_of(block).flat()
+    options = [*options_of(block, torch.float32)[:-1], Lines.of(3, 4, columns)]
+    arguments = *options, x, [], x.new_ones(2), norm, in_proj, out_proj, directions, True
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    with operator_on_a_cpu():
+        torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
+        with pytest.raises(ValueError, match=r"lines .* must have the 13 tokens of x"):
+            torch.ops.vil.block(*options[:-1], [3, 3, False], *arguments[6:])
