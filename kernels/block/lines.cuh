@@ -51,55 +51,78 @@ struct Walk {
     }
 };
 
-// STEP tokens of one tensor on their way, V channels of each, and where in memory they are
+constexpr int AHEAD = 4;  // tokens on their way
+
+// V channels of the tokens of one tensor, in the block's order, AHEAD of them on their way. A token's index is known where
+// the loop around it is unrolled.
 template <int V>
 struct Coming {
-    Pack<Element, V> pack[STEP];
-    int at[STEP];
-    INLINE void fetch(const Element *from, i64 stride, Walk &walk) {
-        UNROLLED for (int i = 0; i < STEP; i++) {
-            at[i] = walk.next();
-            pack[i] = at[i] < 0 ? Pack<Element, V>{} : load<V>(from + at[i] * stride);
+    const Element *from;
+    i64 stride;
+    Walk walk;
+    Pack<Element, V> pack[AHEAD];
+    INLINE Coming(const Element *from, i64 stride, Walk walk) : from(from), stride(stride), walk(walk) {
+        UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i);
+    }
+    INLINE void fetch(int i) {
+        int at = walk.next();
+        pack[i % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from + at * stride);
+    }
+    // number i, which is the next one
+    INLINE Floats<V> next(int i) {
+        Floats<V> token = to_floats(pack[i % AHEAD]);
+        fetch(i);
+        return token;
+    }
+};
+
+// Loops over a line's tokens t from `first` to `last`, with i = (t - first) % 8 as a constant
+#define FOR_LINE(first, last, t, i)                        \
+    _Pragma("unroll 1") for (int t##_8 = first; t##_8 <= last; t##_8 += 8) \
+        UNROLLED for (int i = 0, t = t##_8; i < 8; i++, t++) if (t <= last)
+
+// v of both directions by -LOG2E: filters scaled by -LOG2E give y, so that exp(-x) = exp2(y), and v = -y / LOG2E sigmoid.
+// The window is a ring: at[t % 8] is u(t), counted from the line's first token.
+template <int V>
+struct Convolved {
+    Filter<V> forward, backward;
+    Floats<V> at[8];
+    Coming<V> u;
+    INLINE Convolved(const Element *from, i64 stride, const float *weights, const float *biases, i64 d, i64 D,
+                     Lines lines, int first)
+        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d),
+          u(from, stride, Walk(lines, first - BACK)) {
+        forward.scale(-LOG2E), backward.scale(-LOG2E);
+        UNROLLED for (int i = 0; i < 2 * BACK; i++) at[(i - BACK) & 7] = u.next(i);
+    }
+    // of the next token, number i
+    INLINE void next(int i, Floats<V> &v_0, Floats<V> &v_1) {
+        at[(i + BACK) & 7] = u.next(i + 2 * BACK);
+        v_0 = forward.bias, v_1 = backward.bias;
+        UNROLLED for (int c = 0; c < V; c++) {
+            UNROLLED for (int tap = 0; tap < TAPS; tap++) {
+                v_0.at[c] = fmaf(forward.weight[tap][c], at[(i - BACK + tap) & 7].at[c], v_0.at[c]);
+                v_1.at[c] = fmaf(backward.weight[tap][c], at[(i + BACK - tap) & 7].at[c], v_1.at[c]);
+            }
+            v_0.at[c] *= reciprocal(1 + exp2_fast(v_0.at[c]));
+            v_1.at[c] *= reciprocal(1 + exp2_fast(v_1.at[c]));
         }
     }
 };
 
-// v of both directions, STEP tokens at a time, from a window on u: at[i] is u(t - BACK + i)
-template <int V>
-struct Convolved {
-    Filter<V> forward, backward;
-    Walk walk;
-    const Element *u;
-    i64 stride;
-    Floats<V> at[2 * BACK + STEP];
-    Coming<V> coming;
-    INLINE Convolved(const Element *u, i64 stride, const float *weights, const float *biases, i64 d, i64 D, Lines lines,
-                     int t)
-        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d), walk(lines, t - BACK), u(u),
-          stride(stride) {
-        UNROLLED for (int i = 0; i < 2 * BACK; i++) {
-            int token = walk.next();
-            at[i] = to_floats(token < 0 ? Pack<Element, V>{} : load<V>(u + token * stride));
-        }
-        coming.fetch(u, stride, walk);
+// A CTA takes a pooled token's line and CHANNELS of its channels, so that which token is next is the same for all
+struct Place {
+    i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
+    int pooled, first, last;
+    INLINE Place(const Lines &lines, i64 D, int channels) {
+        int groups = (D + channels - 1) / channels, S = lines.count + 1;
+        unsigned place = blockIdx.x / groups;
+        d = blockIdx.x % groups * i64(channels), b = place / S, pooled = place % S;
+        first = lines.first(pooled), last = lines.last(pooled);
+        token = b * lines.tokens(), pooled_token = place;
     }
-    INLINE void advance() {
-        UNROLLED for (int i = 0; i < STEP; i++) at[2 * BACK + i] = to_floats(coming.pack[i]);
-        coming.fetch(u, stride, walk);
-    }
-    // of token t + i
-    INLINE void convolve(int i, Floats<V> &v_0, Floats<V> &v_1) const {
-        v_0 = forward.bias, v_1 = backward.bias;
-        UNROLLED for (int c = 0; c < V; c++) {
-            UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                v_0.at[c] = fmaf(forward.weight[tap][c], at[i + tap].at[c], v_0.at[c]);
-                v_1.at[c] = fmaf(backward.weight[tap][c], at[i + 2 * BACK - tap].at[c], v_1.at[c]);
-            }
-            v_0.at[c] *= sigmoid(v_0.at[c]);
-            v_1.at[c] *= sigmoid(v_1.at[c]);
-        }
-    }
-    INLINE void move_on() {
-        UNROLLED for (int i = 0; i < 2 * BACK; i++) at[i] = at[i + STEP];
+    // whether token t is one of the line's
+    INLINE bool has(const Lines &lines, int t) const {
+        return t != lines.middle() || pooled == lines.class_token();
     }
 };

@@ -63,6 +63,12 @@ class Lines(NamedTuple):
         return torch.cat([lines[:middle], torch.tensor([self.count // 2]), lines[middle:]])
 
 
+def cta_shape(D: int, vector: int) -> tuple[int, int]:
+    """CTAs that share a token's channels, and threads of each: whole warps, up to 192."""
+    groups = -(-D // (vector * 192))
+    return groups, -(-D // (vector * groups * 32)) * 32
+
+
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
     """Tokens in the order of lines, for definitions."""
     return t_BLX[:, lines.order().to(t_BLX.device)]

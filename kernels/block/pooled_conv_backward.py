@@ -8,11 +8,11 @@ from torch import Tensor
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import place
-from .lines import Lines, in_order, line_means
+from .lines import Lines, cta_shape, in_order, line_means
 from .plain import gradients
 from .pool import plain_v
 
-WARPS, CTAS = 4, 3  # of a CTA and of a multiprocessor, as in pooled_conv_backward.cu
+VECTOR, WARPS = 2, 12  # of a multiprocessor
 
 
 def pooled_conv_backward(
@@ -25,13 +25,14 @@ def pooled_conv_backward(
     du_BLD.
     """
     (B, L, D), taps = u_BLD.shape, conv_2DK.shape[2]
-    vector = vector_width(2, u_BLD, du_BLD)
-    stretch, parts = share(B, L, CTAS * hardware.multiprocessors(place(u_BLD)) * 32 * WARPS * vector // D)
+    vector = vector_width(VECTOR, u_BLD, du_BLD)
+    groups, threads = cta_shape(D, vector)
+    ctas = WARPS * 32 // threads
+    stretch, parts = share(B, L, ctas * hardware.multiprocessors(place(u_BLD)) // groups)
     dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
     dskips = torch.empty(parts, 2, D, device=u_BLD.device, dtype=torch.float32)
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps)
-    blocks = -(-parts * D // vector // (32 * WARPS))
-    compiler.launch("block/pooled_conv_backward", "pooled_conv_backward", macros, blocks, 32 * WARPS, dict(
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
+    compiler.launch("block/pooled_conv_backward", "pooled_conv_backward", macros, parts * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), e=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,
         skip=skip_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, dskips=dskips, B=B, D=D,
         **lines.arguments(), stretch=stretch, parts=parts,

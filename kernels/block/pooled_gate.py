@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
-from .lines import Lines
+from .lines import Lines, cta_shape
 from .pool import plain as plain_means
 from .pool import plain_v
 
-WARPS = 4  # of a CTA, as in pooled_gate.cu
+VECTOR, WARPS, WARPS_BACKWARD = 2, 18, 12  # of a multiprocessor
 
 
 def pooled_gate(
@@ -22,7 +22,7 @@ def pooled_gate(
     """gated_BLD = scale * mean * silu(z), where mean is that of both directions' y + skip * silu(conv(u))."""
     gated_BLD = torch.empty(u_BLD.shape, device=u_BLD.device, dtype=u_BLD.dtype)
     arguments = _arguments(u_BLD, z_BLD, y_2BSD, conv_2DK, conv_bias_2D, skip_2D, scale_B) | dict(gated=gated_BLD)
-    _launch("pooled_gate", arguments, vector_width(4, u_BLD, z_BLD), lines)
+    _launch("pooled_gate", arguments, vector_width(VECTOR, u_BLD, z_BLD), WARPS, lines)
     return gated_BLD
 
 
@@ -40,7 +40,7 @@ def pooled_gate_backward(
     arguments = _arguments(u_BLD, z_BLD, y_2BSD, conv_2DK, conv_bias_2D, skip_2D, scale_B) | dict(
         dgated=dgated_BLD, dz=dz_BLD, dz_stride=dz_BLD.stride(1), gated=gated_BLD, dy=dy_BSD, means=means_2BSD
     )
-    _launch("pooled_gate_backward", arguments, vector_width(4, u_BLD, z_BLD, dz_BLD), lines)
+    _launch("pooled_gate_backward", arguments, vector_width(VECTOR, u_BLD, z_BLD, dz_BLD), WARPS_BACKWARD, lines)
     return gated_BLD, dy_BSD, means_2BSD
 
 
@@ -51,14 +51,13 @@ def _arguments(u_BLD, z_BLD, y_2BSD, conv_2DK, conv_bias_2D, skip_2D, scale_B) -
     )  # fmt: skip
 
 
-def _launch(entry: str, arguments: dict, vector: int, lines: Lines) -> None:
+def _launch(entry: str, arguments: dict, vector: int, warps: int, lines: Lines) -> None:
     u_BLD, taps = arguments["u"], arguments["weights"].shape[2]
     B, _, D = u_BLD.shape
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps)
-    blocks = -(-B * lines.S * D // vector // (32 * WARPS))
-    compiler.launch(
-        "block/pooled_gate", entry, macros, blocks, 32 * WARPS, {**arguments, "B": B, "D": D, **lines.arguments()}
-    )
+    groups, threads = cta_shape(D, vector)
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=warps * 32 // threads)
+    arguments = {**arguments, "B": B, "D": D, **lines.arguments()}
+    compiler.launch("block/pooled_gate", entry, macros, B * lines.S * groups, threads, arguments)
 
 
 def plain(
