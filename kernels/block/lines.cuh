@@ -20,89 +20,85 @@ struct Lines {
         return pooled == class_token() ? middle() : patch + (patch >= middle());
     }
     INLINE float share(int pooled) const { return pooled == class_token() ? 1.f : 1.f / length; }
-};
-
-// From token to token, without a division but for the first
-struct Walk {
-    Lines lines;
-    int token, line, place, patch;  // in the block's order; of the next patch; in memory
-    INLINE Walk(Lines lines, int token) : lines(lines), token(token) {
-        int before = max(0, token - (token > lines.middle()));
-        line = before / lines.length, place = before % lines.length;
-        patch = line * lines.next_line + place * lines.next;
+    // the pooled token of token t
+    INLINE int pooled(int t) const {
+        int line = (t - (t > middle())) / length;
+        return t == middle() ? class_token() : line + (line >= class_token());
     }
-    // where the token is in memory, -1 if it is none, and its pooled token; and on
-    INLINE int next(int &pooled) {
-        int at = -1, middle = lines.middle();
-        pooled = lines.class_token();
-        if (token == middle) {
-            at = middle;
-        } else if (unsigned(token) < unsigned(lines.tokens())) {
-            at = patch + (patch >= middle), pooled = line + (line >= lines.class_token());
-            patch += lines.next;
-            if (++place == lines.length) place = 0, line++, patch += lines.next_line - lines.length * lines.next;
-        }
-        token++;
-        return at;
-    }
-    INLINE int next() {
-        int pooled;
-        return next(pooled);
+    // where token t is in memory, -1 if it is none
+    INLINE int at(int t) const {
+        int patch = t - (t > middle()), place = patch / length * next_line + patch % length * next;
+        if (unsigned(t) >= unsigned(tokens())) return -1;
+        return t == middle() ? t : place + (place >= middle());
     }
 };
 
-constexpr int AHEAD = 4;  // tokens on their way
+// A CTA works on SEGMENT tokens at a time, and first writes down for itself where they and those around them are.
+constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are on their way from memory
+constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
 
-// V channels of the tokens of one tensor, in the block's order, AHEAD of them on their way. A token's index is known where
-// the loop around it is unrolled.
+DEVICE void write_table(int *table, const Lines &lines, int first) {
+    __syncthreads();  // nobody reads the last one any more
+    for (int i = threadIdx.x; i < TABLE; i += THREADS) table[i] = lines.at(first - BACK + i);
+    __syncthreads();
+}
+
+// The tokens of one tensor
+template <class T>
+struct Tokens {
+    T *data;
+    int stride;  // in bytes
+    INLINE Tokens(T *data, i64 stride) : data(data), stride(int(stride) * int(sizeof(T))) {
+        asm("" : "+r"(this->stride));  // or the compiler would multiply by the 64-bit one again for every token
+    }
+    INLINE T *at(int t) const {
+        i64 offset;
+        asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
+        return (T *)((char *)data + offset);
+    }
+};
+
+// V channels of the tokens of one tensor, AHEAD of them on their way. Numbers are constants where loops are unrolled.
 template <int V>
 struct Coming {
-    const Element *from;
-    i64 stride;
-    Walk walk;
+    Tokens<const Element> from;
     Pack<Element, V> pack[AHEAD];
-    INLINE Coming(const Element *from, i64 stride, Walk walk) : from(from), stride(stride), walk(walk) {
-        UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i);
+    // those that the table has first
+    INLINE Coming(const Element *from, i64 stride, const int *table) : from(from, stride) {
+        UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i, table[i]);
     }
-    INLINE void fetch(int i) {
-        int at = walk.next();
-        pack[i % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from + at * stride);
+    INLINE void fetch(int number, int at) {
+        pack[number % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from.at(at));
     }
-    // number i, which is the next one
-    INLINE Floats<V> next(int i) {
-        Floats<V> token = to_floats(pack[i % AHEAD]);
-        fetch(i);
+    // that one, and the one AHEAD of it is fetched
+    INLINE Floats<V> next(int number, int at_ahead) {
+        Floats<V> token = to_floats(pack[number % AHEAD]);
+        fetch(number, at_ahead);
         return token;
     }
 };
-
-// Loops over a line's tokens t from `first` to `last`, with i = (t - first) % 8 as a constant
-#define FOR_LINE(first, last, t, i)                        \
-    _Pragma("unroll 1") for (int t##_8 = first; t##_8 <= last; t##_8 += 8) \
-        UNROLLED for (int i = 0, t = t##_8; i < 8; i++, t++) if (t <= last)
 
 // v of both directions by -LOG2E: filters scaled by -LOG2E give y, so that exp(-x) = exp2(y), and v = -y / LOG2E sigmoid.
 // The window is a ring: at[t % 8] is u(t), counted from the line's first token.
 template <int V>
 struct Convolved {
     Filter<V> forward, backward;
-    Floats<V> at[8];
+    Floats<V> window[8];
     Coming<V> u;
     INLINE Convolved(const Element *from, i64 stride, const float *weights, const float *biases, i64 d, i64 D,
-                     Lines lines, int first)
-        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d),
-          u(from, stride, Walk(lines, first - BACK)) {
+                     const int *table)
+        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d), u(from, stride, table) {
         forward.scale(-LOG2E), backward.scale(-LOG2E);
-        UNROLLED for (int i = 0; i < 2 * BACK; i++) at[(i - BACK) & 7] = u.next(i);
+        UNROLLED for (int i = 0; i < 2 * BACK; i++) window[(i - BACK) & 7] = u.next(i, table[i + AHEAD]);
     }
-    // of the next token, number i
-    INLINE void next(int i, Floats<V> &v_0, Floats<V> &v_1) {
-        at[(i + BACK) & 7] = u.next(i + 2 * BACK);
+    // of token i, where `table` begins BACK tokens before it
+    INLINE void next(int i, const int *table, Floats<V> &v_0, Floats<V> &v_1) {
+        window[(i + BACK) & 7] = u.next(i + 2 * BACK, table[2 * BACK + AHEAD]);
         v_0 = forward.bias, v_1 = backward.bias;
         UNROLLED for (int c = 0; c < V; c++) {
             UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                v_0.at[c] = fmaf(forward.weight[tap][c], at[(i - BACK + tap) & 7].at[c], v_0.at[c]);
-                v_1.at[c] = fmaf(backward.weight[tap][c], at[(i + BACK - tap) & 7].at[c], v_1.at[c]);
+                v_0.at[c] = fmaf(forward.weight[tap][c], window[(i - BACK + tap) & 7].at[c], v_0.at[c]);
+                v_1.at[c] = fmaf(backward.weight[tap][c], window[(i + BACK - tap) & 7].at[c], v_1.at[c]);
             }
             v_0.at[c] *= reciprocal(1 + exp2_fast(v_0.at[c]));
             v_1.at[c] *= reciprocal(1 + exp2_fast(v_1.at[c]));
@@ -110,19 +106,27 @@ struct Convolved {
     }
 };
 
-// A CTA takes a pooled token's line and CHANNELS of its channels, so that which token is next is the same for all
+// The line of a CTA, and its channels
 struct Place {
     i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
     int pooled, first, last;
-    INLINE Place(const Lines &lines, i64 D, int channels) {
-        int groups = (D + channels - 1) / channels, S = lines.count + 1;
+    bool writes;
+    INLINE Place(const Lines &lines, i64 D) {
+        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
         unsigned place = blockIdx.x / groups;
-        d = blockIdx.x % groups * i64(channels), b = place / S, pooled = place % S;
+        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = place / S, pooled = place % S;
+        writes = d < D, d = min(d, D - VECTOR);
         first = lines.first(pooled), last = lines.last(pooled);
         token = b * lines.tokens(), pooled_token = place;
     }
-    // whether token t is one of the line's
-    INLINE bool has(const Lines &lines, int t) const {
-        return t != lines.middle() || pooled == lines.class_token();
-    }
+    // of the class token if that is within the line but not all of it, else none
+    INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.middle(); }
 };
+
+// A loop over the tokens t of a line, i = (t - first) % 8 a constant, with `here` at BACK tokens before t in the table
+#define FOR_LINE(lines, place, table, t, i, here)                                                                   \
+    for (int segment = (place).first; segment <= (place).last; segment += SEGMENT)                                  \
+        for (bool begun = (segment == (place).first || (write_table(table, lines, segment), true)); begun; begun = false) \
+            _Pragma("unroll 1") for (int eight = 0; eight < SEGMENT && segment + eight <= (place).last; eight += 8) \
+                UNROLLED for (int i = 0; i < 8; i++)                                                                \
+                    if (const int t = segment + eight + i, *here = table + eight + i; t <= (place).last)

@@ -8,29 +8,27 @@
 //   dweight_1[i] = sum_t u(t) s_1(t - BACK + i)
 //
 // Macros and letters: pool.cu, with up to 2 neighbouring channels
-// stretch: tokens that a CTA takes at a time, a multiple of 4    parts: CTAs of each channel
+// stretch: tokens that a CTA takes at a time, a multiple of 4 up to SEGMENT    parts: CTAs of each channel
 
 #include "lines.cuh"
 
 constexpr int V = VECTOR, RING = 4;
 static_assert(BACK < RING);
 
-// Tokens on their way: u, e, and the gradients of both means with the token's share of them
+// What a CTA writes down of a stretch, from RING tokens before it on: where tokens are, and their pooled tokens
+constexpr int NUMBERS = SEGMENT + 3 * RING;
+
+// Tokens on their way: u, e, and the gradients of both means
 struct Arriving {
-    const Element *u, *e, *dmeans;
-    i64 u_stride, D, direction;
-    Walk walk;
+    Tokens<const Element> u, e, mean_0, mean_1;
     struct Token {
         Pack<Element, V> u, e, dmean_0, dmean_1;
-        float share;
     } token[RING];
-    INLINE void fetch(int i) {
-        int pooled, at = walk.next(pooled);
-        const Element *mean = dmeans + pooled * D;
-        token[i] = {};
+    INLINE void fetch(int number, int at, int pooled) {
+        token[number % RING] = {};
         if (at >= 0)
-            token[i] = {load<V>(u + at * u_stride), load<V>(e + at * D), load<V>(mean), load<V>(mean + direction),
-                        walk.lines.share(pooled)};
+            token[number % RING] = {load<V>(u.at(at)), load<V>(e.at(at)), load<V>(mean_0.at(pooled)),
+                                    load<V>(mean_1.at(pooled))};
     }
 };
 
@@ -58,9 +56,12 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     int groups = (D + THREADS * V - 1) / (THREADS * V), part = blockIdx.x / groups;
     i64 d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(V);
-    if (d >= D) return;
+    bool writes = d < D;
+    d = min(d, D - V);
+    __shared__ int at[NUMBERS], pooled[NUMBERS];
     int L = lines.tokens(), stretches = (L + stretch - 1) / stretch, items = B * stretches;
     i64 S = count + 1;
+    float line_share = 1.f / length;
     Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
     Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), dskip_0 = {}, dskip_1 = {};
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
@@ -68,25 +69,33 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
     for (int item = part; item < items; item += parts) {
         i64 b = item / stretches;
         int begin = item % stretches * int(stretch), end = min(L, begin + int(stretch));
-        Arriving arriving = {u + b * L * u_stride + d, e + b * L * D + d, dmeans + b * S * D + d, u_stride, D,
-                             B * S * D, Walk(lines, begin - RING)};
+        __syncthreads();  // nobody reads the last stretch's any more
+        for (int i = threadIdx.x; i < NUMBERS; i += THREADS) {
+            int t = begin - RING + i;
+            at[i] = lines.at(t), pooled[i] = at[i] < 0 ? 0 : lines.pooled(t);
+        }
+        __syncthreads();
+        const Element *mean = dmeans + b * S * D + d;
+        Arriving arriving = {{u + b * L * u_stride + d, u_stride}, {e + b * L * D + d, D}, {mean, D},
+                             {mean + B * S * D, D}};
         Window window;
-        UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i);
-        auto arrive = [&](int i) {  // number i comes into the rings; returns dv_0
+        UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i, at[i], pooled[i]);
+        auto arrive = [&](int number, int i) {  // comes into the rings at i; returns dv_0
             auto token = arriving.token[i % RING];
-            arriving.fetch(i % RING);
+            float share = pooled[number] == lines.class_token() ? 1.f : line_share;
+            arriving.fetch(i, at[number + RING], pooled[number + RING]);
             window.u[i % RING] = to_floats(token.u), window.e[i % RING] = to_floats(token.e);
-            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], token.share, token.dmean_1);
-            return gradient(skip_0, window.e[i % RING], token.share, token.dmean_0);
+            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], share, token.dmean_1);
+            return gradient(skip_0, window.e[i % RING], share, token.dmean_0);
         };
-        UNROLLED for (int i = 0; i < BACK; i++) arrive(i);
-        Walk own(lines, begin);
-        Element *dus = du + b * L * du_stride + d;
+        UNROLLED for (int i = 0; i < BACK; i++) arrive(i, i);
+        Tokens<Element> to(du + b * L * du_stride + d, du_stride);
 #pragma unroll 1
         for (int t = begin - RING; t < end; t += RING) {
-            bool here = t >= begin;
+            int number = t - (begin - RING);
+            bool here = number > 0;
             UNROLLED for (int i = 0; i < RING; i++) {
-                Floats<V> dv_0 = arrive(i + BACK), sum = {};
+                Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {};
                 int lead = (i + BACK) % RING;
                 bool ahead = t + i + BACK >= begin && t + i + BACK < end;
                 UNROLLED for (int c = 0; c < V; c++) {
@@ -112,13 +121,12 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
                     dforward[TAPS].at[c] += window.s_0[i].at[c];
                     dbackward[TAPS].at[c] += window.s_1[i].at[c];
                 }
-                if (here) {
-                    int at = own.next();
-                    if (at >= 0) store(dus + at * du_stride, from_floats<Element>(sum));
-                }
+                int token = at[number + i];
+                if (here && token >= 0 && writes) store(to.at(token), from_floats<Element>(sum));
             }
         }
     }
+    if (!writes) return;
     dfilters += part * (2 * (TAPS + 1) * D) + d, dskips += part * (2 * D) + d;
     UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
         store(dfilters + tap * D, dforward[tap]);

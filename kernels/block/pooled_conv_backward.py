@@ -13,6 +13,7 @@ from .plain import gradients
 from .pool import plain_v
 
 VECTOR, WARPS = 2, 12  # of a multiprocessor
+SEGMENT = 64  # as in lines.cuh
 
 
 def pooled_conv_backward(
@@ -43,8 +44,8 @@ def pooled_conv_backward(
 def share(B: int, L: int, most: int) -> tuple[int, int]:
     """Tokens of a stretch, a multiple of 4, and parts of all stretches, of which `most` keep the GPU busy."""
     most = max(1, most)
-    rounds = -(-B * -(-L // 64) // most)
-    stretch = max(8, -(-L // (4 * max(1, most * rounds // B))) * 4)
+    rounds = -(-B * -(-L // SEGMENT) // most)
+    stretch = max(8, -(-L // (4 * max(-(-L // SEGMENT), most * rounds // B))) * 4)
     return stretch, min(B * -(-L // stretch), most)
 
 

@@ -29,22 +29,22 @@ pooled_gate(const Element *__restrict__ u, i64 u_stride, const Element *__restri
             const float *__restrict__ skip, const float *__restrict__ scales, Element *__restrict__ gated, i64 B, i64 D,
             i64 count, i64 length, i64 next, i64 next_line) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
-    Place at(lines, D, THREADS * V);
-    i64 d = at.d + threadIdx.x * V;
-    if (d >= D) return;
+    __shared__ int table[TABLE];
+    Place at(lines, D);
+    write_table(table, lines, at.first);
+    i64 d = at.d;
     Halves half(y + at.pooled_token * D + d, B * (count + 1) * D, skip + d, D);
-    Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, lines, at.first);
-    Walk own(lines, at.first);
-    Coming<V> gate(z + at.token * z_stride + d, z_stride, own);
-    gated += at.token * D + d;
+    Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);
+    Coming<V> gate(z + at.token * z_stride + d, z_stride, table + BACK);
+    Tokens<Element> to(gated + at.token * D + d, D);
     float scale = scales ? scales[at.b] : 1;
-    FOR_LINE(at.first, at.last, t, i) {
-        Floats<V> v_0, v_1, product = gate.next(i);
-        v.next(i, v_0, v_1);
+    int foreign = at.foreign(lines);
+    FOR_LINE(lines, at, table, t, i, here) {
+        Floats<V> v_0, v_1, product = gate.next(i, here[BACK + AHEAD]);
+        v.next(i, here, v_0, v_1);
         UNROLLED for (int c = 0; c < V; c++)
             product.at[c] *= scale * half.mean(c, v_0, v_1) * sigmoid(product.at[c]);
-        i64 token = own.next();
-        if (at.has(lines, t)) store(gated + token * D, from_floats<Element>(product));
+        if (at.writes && t != foreign) store(to.at(here[BACK]), from_floats<Element>(product));
     }
 }
 
@@ -58,19 +58,21 @@ pooled_gate_backward(const Element *__restrict__ u, i64 u_stride, const Element 
                      Element *__restrict__ gated, Element *__restrict__ dy, Element *__restrict__ means, i64 B, i64 D,
                      i64 count, i64 length, i64 next, i64 next_line) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
-    Place at(lines, D, THREADS * V);
-    i64 d = at.d + threadIdx.x * V, S = count + 1;
-    if (d >= D) return;
+    __shared__ int table[TABLE];
+    Place at(lines, D);
+    write_table(table, lines, at.first);
+    i64 d = at.d, S = count + 1;
     Halves half(y + at.pooled_token * D + d, B * S * D, skip + d, D);
-    Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, lines, at.first);
-    Walk own(lines, at.first);
-    dgated += at.token * D + d, gated += at.token * D + d, dz += at.token * dz_stride + d;
-    Coming<V> gate(z + at.token * z_stride + d, z_stride, own), gradient(dgated, D, own);
+    Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);
+    dgated += at.token * D + d;
+    Tokens<Element> to_e(dgated, D), to_gated(gated + at.token * D + d, D), to_dz(dz + at.token * dz_stride + d, dz_stride);
+    Coming<V> gate(z + at.token * z_stride + d, z_stride, table + BACK), gradient(dgated, D, table + BACK);
     float scale = scales ? scales[at.b] : 1;
+    int foreign = at.foreign(lines);
     Floats<V> sum = {}, sum_0 = {}, sum_1 = {};
-    FOR_LINE(at.first, at.last, t, i) {
-        Floats<V> v_0, v_1, zs = gate.next(i), e = gradient.next(i), product;
-        v.next(i, v_0, v_1);
+    FOR_LINE(lines, at, table, t, i, here) {
+        Floats<V> v_0, v_1, zs = gate.next(i, here[BACK + AHEAD]), e = gradient.next(i, here[BACK + AHEAD]), product;
+        v.next(i, here, v_0, v_1);
         UNROLLED for (int c = 0; c < V; c++) {
             float s = sigmoid(zs.at[c]), slope = silu_slope(zs.at[c], s), g = scale * e.at[c];
             float mean = half.mean(c, v_0, v_1);
@@ -78,15 +80,17 @@ pooled_gate_backward(const Element *__restrict__ u, i64 u_stride, const Element 
             e.at[c] = 0.5f * g * zs.at[c] * s;
             zs.at[c] = g * mean * slope;
         }
-        i64 token = own.next();
-        if (!at.has(lines, t)) continue;
-        store(dgated + token * D, from_floats<Element>(e));
-        store(dz + token * dz_stride, from_floats<Element>(zs));
-        store(gated + token * D, from_floats<Element>(product));
+        if (t == foreign) continue;
+        if (at.writes) {
+            store(to_e.at(here[BACK]), from_floats<Element>(e));
+            store(to_dz.at(here[BACK]), from_floats<Element>(zs));
+            store(to_gated.at(here[BACK]), from_floats<Element>(product));
+        }
         sum = sum + e, sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
     }
     float share = lines.share(at.pooled) / -LOG2E;
     UNROLLED for (int c = 0; c < V; c++) sum_0.at[c] *= share, sum_1.at[c] *= share;
+    if (!at.writes) return;
     dy += at.pooled_token * D + d, means += at.pooled_token * D + d;
     store(dy, from_floats<Element>(sum));
     store(means, from_floats<Element>(sum_0));
