@@ -10,8 +10,12 @@ struct Filter {
     float weight[TAPS][V];
     Floats<V> bias;
     INLINE Filter(const float *weights, const float *biases, i64 d) : bias(load<V>(biases + d)) {
+        constexpr int TOGETHER = TAPS % 4 == 0 ? 4 : TAPS % 2 == 0 ? 2 : 1;
         UNROLLED for (int c = 0; c < V; c++)
-            UNROLLED for (int tap = 0; tap < TAPS; tap++) weight[tap][c] = weights[(d + c) * TAPS + tap];
+            UNROLLED for (int tap = 0; tap < TAPS; tap += TOGETHER) {
+                Floats<TOGETHER> some = load<TOGETHER>(weights + (d + c) * TAPS + tap);
+                UNROLLED for (int i = 0; i < TOGETHER; i++) weight[tap + i][c] = some.at[i];
+            }
     }
     INLINE void scale(float factor) {
         UNROLLED for (int c = 0; c < V; c++) {

@@ -12,7 +12,7 @@ from .lines import Lines, cta_shape
 from .pool import plain as plain_means
 from .pool import plain_v
 
-VECTOR, WARPS, WARPS_BACKWARD = 2, 18, 12  # of a multiprocessor
+VECTOR, WARPS, WARPS_BACKWARD = 2, 24, {2: 18, 4: 12}  # of a multiprocessor; these by the size of elements
 
 
 def pooled_gate(
@@ -40,7 +40,8 @@ def pooled_gate_backward(
     arguments = _arguments(u_BLD, z_BLD, y_2BSD, conv_2DK, conv_bias_2D, skip_2D, scale_B) | dict(
         dgated=dgated_BLD, dz=dz_BLD, dz_stride=dz_BLD.stride(1), gated=gated_BLD, dy=dy_BSD, means=means_2BSD
     )
-    _launch("pooled_gate_backward", arguments, vector_width(VECTOR, u_BLD, z_BLD, dz_BLD), WARPS_BACKWARD, lines)
+    warps = WARPS_BACKWARD[u_BLD.element_size()]
+    _launch("pooled_gate_backward", arguments, vector_width(VECTOR, u_BLD, z_BLD, dz_BLD), warps, lines)
     return gated_BLD, dy_BSD, means_2BSD
 
 
