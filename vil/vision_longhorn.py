@@ -173,6 +173,7 @@ class PatchEmbed(nn.Module):
         return self.proj(x_B3HW, add_bias).permute(0, 2, 3, 1)
 
 
+@register_notrace_function
 def patch_grid(
     img_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int], pad: bool
 ) -> tuple[int, int]:
@@ -424,6 +425,8 @@ class VisionLonghorn(nn.Module):
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
         """The grid (h, w) of patches of these images."""
+        if not self.dynamic_img_size:
+            return self.patch_embed.grid_size
         return self.patch_embed.dynamic_feat_size((x_B3HW.shape[2], x_B3HW.shape[3]))
 
     def forward_features(self, x: Tensor) -> Tensor:

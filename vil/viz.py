@@ -78,6 +78,8 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, VisionLonghorn):
         raise TypeError(f"a {type(model).__name__} has no scans to look into; this is for VisionLonghorn models")
+    if model.pooled:
+        raise TypeError("a pooled model scans rows and columns, which are no tokens to look at; take one that is not")
 
 
 @contextmanager

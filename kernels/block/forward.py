@@ -92,8 +92,8 @@ def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
     """Projections of what a pooled block's recurrence reads."""
     R, P = w.step_proj.shape[2], w.x_proj.shape[1]
     projected_2TP = torch.bmm(means_2BSD.flatten(1, 2), w.x_proj.mT)
-    logits_2TD = torch.bmm(projected_2TP[..., :R], w.step_proj.mT)
-    parts = (*projected_2TP.tensor_split((R, (R + P) // 2), dim=-1), logits_2TD)
+    step_logits_2TD = torch.bmm(projected_2TP[..., :R], w.step_proj.mT)
+    parts = (*projected_2TP.tensor_split((R, (R + P) // 2), dim=-1), step_logits_2TD)
     step, k, q, step_logits = (t.unflatten(1, means_2BSD.shape[1:3]) for t in parts)
     return Projected(means_2BSD, k, q, step, step_logits)
 

@@ -52,15 +52,15 @@ class Lines(NamedTuple):
         patches = torch.arange(self.L - 1)
         if self.columns:
             patches = patches.view(self.length, self.count).t().flatten()
-        middle = (self.L - 1) // 2
-        patches = patches + (patches >= middle)
-        return torch.cat([patches[:middle], torch.tensor([middle]), patches[middle:]])
+        center = (self.L - 1) // 2
+        patches = patches + (patches >= center)
+        return torch.cat([patches[:center], torch.tensor([center]), patches[center:]])
 
     def pooled(self) -> Tensor:
         """The pooled token of each token, in the order of lines."""
         lines = torch.arange(self.L - 1) // self.length
-        lines, middle = lines + (lines >= self.count // 2), (self.L - 1) // 2
-        return torch.cat([lines[:middle], torch.tensor([self.count // 2]), lines[middle:]])
+        lines, center = lines + (lines >= self.count // 2), (self.L - 1) // 2
+        return torch.cat([lines[:center], torch.tensor([self.count // 2]), lines[center:]])
 
 
 def cta_shape(D: int, vector: int) -> tuple[int, int]:

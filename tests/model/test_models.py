@@ -93,7 +93,7 @@ def fused(monkeypatch):
         x = naive_block(x, weights, options, scale)
         return middle_token(x) if options.class_token_only else x, None
 
-    monkeypatch.setattr(vil_block, "fused_operator", lambda x, weights: operator)
+    monkeypatch.setattr(vil_block, "fused_operator", lambda x, weights, pooled: operator)
     return middles
 
 
@@ -502,7 +502,8 @@ def test_scripts(name, kwargs):
 
 def test_registered_with_timm():
     names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("base", "small", "tiny")]
-    assert timm.list_models(module="vision_longhorn") == names
+    assert timm.list_models(module="vision_longhorn", exclude_filters="*_pooled") == names
+    assert timm.list_models("*_pooled", module="vision_longhorn") == [f"{name}_pooled" for name in names]
     model = small("vil_small")
     assert isinstance(model, vil.VisionLonghorn)
     assert model.num_features == model.head_hidden_size == model.embed_dim == 32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
-from ..block import BidirectionalMixer
+from ..block import BidirectionalMixer, grid_of, repeat_rows, row_means, transpose_grid
 
 
 class ExportError(RuntimeError):
@@ -94,11 +94,39 @@ def pictures(count: int, size: tuple[int, int]) -> Tensor:
     return noise
 
 
-def mix(recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Tensor) -> Tensor:
-    """A mixer's forward with tokens first around the scan: fewer copies where each transposition and flip is one."""
-    u_BLD, z_BLD = mixer.in_proj(h_BLC).chunk(2, dim=-1)
+def mix(
+    recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None
+) -> Tensor:  # fmt: skip
+    """A mixer's forward with tokens first around the scan: fewer copies where each transposition and flip is one.
+
+    A pooled mixer has its recurrence over rows or columns of the grid (h, w).
+    """
     directions: Any = mixer.directions
-    reads = zip(directions[0](u_BLD), directions[1](u_BLD.flip(1)))
+    if mixer.pool is None:
+        u_BLD, z_BLD = mixer.in_proj(h_BLC).chunk(2, dim=-1)
+        read = directions[0].convolve(u_BLD), directions[1].convolve(u_BLD.flip(1))
+        y_LGBD, x_LGBD = scan_of(recurrence, mixer, read)
+        forward_BLD, backward_BLD = (y_LGBD + mixer.skip().unsqueeze(1) * x_LGBD).permute(2, 0, 1, 3).unbind(2)
+        return mixer.out_proj((forward_BLD + backward_BLD.flip(1)) / 2 * F.silu(z_BLD))
+    h, w = grid_of(h_BLC.shape[1], grid)
+    columns = mixer.pool == "columns"
+    rows, length = (w, h) if columns else (h, w)
+    u_BLD, z_BLD = mixer.in_proj(transpose_grid(h_BLC, h, w) if columns else h_BLC).chunk(2, dim=-1)
+    v_BLD, backward_v_BLD = directions[0].convolve(u_BLD), directions[1].convolve(u_BLD.flip(1)).flip(1)
+    y_SGBD, _ = scan_of(recurrence, mixer, (row_means(v_BLD, rows), row_means(backward_v_BLD, rows).flip(1)))
+    forward_BSD, backward_BSD = y_SGBD.permute(2, 0, 1, 3).unbind(2)
+    skipped_BLD = directions[0].skip * v_BLD + directions[1].skip * backward_v_BLD
+    y_BLD = (repeat_rows(forward_BSD + backward_BSD.flip(1), length) + skipped_BLD) / 2
+    out_BLC = mixer.out_proj(y_BLD * F.silu(z_BLD))
+    return transpose_grid(out_BLC, w, h) if columns else out_BLC
+
+
+def scan_of(
+    recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, read: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """y_LGBD less what skips it, and x_LGBD: what each direction reads (B, L, D), in its order."""
+    directions: Any = mixer.directions
+    reads = zip(*((v_BLD, *direction.project(v_BLD)) for direction, v_BLD in zip(directions, read)))
     x_LGBD, step_logits_LGBD, k_LGBN, q_LGBN = (torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in reads)
     bias_G1D = mixer.step_bias().unsqueeze(1)
     if mixer.recurrence == "longhorn":
@@ -107,9 +135,7 @@ def mix(recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Ten
     else:
         step_LGBD = F.softplus(step_logits_LGBD + bias_G1D)
         A_GND = -torch.stack([direction.A_log for direction in directions]).exp().mT.contiguous()
-    y_LGBD = recurrence(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND) + mixer.skip().unsqueeze(1) * x_LGBD
-    forward_BLD, backward_BLD = y_LGBD.permute(2, 0, 1, 3).unbind(2)
-    return mixer.out_proj((forward_BLD + backward_BLD.flip(1)) / 2 * F.silu(z_BLD))
+    return recurrence(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND), x_LGBD
 
 
 def scan_by_steps(
