@@ -25,7 +25,9 @@ import emulator
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN = ["tests/kernels/test_cuda.py"]
-BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")]
+BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")] + [
+    "tests/kernels/test_pooled_block.py"
+]
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
 TESTS = {
@@ -235,6 +237,30 @@ TABLE = {
     "block/filter.cuh": [
         ("an image's first tokens see the image before", "⟦unsigned(t + i) < unsigned(L)→t + i < L⟧"),
         ("the convolutions' gradients lack their biases", "⟦bias.at[c] *= factor;→⟧"),
+    ],
+    "block/lines.cuh": [
+        ("a class token within a line is none for the patches behind it",
+         "return t == center() ? t : place⟦ + (place >= center())→⟧;"),
+        ("columns are taken for rows", "patch / length * ⟦next_line + patch % length * next→length + patch % length⟧;"),
+        ("the pooled class token stands before a line too early", "line + (line >= class_token()⟦→ - 1⟧);"),
+        ("the window of a line's later tokens",
+         "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
+        ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, D - VECTOR);"),
+        ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
+    ],
+    "block/pool.cu": [
+        ("a line's mean has the class token within it", "if (⟦t != foreign→true⟧) sum_0 = sum_0 + v_0"),
+    ],
+    "block/pooled_gate.cu": [
+        ("the second direction's skip is the first's", "skip_1 = load<V>(skip⟦ + D→⟧);"),
+        ("drop-path is ignored in backward", "g = ⟦scale * →⟧e.at[c];"),
+        ("the gradients of lines have the class token's", "if (t == ⟦foreign→-1⟧) return;"),
+    ],
+    "block/pooled_conv_backward.cu": [
+        ("a mean's gradient is not shared", "float line_share = 1.f⟦ / length→⟧;"),
+        ("tokens ahead of a stretch give the first direction's skip twice",
+         "bool ahead = ⟦t + i + BACK >= begin && →⟧t + i + BACK < end;"),
+        ("what is before a stretch is not known", "for (int t = begin⟦ - RING→⟧; t < end; t += RING) {"),
     ],
     "block/conv.cu": [
         ("the second direction's taps are in the wrong order", "window[i + ⟦2 * BACK -→BACK +⟧ tap]"),

@@ -123,10 +123,17 @@ struct Place {
     INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
 };
 
-// A loop over the tokens t of a line, i = (t - first) % 8 a constant, with `here` at BACK tokens before t in the table
-#define FOR_LINE(lines, place, table, t, i, here)                                                                   \
-    for (int segment = (place).first; segment <= (place).last; segment += SEGMENT)                                  \
-        for (bool begun = (segment == (place).first || (write_table(table, lines, segment), true)); begun; begun = false) \
-            _Pragma("unroll 1") for (int eight = 0; eight < SEGMENT && segment + eight <= (place).last; eight += 8) \
-                UNROLLED for (int i = 0; i < 8; i++)                                                                \
-                    if (const int t = segment + eight + i, *here = table + eight + i; t <= (place).last)
+// Body(t, i, here) for each token t of the line, with i = (t - first) % 8 as a constant, and `here` where the table, which
+// has the line's first SEGMENT tokens, has that BACK tokens before t
+template <class Body>
+DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
+    for (int segment = place.first; segment <= place.last; segment += SEGMENT) {
+        if (segment != place.first) write_table(table, lines, segment);
+#pragma unroll 1
+        for (int eight = 0; eight < SEGMENT && segment + eight <= place.last; eight += 8)
+            UNROLLED for (int i = 0; i < 8; i++) {
+                int t = segment + eight + i;
+                if (t <= place.last) body(t, i, table + eight + i);
+            }
+    }
+}

@@ -24,11 +24,11 @@ pool(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weig
     Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);
     Floats<V> sum_0 = {}, sum_1 = {};
     int foreign = at.foreign(lines);
-    FOR_LINE(lines, at, table, t, i, here) {
+    for_line(lines, at, table, [&](int t, int i, const int *here) {
         Floats<V> v_0, v_1;
         v.next(i, here, v_0, v_1);
         if (t != foreign) sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
-    }
+    });
     float share = lines.share(at.pooled) / -LOG2E;
     UNROLLED for (int c = 0; c < V; c++) sum_0.at[c] *= share, sum_1.at[c] *= share;
     if (!at.writes) return;

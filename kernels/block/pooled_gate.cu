@@ -39,13 +39,13 @@ pooled_gate(const Element *__restrict__ u, i64 u_stride, const Element *__restri
     Tokens<Element> to(gated + at.token * D + d, D);
     float scale = scales ? scales[at.b] : 1;
     int foreign = at.foreign(lines);
-    FOR_LINE(lines, at, table, t, i, here) {
+    for_line(lines, at, table, [&](int t, int i, const int *here) {
         Floats<V> v_0, v_1, product = gate.next(i, here[BACK + AHEAD]);
         v.next(i, here, v_0, v_1);
         UNROLLED for (int c = 0; c < V; c++)
             product.at[c] *= scale * half.mean(c, v_0, v_1) * sigmoid(product.at[c]);
         if (at.writes && t != foreign) store(to.at(here[BACK]), from_floats<Element>(product));
-    }
+    });
 }
 
 // With g = scale dgated: writes e = g silu(z) / 2, the gradient of what each direction puts out, over dgated,
@@ -70,7 +70,7 @@ pooled_gate_backward(const Element *__restrict__ u, i64 u_stride, const Element 
     float scale = scales ? scales[at.b] : 1;
     int foreign = at.foreign(lines);
     Floats<V> sum = {}, sum_0 = {}, sum_1 = {};
-    FOR_LINE(lines, at, table, t, i, here) {
+    for_line(lines, at, table, [&](int t, int i, const int *here) {
         Floats<V> v_0, v_1, zs = gate.next(i, here[BACK + AHEAD]), e = gradient.next(i, here[BACK + AHEAD]), product;
         v.next(i, here, v_0, v_1);
         UNROLLED for (int c = 0; c < V; c++) {
@@ -80,14 +80,14 @@ pooled_gate_backward(const Element *__restrict__ u, i64 u_stride, const Element 
             e.at[c] = 0.5f * g * zs.at[c] * s;
             zs.at[c] = g * mean * slope;
         }
-        if (t == foreign) continue;
+        if (t == foreign) return;
         if (at.writes) {
             store(to_e.at(here[BACK]), from_floats<Element>(e));
             store(to_dz.at(here[BACK]), from_floats<Element>(zs));
             store(to_gated.at(here[BACK]), from_floats<Element>(product));
         }
         sum = sum + e, sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
-    }
+    });
     float share = lines.share(at.pooled) / -LOG2E;
     UNROLLED for (int c = 0; c < V; c++) sum_0.at[c] *= share, sum_1.at[c] *= share;
     if (!at.writes) return;

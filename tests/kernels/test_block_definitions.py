@@ -46,8 +46,11 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
         "block/gate_outproj_sm90": [
             gate_outproj_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper
         ],
+        **{name: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for name, ctas in (
+            ("block/pool", 4), ("block/pooled_gate", 3 if small else 2), ("block/pooled_conv_backward", 2),
+        )},
         "block/gate_outproj_bwd_sm90": [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
-    }
+    }  # fmt: skip
     assert_no_spills(
         [
             (name, arch + "a" * (name in compiler.ONLY_HOPPER), macros)
