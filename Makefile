@@ -13,6 +13,10 @@ BIN := .venv/bin
 # one thread trains while the other core loads images: these tensors are too small to share between two
 export OMP_NUM_THREADS := 1
 
+# one worker more than cores, as some tests wait for processes
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) + 1))')
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 .PHONY: demo test research-tests lint timm-tests slurm-test mutants cuda-mutants
 
 .venv/installed: pyproject.toml
@@ -32,10 +36,10 @@ demo: .venv/installed data/digits
 	@echo "training curve: $(CURDIR)/output/digits/curve.png"
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST)
 
 research-tests: .venv/installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal research/tests
+	$(PYTEST) research/tests
 
 timm-tests: .venv/installed
 	$(BIN)/python tools/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
