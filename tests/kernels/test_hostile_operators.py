@@ -66,6 +66,7 @@ def block_call(recurrence, L=5):
     directions = [new(*size) / 4 for size in 2 * one[: 7 if recurrence == "selective" else 6]]
     return dict(
         recurrence=recurrence, eps=1e-5, dtype=torch.float32, class_token_only=False, norm_next=True,
+        lines=[],
         x_BLC=new(B, L, C), normed=[new(B * L, C), new(B * L)], scale_B=new(B), norm_C=new(C), in_proj=new(2 * D, C),
         out_proj=new(C, D), directions=directions, keep=True,
     )  # fmt: skip
@@ -81,7 +82,7 @@ def block_backward_call(recurrence, class_token_only=False, norm_given=False):
     after = [] if class_token_only else [new(B * M, C), new(B * M)]
     given = dict(dnext_TC=new(B * M, C) if after else None, next_normed=after)
     given |= {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions")}
-    how = dict(recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given)
+    how = dict(recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given, lines=[])
     return how | dict(dx_BMC=new(B, M, C)) | given | dict(saved=saved)
 
 
