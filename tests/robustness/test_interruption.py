@@ -165,8 +165,7 @@ def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tm
 def test_ctrl_c_in_torchruns_terminal_stops_all_with_everything_saved(image_folder, tmp_path):
     torchrun = Torchrun(tmp_path, ["--standalone", "--nproc-per-node=2"], data_dir=str(image_folder), epochs=1000)
     torchrun.wait_until((last := tmp_path / "run" / "last.pt").exists)
-    for process in (torchrun.launcher.pid, *torchrun.workers):
-        os.kill(process, signal.SIGINT)
+    os.kill(torchrun.launcher.pid, signal.SIGINT)  # its processes are in sessions of their own, and get one from it
     assert torchrun.wait(60) == 1  # torchrun's own
     assert_stopped(torchrun.said(), last)
 
