@@ -10,13 +10,20 @@ struct Lines {
     INLINE int center() const { return count * length / 2; }
     INLINE int tokens() const { return count * length + 1; }
     INLINE int class_token() const { return count / 2; }
-    // the first token of a line, which is the class token if that is ahead of the line's patches
-    INLINE int first(int line) const { return line * length + (line * length > center()); }
-    INLINE int pooled_line(int line) const { return line + (line >= class_token()); }
+    // the first token and the last of a pooled token
+    INLINE int first(int pooled) const {
+        int patch = (pooled - (pooled > class_token())) * length;
+        return pooled == class_token() ? center() : patch + (patch >= center());
+    }
+    INLINE int last(int pooled) const {
+        int patch = (pooled - (pooled > class_token()) + 1) * length - 1;
+        return pooled == class_token() ? center() : patch + (patch >= center());
+    }
+    INLINE float share(int pooled) const { return pooled == class_token() ? 1.f : 1.f / length; }
     // the pooled token of token t
     INLINE int pooled(int t) const {
         int line = (t - (t > center())) / length;
-        return t == center() ? class_token() : pooled_line(line);
+        return t == center() ? class_token() : line + (line >= class_token());
     }
     // where token t is in memory, -1 if it is none
     INLINE int at(int t) const {
@@ -99,48 +106,34 @@ struct Convolved {
     }
 };
 
-// The means of `tokens` whose sums these are, of v by -LOG2E
-template <int V>
-DEVICE void put_means(Element *to, i64 direction, Floats<V> sum_0, Floats<V> sum_1, int tokens, bool writes) {
-    float share = -1 / LOG2E / tokens;
-    UNROLLED for (int c = 0; c < V; c++) sum_0.at[c] *= share, sum_1.at[c] *= share;
-    if (!writes) return;
-    store(to, from_floats<Element>(sum_0));
-    store(to + direction, from_floats<Element>(sum_1));
-}
-
-// The lines of a CTA, one of `parts` of an image, and its channels
+// The line of a CTA, and its channels
 struct Place {
-    i64 b, d, token, pooled_token;  // of the image's first token, and of its first pooled one, in memory
-    int line, first, end;           // first line, and tokens
+    i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
+    int pooled, first, last;
     bool writes;
-    INLINE Place(const Lines &lines, i64 D, int parts) {
-        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), part = blockIdx.x / groups % parts;
-        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = blockIdx.x / groups / parts;
+    INLINE Place(const Lines &lines, i64 D) {
+        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
+        unsigned place = blockIdx.x / groups;
+        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = place / S, pooled = place % S;
         writes = d < D, d = min(d, D - VECTOR);
-        line = i64(lines.count) * part / parts;
-        first = lines.first(line), end = lines.first(i64(lines.count) * (part + 1) / parts);
-        token = b * lines.tokens(), pooled_token = b * (lines.count + 1);
+        first = lines.first(pooled), last = lines.last(pooled);
+        token = b * lines.tokens(), pooled_token = place;
     }
+    // of the class token if that is within the line but not all of it, else none
+    INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
 };
 
-// Body(i, here, at_center, ends) for each token t of a CTA's lines, with i = (t - first) % 8 as a constant, and `here`
-// where the table, which has the first SEGMENT tokens, has that BACK tokens before t. `ends`: t is a line's last patch.
+// Body(t, i, here) for each token t of the line, with i = (t - first) % 8 as a constant, and `here` where the table, which
+// has the line's first SEGMENT tokens, has that BACK tokens before t
 template <class Body>
-DEVICE void for_lines(const Lines &lines, const Place &place, int *table, Body body) {
-    int patches = 0;  // of the line at hand
-    for (int segment = place.first; segment < place.end; segment += SEGMENT) {
+DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
+    for (int segment = place.first; segment <= place.last; segment += SEGMENT) {
         if (segment != place.first) write_table(table, lines, segment);
 #pragma unroll 1
-        for (int eight = 0; eight < SEGMENT && segment + eight < place.end; eight += 8)
+        for (int eight = 0; eight < SEGMENT && segment + eight <= place.last; eight += 8)
             UNROLLED for (int i = 0; i < 8; i++) {
                 int t = segment + eight + i;
-                if (t >= place.end) continue;
-                bool at_center = t == lines.center();
-                patches += !at_center;
-                bool ends = !at_center && patches == lines.length;
-                if (ends) patches = 0;
-                body(i, table + eight + i, at_center, ends);
+                if (t <= place.last) body(t, i, table + eight + i);
             }
     }
 }

@@ -69,11 +69,6 @@ def cta_shape(D: int, vector: int) -> tuple[int, int]:
     return groups, -(-D // (vector * groups * 32)) * 32
 
 
-def parts_of(images: int, count: int, ctas: int) -> int:
-    """Parts of each image's lines, where `ctas` run at once; what a part begins with takes about as long as a line."""
-    return min(range(1, count + 1), key=lambda parts: -(-images * parts // ctas) * (-(-count // parts) + 1))
-
-
 def in_order(t_BLX: Tensor, lines: Lines) -> Tensor:
     """Tokens in the order of lines, for definitions."""
     return t_BLX[:, lines.order().to(t_BLX.device)]

@@ -15,25 +15,24 @@ constexpr int V = VECTOR;
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 pool(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
-     Element *__restrict__ means, i64 B, i64 D, i64 count, i64 length, i64 next, i64 next_line, i64 parts) {
+     Element *__restrict__ means, i64 B, i64 D, i64 count, i64 length, i64 next, i64 next_line) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ int table[TABLE];
-    Place at(lines, D, parts);
+    Place at(lines, D);
     write_table(table, lines, at.first);
-    i64 d = at.d, direction = B * (count + 1) * D;
+    i64 d = at.d;
     Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);
     Floats<V> sum_0 = {}, sum_1 = {};
-    means += at.pooled_token * D + d;
-    for_lines(lines, at, table, [&](int i, const int *here, bool at_center, bool ends) {
+    int foreign = at.foreign(lines);
+    for_line(lines, at, table, [&](int t, int i, const int *here) {
         Floats<V> v_0, v_1;
         v.next(i, here, v_0, v_1);
-        if (at_center) {
-            put_means<V>(means + lines.class_token() * D, direction, v_0, v_1, 1, at.writes);
-        } else {
-            sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
-        }
-        if (!ends) return;
-        put_means<V>(means + lines.pooled_line(at.line++) * D, direction, sum_0, sum_1, lines.length, at.writes);
-        sum_0 = {}, sum_1 = {};
+        if (t != foreign) sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
     });
+    float share = lines.share(at.pooled) / -LOG2E;
+    UNROLLED for (int c = 0; c < V; c++) sum_0.at[c] *= share, sum_1.at[c] *= share;
+    if (!at.writes) return;
+    means += at.pooled_token * D + d;
+    store(means, from_floats<Element>(sum_0));
+    store(means + B * (count + 1) * D, from_floats<Element>(sum_1));
 }

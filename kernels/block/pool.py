@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
 from . import conv
-from .lines import Lines, cta_shape, in_order, line_means, parts_of
+from .lines import Lines, cta_shape, in_order, line_means
 
 VECTOR, WARPS = 2, 24  # of a multiprocessor
 
@@ -20,12 +19,12 @@ def pool(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) ->
     means_2BSD = torch.empty(2, B, S, D, device=u_BLD.device, dtype=u_BLD.dtype)
     vector = vector_width(VECTOR, u_BLD)
     groups, threads = cta_shape(D, vector)
-    ctas = WARPS * 32 // threads
-    parts = parts_of(B, lines.count, max(1, ctas * hardware.multiprocessors(place(u_BLD)) // groups))
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], THREADS=threads, CTAS=ctas)
-    compiler.launch("block/pool", "pool", macros, B * parts * groups, threads, dict(
+    macros = dict(
+        INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=conv_2DK.shape[2], THREADS=threads, CTAS=WARPS * 32 // threads
+    )
+    compiler.launch("block/pool", "pool", macros, B * S * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, means=means_2BSD, B=B, D=D,
-        **lines.arguments(), parts=parts,
+        **lines.arguments(),
     ))  # fmt: skip
     return means_2BSD
 

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
-from .lines import Lines, cta_shape, parts_of
+from .lines import Lines, cta_shape
 from .pool import plain as plain_means
 from .pool import plain_v
 
@@ -57,11 +56,9 @@ def _launch(entry: str, arguments: dict, vector: int, warps: int, lines: Lines) 
     u_BLD, taps = arguments["u"], arguments["weights"].shape[2]
     B, _, D = u_BLD.shape
     groups, threads = cta_shape(D, vector)
-    ctas = warps * 32 // threads
-    parts = parts_of(B, lines.count, max(1, ctas * hardware.multiprocessors(place(u_BLD)) // groups))
-    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
-    arguments = {**arguments, "B": B, "D": D, **lines.arguments(), "parts": parts}
-    compiler.launch("block/pooled_gate", entry, macros, B * parts * groups, threads, arguments)
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=warps * 32 // threads)
+    arguments = {**arguments, "B": B, "D": D, **lines.arguments()}
+    compiler.launch("block/pooled_gate", entry, macros, B * lines.S * groups, threads, arguments)
 
 
 def plain(
