@@ -245,8 +245,11 @@ def _heed_the_parent_alone() -> None:
 
     def wait() -> None:
         while True:
-            notice = signal.sigwaitinfo(SCHEDULERS_SIGNALS)
-            if notice.si_signo == signal.SIGTERM and parent and notice.si_pid == parent.pid:
+            notice = signal.sigtimedwait(SCHEDULERS_SIGNALS, 5)
+            if notice is None:  # PyTorch's own watch misses a parent that dies while the worker starts
+                if parent and not parent.is_alive():
+                    os._exit(1)
+            elif notice.si_signo == signal.SIGTERM and parent and notice.si_pid == parent.pid:
                 os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
