@@ -109,6 +109,16 @@ def models() -> str:
     return table(["", *head], [[label, *cells] for label, cells in rows.items()])
 
 
+def pooled() -> str:
+    rows: dict[str, list[str]] = {}
+    for row in results("h200_pooled")["rows"]:
+        if "tiny" in row["model"] and row["img_size"] > 224:
+            continue
+        cells = rows.setdefault(f"{row['model'].split('_')[1]}: {described(row)}", [])
+        cells.append(f"{number(row['graph']['images_per_second'])} / {row['graph']['peak_gib']:.2f}")
+    return table(["", "ViL", "ViL pooled", "DeiT"], [[label, *cells] for label, cells in sorted(rows.items())])
+
+
 def speed() -> str:
     rows = []
     for task, img_size in (("train", 224), ("infer", 224), ("train", 1248)):
@@ -142,7 +152,7 @@ def sizes() -> str:
 
 TABLES = {
     "sizes": sizes, "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
-    "models": models,
+    "models": models, "pooled": pooled,
 }  # fmt: skip
 
 
