@@ -60,8 +60,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
     assert normed is None
 
 
-@MIXERS
-@pytest.mark.parametrize("conv_width", [2, 3])
+@pytest.mark.parametrize(("mixer", "conv_width"), [(MambaMixer, 2), (LonghornMixer, 3)])
 def test_other_filters_and_numbers_of_states(mixer, conv_width, calls, monkeypatch):
     """Against the plain composition, which other tests compare."""
     block, x = a_block(mixer, 24, conv_width, 8), torch.randn(2, 9, 24, requires_grad=True)

@@ -65,8 +65,8 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
 @NVRTC
 @pytest.mark.parametrize(
     ("arch", "dtype", "N"),
-    [("sm_90", dtype, 16) for dtype in TOLERANCE]
-    + [(arch, torch.bfloat16, 16) for arch in ("sm_80", "sm_100", "sm_120")]
+    [("sm_90", dtype, 16) for dtype in (torch.float32, torch.bfloat16)]
+    + [("sm_120", torch.bfloat16, 16)]
     + [("sm_80", torch.bfloat16, 4), ("sm_90", torch.float32, 8)]
     + [("sm_120", torch.bfloat16, 32), ("sm_80", torch.bfloat16, 64)],
 )

@@ -34,6 +34,10 @@ def get_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def get_sigusr1():
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def in_step(step, act, rank):
     return functools.partial(before, train_imagenet.Trainer, "update", act, step, rank)
 
@@ -77,10 +81,8 @@ def test_a_run_killed_at_random_points_ends_as_if_nothing_had_been(undisturbed, 
 
 
 def test_a_preempted_run_writes_a_checkpoint_and_goes_on_in_the_middle_of_an_epoch(undisturbed, start, rng):
-    two = start(checkpoint_interval=None, workers=1)
-    two.wait_for_saves(1)  # the end of the first epoch
-    time.sleep(rng.uniform(0.02, 0.2))
-    two.signal(signal.SIGUSR1, 1)  # one process is enough
+    signalled = in_step(rng.randrange(9, 12), get_sigusr1, rank=1)  # one process is enough
+    two = start(checkpoint_interval=None, workers=1, prepare=signalled)
     assert two.wait() == [PREEMPTED, PREEMPTED]
     first = two.result()
     assert "stopped by a signal" in two.said()
