@@ -14,7 +14,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
 # one worker more than cores, as some tests wait for processes
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) + 1))')
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test research-tests lint timm-tests slurm-test mutants cuda-mutants
