@@ -24,7 +24,7 @@ from timm.data.dataset import ImageDataset
 
 from vil import viz
 from vil.config import Config, ConfigError
-from vil.data import decoder, device_loader, guard, images, shards
+from vil.data import decoder, device_loader, guard, images
 from vil.data.draws import Draws
 from vil.data.encoded import EncodedImage
 from vil.data.images import UNREADABLE
@@ -613,7 +613,7 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
 
 
 def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
-    monkeypatch.setattr(shards, "MOST_BYTES", 2**16)
+    monkeypatch.setattr("vil.data.shards.MOST_BYTES", 2**16)
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
     samples |= {"label": (SMALL_JPEG, b" " * 2**20 + b"1"), "whole": (SMALL_JPEG, b"3")}
@@ -641,7 +641,7 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     samples = [dict(jpg=bytes(9), number=i) for i in range(60)]
     expected = list(_shuffle(iter(samples), 20, 7, random.Random(reader.worker_seed)))
     assert list(reader._shuffled(iter(samples))) == expected
-    monkeypatch.setattr(shards, "MOST_SHUFFLED", 50)
+    monkeypatch.setattr("vil.data.shards.MOST_SHUFFLED", 50)
     assert max(abs(i - sample["number"]) for i, sample in enumerate(reader._shuffled(iter(samples)))) < 60
     assert next(reader._shuffled(source := iter(samples)))["number"] < 8 <= len(list(source)) - 40
 
