@@ -755,7 +755,7 @@ def damaged_files(tmp_path_factory):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_damaged_files_end_nothing_and_take_little_memory(damaged_files, path):
-    """`python tests/helpers/fuzz_images.py` does the same with more of them."""
+    """`python tools/fuzz_images.py` does the same with more of them."""
     outcome = fuzz_images.in_a_child(damaged_files, path, CPU, 2.5)
     assert outcome.ended_by == ""
     assert outcome.megabytes < 1000

@@ -1,8 +1,8 @@
 """Image files of many formats, damaged at random or made slow, through the loaders and to the pictures of vil.viz.
 
-    python tests/helpers/fuzz_images.py --count 20000
-    python tests/helpers/fuzz_images.py --count 2000 --slow --paths evaluation viz
-    python tests/helpers/fuzz_images.py --count 2000 --paths device --formats jpeg --device cuda
+    python tools/fuzz_images.py --count 20000
+    python tools/fuzz_images.py --count 2000 --slow --paths evaluation viz
+    python tools/fuzz_images.py --count 2000 --paths device --formats jpeg --device cuda
 
 Every file must be read or counted, none may end a loader or take more than 20 s, and the processes that read them may
 not take more memory than they are given. The files of a seed are always the same.
@@ -31,10 +31,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageCms, PngImagePlugin, features
-from processes import CONTEXT
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # as pytest has it
+from processes import CONTEXT
 
 from vil import viz
 from vil.config import Config, ConfigError
