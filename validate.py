@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from timm.utils import init_distributed_device
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
-from vil import checkpoint
+from vil import checkpoint, output
 from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
 from vil.data.loaders import evaluation_loader
 from vil.data.splits import class_names
@@ -98,17 +97,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raises a ConfigError if a file that is asked for could not be written in the end."""
+    """Raises a ConfigError if what is asked for could not be written in the end."""
     tables = [options.csv / f"{name}.csv" for name in ("classes", "confusions")] if options.csv else []
-    for path in [*tables, *(Path(word) for word in (options.plot, options.json) if word and word != "-")]:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not path.is_file():
-                raise FileExistsError("there is something that is no file")
-            write_atomically(probe := path.with_name(f".{path.name}.{os.getpid()}"), b"")
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error}") from error
+    output.check_outputs([*tables, *(Path(word) for word in (options.plot, options.json) if word and word != "-")])
     if options.plot:
         try:
             import matplotlib.figure  # noqa: F401

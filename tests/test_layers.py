@@ -19,9 +19,10 @@ LAYERS = """
     vil.vision_longhorn
     vil.config vil.files vil.info vil.processes vil.published
     vil.checkpoint vil.devices
-    vil.factory
-    vil
+    vil.factory vil.output
     vil.data vil.cuda_graphs
+    vil.predict
+    vil
     vil.evaluation vil.training
     vil.export vil.viz train_imagenet validate
     research

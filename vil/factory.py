@@ -121,6 +121,8 @@ def from_checkpoint(
             take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
+    if Path(path).is_dir():  # as vil.export writes one; the file in it says its model
+        path = Path(path) / "model.safetensors"
     saved = checkpoint.saved_config(path)
     name = model or saved.get("model")
     if not name:

@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from .checkpoint import label_of
+from .config import ConfigError
+from .files import write_atomically
 
 FORMULAS = "=+-@＝＋－＠"  # that begin one in a spreadsheet
 
@@ -48,6 +51,19 @@ def outlive_output(*names: str) -> None:
     for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def check_outputs(paths: Iterable[Path]) -> None:
+    """Raises a ConfigError if a file that is asked for could not be written in the end."""
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                raise FileExistsError("there is something that is no file")
+            write_atomically(probe := path.with_name(f".{path.name}.{os.getpid()}"), b"")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error}") from error
 
 
 class LostResultError(RuntimeError):

@@ -16,6 +16,7 @@ import vil.export.__main__
 import vil.viz
 from train_imagenet import Trainer
 from vil.config import load_config
+from vil.predict.__main__ import parse_options
 from vil.processes import join_processes
 
 DOCUMENTS = ["README.md", "docs/guide.md", "docs/hardware.md", "docs/export.md", "docs/seeing-inside.md"]
@@ -56,7 +57,7 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     for snippet in snippets("docs/guide.md"):
         exec(compile(snippet, "docs/guide.md", "exec"), found)
     printed = capsys.readouterr().out
-    assert re.search(r"validation/7/\d+.png is a [6-9]\n", printed)
+    assert re.search(r"validation/7/\d+.png is a [6-9] \(\d+%\)\n", printed)
     scores = dict(re.findall(r"(KNeighborsClassifier|LogisticRegression) (\d\.\d+)", printed))
     assert min(map(float, scores.values())) > 0.5  # of four classes
     assert len(scores) == 2
@@ -65,9 +66,6 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     assert found["loss"].isfinite()
     assert torch.equal(found["started"].blocks[5].mixer.in_proj.weight, found["shipped"].blocks[5].mixer.in_proj.weight)
     assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 1000]
-    with torch.inference_mode():
-        expected = found["model"](found["images"])
-    torch.testing.assert_close(torch.from_numpy(found["logits"]), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_mixer_of_ones_own_runs_as_it_is_written():
@@ -125,6 +123,8 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
             assert validate.parse_options().checkpoint
         elif program == "vil.viz":
             vil.viz.main()
+        elif program == "vil.predict":
+            assert parse_options().images
         elif program == "vil.export":
             with pytest.raises(ParsedError):
                 vil.export.__main__.main()

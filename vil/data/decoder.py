@@ -118,7 +118,7 @@ def _has_few_chunks(file: BinaryIO, length: int) -> bool:
 
 def decode(file: BinaryIO) -> Image.Image:
     """The first picture of a file as 8-bit RGB. From a file that is none, or not fit, there may be any exception."""
-    return _to_rgb(open_image(file))
+    return to_rgb(open_image(file))
 
 
 def open_image(file: BinaryIO) -> Any:
@@ -136,8 +136,8 @@ def open_image(file: BinaryIO) -> Any:
     return image
 
 
-def _to_rgb(image: Any) -> Image.Image:
-    """An image of any mode in 8 bits: the higher ones of more, which Pillow would clip at 255."""
+def to_rgb(image: Any) -> Image.Image:
+    """Pillow's image of any mode in 8 bits: the higher ones of more, which Pillow would clip at 255."""
     mode = image.mode
     if not mode.startswith(("I", "F")):
         if mode == "RGB" and image.format == "JPEG":

@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from timm.data import get_img_extensions
+from timm.data import add_img_extensions, get_img_extensions
 from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
@@ -15,6 +15,9 @@ from timm.utils.misc import natural_key
 from ..processes import is_first_process
 
 _logger = logging.getLogger(__name__)
+
+# beside timm's, which are those of JPEG and PNG: of what `decoder` reads; in tar files, too
+add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
 
 
 class FolderReader(ReaderImageFolder):

@@ -64,17 +64,16 @@ def evaluation_loader(
     augment_on_device: bool | None = None,
 ):
     """Resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`: this process's share."""
-    transform = create_transform(
-        data_config["input_size"],
-        use_prefetcher=True,
-        crop_pct=data_config["crop_pct"],
-        crop_mode=data_config["crop_mode"],
-        interpolation=data_config["interpolation"],
-        mean=data_config["mean"],
-        std=data_config["std"],
-    )
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
+    transform = evaluation_transform(data_config)
     return _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size)
+
+
+def evaluation_transform(data_config: dict[str, Any]):
+    """From Pillow's image to a tensor (3, H, W) of uint8, resized and cropped."""
+    names = "crop_pct", "crop_mode", "interpolation", "mean", "std"
+    options = {name: data_config[name] for name in names}
+    return create_transform(tuple(data_config["input_size"]), use_prefetcher=True, **options)
 
 
 def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int = 0):

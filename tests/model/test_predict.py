@@ -1,0 +1,171 @@
+"""vil.predict: what a model says of images, wherever they and it come from."""
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from models import small, with_random_parameters
+from PIL import Image
+from timm.data import ImageNetInfo
+
+import vil
+from vil.checkpoint import CheckpointError, save_checkpoint
+from vil.config import ConfigError
+from vil.export import export_model
+from vil.predict.__main__ import main
+
+NAMES = ["ant", "n01440764", "cat", "dog", "eel", "fox", "gnu"]
+SHOWN = ["ant", "tench, Tinca tinca", *NAMES[2:]]
+ARGUMENTS = dict(embed_dim=32, depth=2, patch_size=8)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Pictures that a crop or another resize would change, in files of several formats, and what is none."""
+    folder = tmp_path_factory.mktemp("photos")
+    for i, name in enumerate(("a.png", "b.jpg", "c.webp", "d.tif", "e.bmp", "f.gif", "inner/g.jpeg")):
+        corners = np.random.default_rng(i).integers(0, 256, (3, 2, 3), dtype=np.uint8)
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(corners).resize((60 + 3 * i, 40), Image.Resampling.BILINEAR).save(folder / name)
+    (folder / "broken.png").write_bytes((folder / "a.png").read_bytes()[:60])
+    (folder / "notes.txt").write_text("none")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "best.pt"
+    model = with_random_parameters(timm.create_model("vil_tiny", num_classes=7, img_size=32, **ARGUMENTS))
+    with torch.no_grad():
+        model.head.weight.normal_(std=0.2)
+    config = dict(model="vil_tiny", model_kwargs=ARGUMENTS, img_size=32, num_classes=7, crop_pct=0.7)
+    state = dict(state_dict=model.state_dict(), config=config, label_names=NAMES, best="state_dict")
+    save_checkpoint(state, path)
+    return path
+
+
+def expected(checkpoint, picture):
+    """The probabilities by timm's own transform."""
+    model = vil.from_checkpoint(checkpoint)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    with torch.inference_mode():
+        return model(transform(picture.convert("RGB"))[None])[0].softmax(-1).numpy()
+
+
+def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkpoint, photos):
+    path = photos / "a.png"
+    with Image.open(path) as opened:
+        truth, pixels = expected(checkpoint, opened), np.asarray(opened)
+    order = np.argsort(-truth)[:3]
+    model = vil.from_checkpoint(checkpoint).train()
+    found = vil.predict(model, str(path), topk=3)
+    assert model.training
+    assert [p.number for p in found] == order.tolist()
+    assert [p.label for p in found] == [SHOWN[number] for number in order]
+    np.testing.assert_allclose([p.probability for p in found], truth[order], rtol=1e-4)
+    others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8]
+    for other in [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]:
+        assert [p.label for p in other] == [p.label for p in found]
+        assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)
+    assert len(vil.predict(model, path, topk=100)) == 7
+
+
+def test_sixteen_bits_are_the_same_picture_in_any_form(checkpoint, tmp_path):
+    grey = np.linspace(0, 60000, 40 * 50, dtype=np.uint16).reshape(40, 50)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    truth = expected(checkpoint, Image.fromarray((grey >> 8).astype(np.uint8)))
+    for image in (tmp_path / "grey.png", Image.fromarray(grey), Image.open(tmp_path / "grey.png"), grey):
+        for prediction in vil.predict(checkpoint, image, topk=7):
+            assert prediction.probability == pytest.approx(truth[prediction.number], rel=1e-4)
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "safetensors"])
+def test_an_exported_file_predicts_what_its_model_does(suffix, checkpoint, photos, tmp_path):
+    file, files = tmp_path / f"model.{suffix}", sorted(photos.glob("*.*"))
+    files = [path for path in files if path.stem not in ("broken", "notes")]
+    export_model(vil.from_checkpoint(checkpoint), file)
+    tolerance = dict(rel=1e-4, abs=1e-5) if suffix == "onnx" else dict(rel=0.1, abs=1e-2)  # half precision
+    for image, found in zip(vil.predict(checkpoint, files), vil.predict(file, files), strict=True):
+        assert {p.label: p.probability for p in found} == pytest.approx(
+            {p.label: p.probability for p in image}, **tolerance
+        )
+
+
+def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be_read(
+    checkpoint, photos, tmp_path, monkeypatch, capsys
+):
+    table, entries = tmp_path / "new/found.csv", tmp_path / "found.json"
+    words = ["--checkpoint", str(checkpoint), str(photos), str(photos / "notes.txt"), "--topk", "2"]
+    words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries)]
+    monkeypatch.setattr(sys, "argv", ["vil.predict", *words])
+    with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
+        main()
+    printed, errors = capsys.readouterr()
+    assert [name for name in ("broken.png", "notes.txt") if f"{photos / name}' cannot be read" in errors] == [
+        "broken.png",
+        "notes.txt",
+    ]
+    rows = {row["file"]: row for row in csv.DictReader(table.open())}
+    read = {entry["file"]: entry["predictions"] for entry in json.loads(entries.read_text())}
+    assert rows.keys() == read.keys()
+    assert len(rows) == 7
+    for line in printed.splitlines():
+        file, _, said = line.partition(": ")
+        first, second = vil.predict(checkpoint, file, topk=2)
+        assert said == f"{first.label} {first.probability:.1%}, {second.label} {second.probability:.1%}"
+        assert [rows[file][name] for name in ("class", "class_2")] == [first.label, second.label]
+        assert float(rows[file]["probability_2"]) == pytest.approx(second.probability, rel=1e-4)
+        assert [entry["number"] for entry in read.pop(file)] == [first.number, second.number]
+    assert not read
+
+
+def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(checkpoint, photos, caplog):
+    found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", np.zeros((3, 8, 8), np.uint8)])
+    assert [len(predictions) for predictions in found] == [5, 0, 0]
+    assert f"{str(photos / 'gone.png')!r} has no predictions" in caplog.text
+    assert "array (3, 8, 8) of uint8 is no image: give (H, W) or (H, W, 3)" in caplog.text
+    assert vil.predict(checkpoint, []) == []
+    with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
+        vil.predict(checkpoint, photos / "broken.png")
+
+
+def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    model = small(img_size=32, patch_size=8, num_classes=1000)
+    (found,) = vil.predict(model, pixels, topk=1)
+    assert found.label == str(found.number)
+    model.pretrained_cfg = dict(model.pretrained_cfg, tag="augreg_in1k", num_classes=1000)
+    (found,) = vil.predict(model, pixels, topk=1)
+    assert found.label == ImageNetInfo().index_to_description(found.number)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--topk", "0", "{photos}"], "error: --topk must be at least 1, not 0"),
+        (["--classes", "0", "{photos}"], "error: .*classes"),
+        (["{tmp}"], "error: there are no images in "),
+        (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
+        (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
+        (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors"),
+        (["{photos}", "--csv", "{tmp}"], "error: cannot write "),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path, monkeypatch):
+    (photos / "notes.onnx").write_text("none")
+    words = [word.format(photos=photos, tmp=tmp_path) for word in words]
+    monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", str(checkpoint), *words])
+    with pytest.raises(SystemExit, match=error) as caught:
+        main()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
+    with pytest.raises(ConfigError, match="no classes to predict"):
+        vil.predict(small(img_size=32, patch_size=8, num_classes=0), np.zeros((32, 32, 3), np.uint8))
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        vil.predict("gone.pt", "photo.jpg")

@@ -1,0 +1,227 @@
+"""Which classes a trained model sees in images: their names and probabilities.
+
+    python -m vil.predict --checkpoint output/pets/best.pt photo.jpg
+    python -m vil.predict --checkpoint output/pets/best.pt photos --csv photos.csv
+
+A checkpoint may be a file of train_imagenet.py, a .safetensors file or folder of vil.export, or its .onnx. Images are
+opened and prepared as validate.py does it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import ImageNetInfo, resolve_model_data_config
+from torch import Tensor, nn
+
+from ..config import ConfigError
+from ..devices import default_device
+from ..factory import from_checkpoint
+from ..published import IMAGENET_CLASSES
+
+_logger = logging.getLogger(__name__)
+
+Picture: TypeAlias = str | os.PathLike | Image.Image | np.ndarray
+Pictures = TypeVar("Pictures")
+SHOWN = 200  # characters of an error
+
+
+class Prediction(NamedTuple):
+    """A class by its name and number, and how probable the model takes it to be."""
+
+    label: str
+    probability: float
+    number: int
+
+
+def predict(
+    model: nn.Module | str | os.PathLike, images: Picture | Iterable[Picture], topk: int = 5, *, batch_size: int = 32
+) -> list[Prediction] | list[list[Prediction]]:
+    """The most probable classes of an image, the best first; for several images a list of such lists.
+
+    Args:
+        model: A model of timm, which runs where it is, or a checkpoint: a file of train_imagenet.py, a .safetensors
+            file or folder of vil.export, or its .onnx.
+        images: The path of a file, a Pillow image, or an array (H, W) or (H, W, 3) of uint8 or uint16; or several.
+        topk: How many classes of each image.
+        batch_size: Images that the model gets at once.
+
+    Raises:
+        ConfigError: The checkpoint does not say how its images are prepared, or the image cannot be read. One of
+            several that cannot be read is named in a warning and has no predictions, [].
+        CheckpointError: The checkpoint is missing or corrupt.
+    """
+    classifier = classifier_of(model)
+    if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:
+        (found,) = classifier([images], topk)
+        if isinstance(found, Exception):
+            raise ConfigError(f"{_name(images)} cannot be read as an image: {_line(found)}") from found
+        return found
+    several: list[list[Prediction]] = []
+    for image, found in predictions(classifier, images, topk, batch_size):
+        if isinstance(found, Exception):
+            _logger.warning("%s has no predictions, as it cannot be read: %s", _name(image), _line(found))
+        several.append([] if isinstance(found, Exception) else found)
+    return several
+
+
+def predictions(
+    classifier: Classifier, images: Iterable[Pictures], topk: int, batch_size: int
+) -> Iterator[tuple[Pictures, list[Prediction] | Exception]]:
+    """Each image with its classes, or with the error of one that cannot be read."""
+    rest = iter(images)
+    while batch := list(islice(rest, batch_size)):
+        yield from zip(batch, classifier(batch, topk))
+
+
+def _name(image: Any) -> str:
+    return repr(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else f"the {type(image).__name__}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:SHOWN] or type(error).__name__
+
+
+@dataclass
+class Classifier:
+    """A model with what comes before and after it.
+
+    Attributes:
+        run: From normalised images (B, 3, H, W) to logits (B, classes).
+        device: Where it takes them.
+        data_config: timm's, of the images.
+        label_names: Of the classes, by their numbers; empty where nobody knows.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    device: torch.device
+    data_config: dict[str, Any]
+    label_names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        from ..data.loaders import evaluation_transform  # which takes a second to import
+
+        self.transform = evaluation_transform(self.data_config)
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Any], topk: int) -> list[list[Prediction] | Exception]:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            prepared = list(pool.map(self._prepared, images))  # decoders let other threads run
+        readable = [image for image in prepared if isinstance(image, Tensor)]
+        best = iter(self._best(torch.stack(readable), topk) if readable else ())
+        return [next(best) if isinstance(image, Tensor) else image for image in prepared]
+
+    def _prepared(self, image: Any) -> Tensor | Exception:
+        try:
+            opened = open_picture(image)
+        except Exception as error:  # decoders raise all kinds
+            return error
+        return self.transform(opened)
+
+    def _best(self, images: Tensor, topk: int) -> list[list[Prediction]]:
+        mean, std = (
+            torch.tensor(self.data_config[name], device=self.device).view(-1, 1, 1) * 255 for name in ("mean", "std")
+        )
+        logits = self.run((images.to(self.device) - mean) / std)
+        best = logits.float().softmax(-1).topk(min(topk, logits.shape[-1]))
+        return [
+            [Prediction(self._label(number), share, number) for share, number in zip(*row)]
+            for row in zip(best.values.tolist(), best.indices.tolist())
+        ]
+
+    def _label(self, number: int) -> str:
+        return self.label_names[number] if number < len(self.label_names) else str(number)
+
+
+def open_picture(image: Any) -> Image.Image:
+    """An image in 8-bit RGB, wherever it comes from, with the colours that training would give it."""
+    from ..data.decoder import to_rgb
+    from ..data.images import read_image
+
+    if isinstance(image, (str, os.PathLike)):
+        return read_image(image)
+    if not isinstance(image, Image.Image):
+        array = np.asarray(image)
+        if array.dtype == np.uint16:
+            array = (array >> 8).astype(np.uint8)
+        if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (3,), (4,)):
+            raise ConfigError(
+                f"an array {array.shape} of {array.dtype} is no image: give (H, W) or (H, W, 3) of uint8 or uint16"
+            )
+        image = Image.fromarray(array)
+    return to_rgb(image)
+
+
+def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = None) -> Classifier:
+    """A model or checkpoint as `predict` takes it."""
+    if not isinstance(model, nn.Module):
+        if Path(model).suffix == ".onnx":
+            return _of_onnx(Path(model))
+        model = from_checkpoint(Path(model)).to(device or default_device())
+    if not getattr(model, "num_classes", 1):
+        raise ConfigError("the model has no classes to predict, as its head was taken off (num_classes=0)")
+    place = next(model.parameters()).device
+
+    def run(images: Tensor) -> Tensor:
+        was_training = model.training
+        try:
+            return model.eval()(images)
+        finally:
+            model.train(was_training)
+
+    known: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    config = resolve_model_data_config(model)
+    if size := getattr(getattr(model, "patch_embed", None), "img_size", None):  # by which it was built, perhaps anew
+        config["input_size"] = (3, *size)
+    return Classifier(run, place, config, _readable(known.get("label_names"), known))
+
+
+def _of_onnx(path: Path) -> Classifier:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ConfigError(f"{path} needs a package: pip install onnxruntime ({error})") from error
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        said = session.get_modelmeta().custom_metadata_map
+        words = ("crop_mode", "interpolation")
+        config = {name: said[name] if name in words else json.loads(said[name]) for name in (*NEEDED, *words)}
+        names = json.loads(said.get("label_names", "[]"))
+    except Exception as error:  # onnxruntime's errors have no common type
+        raise ConfigError(
+            f"{path} is no model of vil.export, which says how its images are prepared: {_line(error)}"
+        ) from error
+    if "logits" not in (outputs := [output.name for output in session.get_outputs()]):
+        raise ConfigError(f"{path} has {', '.join(outputs)} and no logits: it predicts no classes")
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+    return Classifier(run, torch.device("cpu"), config, _readable(names, {}))
+
+
+NEEDED = ("input_size", "mean", "std", "crop_pct")
+
+
+def _readable(names: Sequence[str] | None, known: dict[str, Any]) -> Sequence[str]:
+    """Names of classes: ImageNet's in words."""
+    is_imagenet = known.get("num_classes") == IMAGENET_CLASSES and str(known.get("tag")).endswith("in1k")
+    if not names and not is_imagenet:
+        return ()
+    imagenet = ImageNetInfo()
+    ids = imagenet.label_names()
+    in_words = {name: imagenet.label_name_to_description(name) for name in ids}
+    return [in_words.get(name, name) for name in names or ids]

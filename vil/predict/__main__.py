@@ -1,0 +1,92 @@
+"""The command line of `python -m vil.predict`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..checkpoint import CheckpointError
+from ..config import ConfigError, Parser
+from ..data.folders import list_images
+from ..devices import known_device
+from ..files import write_atomically
+from ..output import LostResultError, check_outputs, csv_text, outlive_output, print_result
+from . import Prediction, _line, classifier_of, predictions
+from . import __doc__ as description
+
+
+def main() -> None:
+    logging.basicConfig(format="%(message)s")
+    try:
+        unreadable, count = predict_files(parse_options())
+    except (ConfigError, CheckpointError, LostResultError) as error:
+        sys.exit(f"error: {error}")
+    if unreadable:
+        sys.exit(f"{unreadable} of {count} images cannot be read")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, metavar="FILE|FOLDER", help=".pt, .safetensors, .onnx or folder")
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="files, or folders of them")
+    parser.add_argument("--topk", type=int, default=5, help="classes of each image (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images at once (default: 32)")
+    parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table there, an image a line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list there, an image an entry")
+    options = parser.parse_args()
+    for name in ("topk", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    check_outputs([path for path in (options.csv, options.json) if path])
+    return options
+
+
+def predict_files(options: argparse.Namespace) -> tuple[int, int]:
+    """Prints a line for each image and writes the tables. Returns how many images cannot be read, and of how many."""
+    files: list[Path] = []
+    for path in options.images:
+        inside = [Path(name) for name in list_images(str(path), str(path))] if path.is_dir() else [path]
+        if not inside:
+            raise ConfigError(f"there are no images in {path}")
+        files += inside
+    classifier = classifier_of(options.checkpoint, known_device(options.device))
+    rows: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
+    unreadable = 0
+    with tqdm(total=len(files), unit="img", disable=None if len(files) > options.batch_size else True) as bar:
+        for file, found in predictions(classifier, files, options.topk, options.batch_size):
+            bar.update()
+            if isinstance(found, Exception):
+                unreadable += 1
+                tqdm.write(f"{str(file)!r} cannot be read as an image: {_line(found)}", file=sys.stderr)
+                continue
+            with bar.external_write_mode():
+                print_result(f"{file}: " + ", ".join(f"{p.label} {p.probability:.1%}" for p in found))
+            rows.append(_row(file, found))
+            classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
+            entries.append({"file": str(file), "predictions": classes})
+    if options.csv:
+        write_atomically(options.csv, csv_text(rows, list(rows[0]) if rows else ["file"]))
+    if options.json:
+        write_atomically(options.json, json.dumps(entries, indent=2) + "\n")
+    return unreadable, len(files)
+
+
+def _row(file: Path, found: list[Prediction]) -> dict[str, Any]:
+    row: dict[str, Any] = {"file": str(file)}
+    for place, prediction in enumerate(found, start=1):
+        ending = f"_{place}" if place > 1 else ""
+        row |= {f"class{ending}": prediction.label, f"probability{ending}": prediction.probability}
+    return row
+
+
+if __name__ == "__main__":
+    outlive_output("stderr")
+    main()
