@@ -59,7 +59,7 @@ from vil.data.augmentation import BatchAugmentation
 from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
-from vil.data.splits import class_names, open_splits
+from vil.data.splits import class_names, describe_split, open_splits
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
@@ -189,6 +189,9 @@ class Trainer:
             min_lr=config.min_lr,
         )
         self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay) if config.model_ema else None
+        if rank == 0 and not config.synthetic:
+            logging.warning("%s", describe_split(config.train_split, train_set))
+            logging.warning("%s", describe_split(config.val_split, val_set))
         self.warn_of_a_short_run()
         self.precision = autocast(device, config.amp, config.amp_dtype)
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
@@ -221,6 +224,8 @@ class Trainer:
 
     def warn_of_a_short_run(self) -> None:
         epochs, warmup_epochs = self.config.epochs, self.config.warmup_epochs
+        if self.rank == 0:
+            logging.warning("%s", self.batches.described(epochs))
         if self.rank == 0 and warmup_epochs >= epochs and self.config.warmup_lr < self.config.lr:
             logging.warning(
                 "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",

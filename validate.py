@@ -39,7 +39,7 @@ import vil  # noqa: F401  registers the models
 from vil import checkpoint, output
 from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
 from vil.data.loaders import evaluation_loader
-from vil.data.splits import class_names
+from vil.data.splits import class_names, describe_split
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
@@ -199,6 +199,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
     confirm_dataset(settings, vars(options), settings["checkpoint"])
     images, classes = open_test_split(settings["data_dir"], settings["dataset"], settings["split"], num_classes)
+    if rank == 0:
+        logging.warning("%s", describe_split(settings["split"], images))
     for path in filter(None, (run["checkpoint"] for run in runs)):
         warn_of_other_classes(images, path)
     notes = ["the moving average of its weights"] if settings["use_ema"] else []

@@ -37,6 +37,27 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
         TrainingBatches(15, config, 16, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("images", "batch", "repeats", "epochs", "said"),
+    [
+        (
+            39, 32, 0, 50,
+            "an epoch is 1 steps of 32 images, the run 50; an epoch leaves out 7 of 39 images, others each time; these "
+            "are few: --global-batch-size 4, with a lower --lr, or more --epochs makes more",
+        ),
+        (64, 16, 0, 128, "an epoch is 4 steps of 16 images, the run 512"),
+        (128, 16, 0, 2, "an epoch is 8 steps of 16 images, the run 16"),
+        (
+            129, 16, 3, 2,
+            "an epoch is 8 steps of 16 images, the run 16; an epoch leaves out 81 of 129 images, others each time",
+        ),
+    ],
+)  # fmt: skip
+def test_steps_are_told_with_advice_where_they_are_few(image_folder, images, batch, repeats, epochs, said):
+    config = small_config(image_folder, global_batch_size=batch, aug_repeats=repeats)
+    assert TrainingBatches(images, config, batch, 0, 1).described(epochs) == said
+
+
 def global_batches(config, num_images, world_size, epoch=3):
     """The (index, seed) pairs of each global batch of an epoch, over all processes and in order."""
     micro_batch, _ = split_global_batch(config, world_size)

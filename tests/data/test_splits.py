@@ -14,9 +14,10 @@ from PIL import Image
 from timm.data import create_transform
 
 from vil.config import ConfigError
+from vil.data import folders
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import class_names, open_split, open_splits
+from vil.data.splits import class_names, describe_split, open_split, open_splits
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,40 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
         assert lines == []
     else:  # who asks for a folder by its name hears of another one
         assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
+
+
+def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "png png heic txt txt"}
+    for name, suffixes in files.items():
+        for i, suffix in enumerate(suffixes.split()):
+            path = tmp_path / "pets" / name / ("inner" if i == 1 else "") / f"{i}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if suffix in ("heic", "txt"):
+                path.write_text("none")
+            else:
+                Image.new("RGB", (4, 4)).save(path)
+    with pytest.raises(ConfigError, match="If these are classes, this splits them: ") as refused:
+        open_split("pets", "", "train")
+    words = str(refused.value).rpartition(": ")[2].split()
+    assert words[:3] == ["python", "-m", "vil.data.folders"]
+    monkeypatch.setattr("sys.argv", words[2:])
+    folders.main()
+    assert capsys.readouterr().out == "pets_split/train: 8 images\npets_split/validation: 3 images\n"
+    names = sorted(path.name for path in (tmp_path / "pets_split").glob("*/cat/*"))
+    assert names == sorted(f"{'inner-' * (i == 1)}{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
+    found = [describe_split(split, open_split("pets_split", "", split)) for split in ("train", "validation")]
+    assert found[0] == "train: 8 images of 2 classes, from 1 of 'dog' to 7 of 'cat'"
+    assert found[1] == "validation: 3 images of 2 classes, from 1 of 'dog' to 2 of 'cat'"
+    (tmp_path / "pets/train").mkdir()
+    for name in files:
+        (tmp_path / "pets" / name).rename(tmp_path / "pets/train" / name)
+    assert describe_split("train", open_split("pets", "", "train")).endswith(
+        "; not read as images: 2 '.txt', 1 '.heic'"
+    )
+    with pytest.raises(SystemExit):
+        folders.main()
+    assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
 
 
 def test_a_class_may_be_called_as_a_split_is(tmp_path):

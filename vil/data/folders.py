@@ -1,10 +1,19 @@
-"""The images of a split's folder, found without links that lead out of the data set or to what it already has."""
+"""The images of a split's folder, found without links that lead out of the data set or to what it already has.
+
+A folder of class folders, without splits, becomes one with train and validation, a fifth of each class:
+
+    python -m vil.data.folders pets data/pets
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
+import random
+import shutil
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from timm.data import add_img_extensions, get_img_extensions
@@ -28,6 +37,9 @@ class FolderReader(ReaderImageFolder):
         data_dir: Folder of the data set, in which links of the split may lead.
         class_map: The number of each class by name; None to number the names that there are.
 
+    Attributes:
+        left_out: How many files with which ending are none that are read.
+
     Raises:
         RuntimeError: There are no images.
     """
@@ -35,29 +47,49 @@ class FolderReader(ReaderImageFolder):
     def __init__(self, root: str, data_dir: str, class_map: dict[str, int] | None = None):
         Reader.__init__(self)
         self.root = root
-        files = list_images(root, data_dir)
+        self.left_out: Counter[str] = Counter()
+        files = list_images(root, data_dir, self.left_out)
         names = [os.path.basename(os.path.dirname(file)) if os.path.dirname(file) != root else "" for file in files]
         if class_map is None:
             class_map = {name: number for number, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
         self.class_to_idx = class_map
         self.samples = [(file, class_map[name]) for file, name in zip(files, names) if name in class_map]
         if not self.samples:
-            raise RuntimeError(f"no images in subfolders of {root}")
+            raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
+
+    def __str__(self) -> str:
+        """How many images there are of how many classes, and what else lies there, in a line."""
+        names = {number: name for name, number in self.class_to_idx.items()}
+        counts = Counter(number for _, number in self.samples).most_common()
+        most, fewest = (f"{count} of {names[number]!r}" for number, count in (counts[0], counts[-1]))
+        images = f"{len(self.samples)} images of {len(counts)} classes, from {fewest} to {most}"
+        return images + endings(self.left_out)
 
 
-def list_images(folder: str, data_dir: str) -> list[str]:
-    """Files with the suffix of an image, in timm's order; one line says how many links were left out."""
+def endings(left_out: Counter[str]) -> str:
+    """Files that are not read, by their endings."""
+    kinds = [f"{count} {ending!r}" for ending, count in left_out.most_common(5)]
+    return "; not read as images: " + ", ".join(kinds) + ", ..." * (len(left_out) > 5) if left_out else ""
+
+
+def list_images(folder: str, data_dir: str, left_out: Counter[str] | None = None) -> list[str]:
+    """Files with the suffix of an image, in timm's order; one line says how many links were left out.
+
+    The endings of other files are counted in `left_out`.
+    """
     found = _Found(folder)
     found.walk(folder)
-    left_out = []
+    links_left_out = []
     while found.links:
         links, found.links = sorted(found.links), []
-        left_out += [link for link in links if not found.follow(link, os.path.realpath(data_dir))]
-    if left_out and is_first_process():
+        links_left_out += [link for link in links if not found.follow(link, os.path.realpath(data_dir))]
+    if left_out is not None:
+        left_out.update(found.others)
+    if links_left_out and is_first_process():
         _logger.warning(
             "%d links in %r are left out, such as %r: they lead out of the data set, or to what it has already. Copy "
             "the images, or mount their folder there",
-            len(left_out), folder, os.path.relpath(left_out[0], folder),
+            len(links_left_out), folder, os.path.relpath(links_left_out[0], folder),
         )  # fmt: skip
     found.files.sort()
     return sorted(found.files, key=natural_key)
@@ -69,6 +101,7 @@ class _Found:
     def __init__(self, folder: str):
         self.root, self.suffixes = os.path.realpath(folder), get_img_extensions(as_set=True)
         self.files: list[str] = []
+        self.others: Counter[str] = Counter()  # endings of files that are no images
         self.links: list[str] = []
         self.targets: set[str] = set()  # of links, and the folders below them
 
@@ -88,6 +121,8 @@ class _Found:
                         folders.append(entry.path)
                     elif self._is_image(entry.path):
                         self.files.append(entry.path)
+                    else:
+                        self.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
 
     def follow(self, link: str, data_dir: str) -> bool:
         """Takes what a link leads to, if that is in the data set and not yet met. Returns False if it is left out."""
@@ -112,3 +147,58 @@ class _Found:
 
 def _is_in(path: str, folder: str) -> bool:
     return Path(path).is_relative_to(folder)
+
+
+def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[str, int]:
+    """Makes `target`/{train,validation}/CLASS of `source`/CLASS, the same for the same files.
+
+    The files are hard links where that is possible, which take no room, and else copies.
+
+    Returns:
+        How many images each split has.
+
+    Raises:
+        ValueError: A class has less than two images, or there is something at `target`.
+    """
+    classes = defaultdict(list)
+    for file in map(Path, list_images(str(source), str(source))):
+        inside = file.relative_to(source)
+        if len(inside.parts) > 1:
+            classes[inside.parts[0]].append(file)
+    if len(classes) < 2:
+        raise ValueError(f"{source} has {len(classes)} folders of images: it needs one for each class")
+    if few := [name for name, files in classes.items() if len(files) < 2]:
+        raise ValueError(f"the class {few[0]!r} has one image, and each split needs one")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"there is something in {target}: name a folder that is new")
+    counts: Counter[str] = Counter()
+    for name, files in classes.items():
+        random.Random(0).shuffle(files)
+        held_out = min(len(files) - 1, max(1, round(validation * len(files))))
+        for place, file in enumerate(files):
+            split = "validation" if place < held_out else "train"
+            copy = target / split / name / "-".join(file.relative_to(source / name).parts)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file.resolve(), copy)
+            except OSError:
+                shutil.copyfile(file, copy)
+            counts[split] += 1
+    return dict(counts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="folder with a folder of images for each class")
+    parser.add_argument("target", type=Path, help="the new folder")
+    parser.add_argument("--validation", type=float, default=0.2, help="share of each class (default: 0.2)")
+    options = parser.parse_args()
+    try:
+        for split, count in sorted(split_folder(options.source, options.target, options.validation).items()):
+            print(f"{options.target / split}: {count} images")
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,8 @@ import numpy as np
 from ..config import Config, ConfigError
 from .workers import PIECE
 
+FEW = 8  # steps of an epoch; a run learns little in as many to the third power
+
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
     """A process's micro-batch, and how many of them it accumulates to its share of the global batch.
@@ -62,6 +64,17 @@ class TrainingBatches:
     @property
     def steps(self) -> int:
         return self.num_images // self.global_batch
+
+    def described(self, epochs: int) -> str:
+        """The steps of a run in a line, with advice where they are few."""
+        left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
+        line = f"an epoch is {self.steps} steps of {self.global_batch} images, the run {self.steps * epochs}"
+        if left_out:
+            line += f"; an epoch leaves out {left_out} of {self.num_images} images, others each time"
+        if self.steps >= FEW or self.steps * epochs >= FEW**3:
+            return line
+        smaller = max(2, self.num_images // FEW // 2 * 2)
+        return f"{line}; these are few: --global-batch-size {smaller}, with a lower --lr, or more --epochs makes more"
 
     def __len__(self) -> int:
         return (self.steps - self.first_step) * self.accumulation

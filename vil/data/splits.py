@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,16 @@ def _find_split(data_dir: str | None, split: str) -> Path:
                     _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
     found = _quoted(sorted(p.name for p in root.iterdir()), 8) or "nothing"
+    suffixes = get_img_extensions(as_set=True)
+    classes = sum(any(file.suffix.lower() in suffixes for file in folder.glob("*")) for folder in root.glob("*/"))
+    command = shlex.join(["python", "-m", "vil.data.folders", data_dir, f"{root.resolve().name}_split"])
     raise ConfigError(
         f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}"
+        + f". If these are classes, this splits them: {command}" * (classes > 1)
     )
+
+
+def describe_split(name: str, images) -> str:
+    """What a split has, in a line."""
+    reader = images.reader
+    return f"{name}: {reader if isinstance(reader, FolderReader) else f'{len(images)} images'}"
