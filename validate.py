@@ -45,11 +45,14 @@ from vil.devices import autocast, known_device
 from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
 from vil.evaluation.evaluator import Evaluation, Evaluator
 from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
+from vil.evaluation.report import report_page
 from vil.factory import create_model, load_model
 from vil.files import write_atomically
 from vil.output import LostResultError, outlive_output, print_result
 from vil.processes import is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
+
+PAGE = "index.html"
 
 
 def parse_options() -> argparse.Namespace:
@@ -71,6 +74,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast on GPUs")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file; - for the standard output")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write a page with all of it there, index.html")
+    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv there")
     parser.add_argument(
         "--real-labels", nargs="?", const="", metavar="FILE",
         help="judge by ImageNet's reassessed labels (ReaL): those that come with timm, or a JSON file of them",
@@ -82,11 +87,10 @@ def parse_options() -> argparse.Namespace:
     )
     two.add_argument("--against-model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="its arguments")
     two.add_argument("--against-use-ema", **average, help="the moving average of its weights")
-    two.add_argument("--csv", type=Path, metavar="FOLDER", help="write classes.csv and confusions.csv there")
     two.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
     options = parser.parse_args()
-    if not options.against and (options.csv or options.plot or options.against_model):
-        parser.error("--against-model, --csv and --plot are for a comparison: give --against")
+    if not options.against and (options.plot or options.against_model):
+        parser.error("--against-model and --plot are for a comparison: give --against")
     for name in ("num_classes", "img_size", "crop_pct", "interpolation", "batch_size", "workers"):
         if (value := getattr(options, name)) is not None:
             setattr(options, name, convert(name, value, "the command line"))
@@ -99,6 +103,7 @@ def parse_options() -> argparse.Namespace:
 def check_outputs(options: argparse.Namespace) -> None:
     """Raises a ConfigError if what is asked for could not be written in the end."""
     tables = [options.csv / f"{name}.csv" for name in ("classes", "confusions")] if options.csv else []
+    tables += [options.report / PAGE] if options.report else []
     output.check_outputs([*tables, *(Path(word) for word in (options.plot, options.json) if word and word != "-")])
     if options.plot:
         try:
@@ -185,6 +190,7 @@ class Outcome:
     class_names: dict[int, str]
     comparison: Comparison | None
     speeds: list[Speed]
+    dataset: Any
 
 
 def validate(models, runs, options, device: torch.device, rank: int, world_size: int) -> Outcome:
@@ -219,7 +225,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if results[0].unreadable:
         notes.append(f"{results[0].unreadable} unreadable images were left out")
     comparison = None
-    if labels is not None or len(models) > 1:
+    if labels is not None or len(models) > 1 or options.csv or options.report:
         comparison = Comparison.of(*predictions.gather(), labels)
         results = [comparison.judge(result, m) for m, result in enumerate(results)]
     speeds = []
@@ -227,7 +233,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         batch = evaluate.normalised(next(iter(loader))[0])
         speeds = [measure_speed(model, batch, precision) for model in models]
     names = {number: name for name, number in class_names(images).items()}
-    return Outcome(results, notes, names, comparison, speeds)
+    return Outcome(results, notes, names, comparison, speeds, images)
 
 
 def warn_of_other_classes(images, path: str) -> None:
@@ -277,6 +283,11 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
         outcome.comparison.write_tables(options.csv, outcome.class_names)
     if options.plot:
         write_atomically(options.plot, outcome.comparison.plot([settings["model"] for settings in runs]))
+    if options.report:
+        title = "Validation of " + " and ".join(f"{run['model']}" for run in runs) + f" on {runs[0]['split']}"
+        page = report_page(title, rows, outcome.comparison, outcome.class_names, outcome.notes, outcome.dataset)
+        write_atomically(options.report / PAGE, page)
+        text += f"\n{options.report / PAGE}"
     as_json = json.dumps(result, indent=2)
     if options.json == "-":
         print(text, file=sys.stderr)

@@ -95,7 +95,7 @@ def compare(path: str, data_dir: Path, split: str) -> None:
         evaluate = Evaluator([model], data_config, device, autocast(device, True, "bfloat16"), 256)
         predictions = Predictions()
         (result,) = evaluate(loader, predictions)
-        targets_N, best_NMK = predictions.gather()
+        targets_N, best_NMK, _ = predictions.gather()
         best.append(best_NMK[:, 0, 0])
         print(f"{describe(loader)}: top-1 {result.top1:.3f}% ({result.top1_correct} of {result.images})")
     on_cpu, on_gpu = best

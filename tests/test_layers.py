@@ -28,7 +28,7 @@ LAYERS = """
     research
 """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}
-DEPENDENCIES = "torch torchvision timm yaml filelock safetensors PIL numpy numba llvmlite"
+DEPENDENCIES = "torch torchvision timm yaml filelock safetensors PIL numpy numba llvmlite jinja2"
 OPTIONAL = "triton cuda tqdm sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset"
 PATHS = [path for top in ("kernels", "vil", "research") for path in (ROOT / top).rglob("*.py")]
 PATHS += [ROOT / "train_imagenet.py", ROOT / "validate.py"]

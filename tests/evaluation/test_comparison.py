@@ -18,6 +18,10 @@ from vil.evaluation import comparison
 from vil.evaluation.comparison import Comparison, Paired, Predictions, Speed, markdown, measure_speed
 
 
+def judged(targets, best):
+    return Comparison.of(targets, best, np.ones(best.shape))
+
+
 @pytest.mark.parametrize("cells", [(70, 10, 3, 17), (5, 0, 0, 2), (0, 2, 9, 4), (3, 400, 371, 226)])
 def test_mcnemar_and_the_interval_by_their_formulas(cells):
     paired = Paired(*cells)
@@ -36,7 +40,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     rng, names = np.random.default_rng(0), {0: "ant", 1: "bee", 2: "cat", 4: "eel"}  # class 3 has no name
     targets = rng.choice([0, 1, 2, 3, -1], size=90)
     best = np.stack([rng.permuted(np.tile(np.arange(5), (90, 1)), axis=1)[:, :3] for _ in range(2)], axis=1)
-    Comparison.of(targets, best).write_tables(tmp_path / "new" / "folder", names)
+    judged(targets, best).write_tables(tmp_path / "new" / "folder", names)
 
     files = (tmp_path / "new" / "folder" / name for name in ("classes.csv", "confusions.csv"))
     classes, confusions = (list(csv.DictReader(file.open())) for file in files)
@@ -64,7 +68,7 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
     sizes = [abs(int(row["difference"])) for row in confusions]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) > 1
-    Comparison.of(targets, best[:, [0, 0]]).write_tables(tmp_path, {})  # models that agree
+    judged(targets, best[:, [0, 0]]).write_tables(tmp_path, {})  # models that agree
     assert (tmp_path / "confusions.csv").read_text().split() == ['"class"']
 
 
@@ -72,7 +76,7 @@ def test_names_in_tables_are_text_whatever_they_are(tmp_path):
     names = ['=HYPERLINK("x")', "+1", "-1", "@x", " =1", "a\x1b[2J\n", 'b"c,d', "plain"]
     targets = np.arange(len(names))
     best = np.stack([targets, (targets + 1) % len(names)], axis=1)[:, :, None]
-    Comparison.of(targets, best).write_tables(tmp_path, dict(enumerate(names)))
+    judged(targets, best).write_tables(tmp_path, dict(enumerate(names)))
     shown = ["'" * (i < 5) + name.replace("\x1b", "?").replace("\n", "?") for i, name in enumerate(names)]
     for table, column in (("classes", "name"), ("confusions", "name"), ("confusions", "predicted_name")):
         text = (tmp_path / f"{table}.csv").read_text()
@@ -85,7 +89,7 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
     targets, figures = np.array([0, 0, 1, 1, 2, -1]), kept_figures(monkeypatch)
     first = [[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [0, 1]]
     second = [[0, 2], [1, 0], [2, 1], [2, 0], [0, 1], [1, 0]]
-    png = Comparison.of(targets, np.stack([first, second], axis=1)).plot(["one", "other"])
+    png = judged(targets, np.stack([first, second], axis=1)).plot(["one", "other"])
     assert Image.open(io.BytesIO(png)).format == "PNG"
     (figure,) = figures
     differences, by_class = figure.axes
@@ -175,7 +179,9 @@ def gathered_of(rank, images):
     mine = torch.tensor(range(rank, images, 3))
     for part in mine.split(2):  # of two models, whose logits are 0 to 8, rolled by the image
         share(part, [torch.stack([torch.arange(9.0).roll(m + int(i)) for i in part]) for m in (0, 1)])
-    return [found.tolist() for found in share.gather()]
+    targets, best, shares = (found.tolist() for found in share.gather())
+    np.testing.assert_allclose(shares, [[np.exp(8.0 - np.arange(5)) / np.exp(np.arange(9.0)).sum()] * 2] * images, 1e-5)
+    return [targets, best]
 
 
 def test_five_classes_for_each_image_of_several_processes_are_gathered_in_the_order_of_the_split():

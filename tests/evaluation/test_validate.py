@@ -319,6 +319,25 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
         assert shares == pytest.approx(100 * right[:, of_class].mean(axis=1))
 
 
+def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path):
+    result, printed = command(*VIL_PT, "--csv", "{tmp}/new", "--report", "{tmp}/page")
+    assert printed.endswith(f"\n{tmp_path}/page/index.html\n")
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert f"<td>{result['top1']:.2f}</td>" in page
+    assert page.count("<figure>") == min(32, round(24 * (1 - result["top1"] / 100)))
+    assert all(f'<img src="data:image/jpeg;base64,{start}' in page for start in ("/9j/",))
+    _, targets, logits = naive.saved_logits(models[1]["vil"], folders / "other", NUMBERS, **AS_SAVED)
+    said = logits.argmax(1)
+    classes, confusions = (list(csv.DictReader((tmp_path / f"new/{n}.csv").open())) for n in ("classes", "confusions"))
+    expected = [100 * (said[targets == number] == number).mean() for number in range(12)]
+    assert [float(row["top1"]) for row in classes] == pytest.approx(expected)
+    found = {(int(row["class"]), int(row["predicted"])): int(row["images"]) for row in confusions}
+    pairs = list(zip(targets.tolist(), said.tolist()))
+    assert found == {pair: pairs.count(pair) for pair in pairs if pair[0] != pair[1]}
+    sizes = [int(row["images"]) for row in confusions]
+    assert sizes == sorted(sizes, reverse=True)
+
+
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a file by any name
@@ -358,7 +377,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
     ("words", "message"),
     [
         ([], "--model is not given"),
-        *(([*VIL_PT, f"--{word}", "x"], "a comparison: give --against") for word in ("against-model", "csv", "plot")),
+        *(([*VIL_PT, f"--{word}", "x"], "a comparison: give --against") for word in ("against-model", "plot")),
         (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
         ([*VIL_PT, "--against", "vim_tiny"], "no weights of vim_tiny: give --checkpoint FILE, or --against FILE"),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
@@ -394,7 +413,8 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--json {tmp}": "there is something that is no file",
                 "--json /dev/null": "cannot write /dev/null: ",
                 "--json {models}/vil.pt/out": "cannot write ",
-                "--against nowhere.pt --csv {models}/vil.pt/out": "cannot write ",
+                "--csv {models}/vil.pt/out": "cannot write ",
+                "--report {models}/vil.pt": "cannot write ",
                 "--against nowhere.pt --plot {models}/vil.pt/out": "cannot write ",
             }.items()
         ),

@@ -44,10 +44,11 @@ class ImageReader(Dataset):
     def __getitem__(self, key: tuple[int, int]):
         index, seed = key
         seed_everything(seed)
-        image, target = self._read(index)
+        image, target = self.read(index)
         return self.transform(image), target
 
-    def _read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """The image of a file, before it is transformed."""
         for offset in self._offsets():
             i = (index + offset) % len(self)
             try:

@@ -1,6 +1,6 @@
-"""Two models on the same images: what each gets right, and whether the difference is more than chance.
+"""Models on the same images: what each gets right, and of two whether the difference is more than chance.
 
-N images    M = 2 models    K best classes of a model, at most 5
+N images    M = 1 or 2 models    K best classes of a model, at most 5
 """
 
 from __future__ import annotations
@@ -28,20 +28,31 @@ from .evaluator import Z_95, Evaluation
 
 
 class Predictions:
-    """Targets and best classes of every image, in the order of the split. `evaluate` fills it as its `observe`."""
+    """Targets of every image in the order of the split, and its best classes with their probabilities.
+
+    `evaluate` fills it as its `observe`.
+    """
 
     def __init__(self):
         self._targets: list[Tensor] = []
         self._best: list[Tensor] = []
+        self._shares: list[Tensor] = []
 
     def __call__(self, targets: Tensor, logits: Sequence[Tensor]) -> None:
         self._targets.append(targets)
-        self._best.append(torch.stack([x.float().topk(min(5, x.shape[1])).indices for x in logits], dim=1))
+        best = [x.float().topk(min(5, x.shape[1])) for x in logits]
+        self._best.append(torch.stack([indices for _, indices in best], dim=1))
+        shares = [(values - x.float().logsumexp(1, keepdim=True)).exp() for x, (values, _) in zip(logits, best)]
+        self._shares.append(torch.stack(shares, dim=1))
 
-    def gather(self) -> tuple[np.ndarray, np.ndarray]:
-        """targets_N and best_NMK over all processes, in each of them. Process r saw images r, r + processes, ..."""
-        targets_N, best_NMK = (interleave_over_processes(torch.cat(t)) for t in (self._targets, self._best))
-        return targets_N.cpu().numpy(), best_NMK.cpu().numpy()
+    def gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """targets_N, best_NMK and their shares_NMK, their probabilities, over all processes, in each of them.
+
+        Process r saw images r, r + processes, ...
+        """
+        parts = self._targets, self._best, self._shares
+        targets_N, best_NMK, shares_NMK = (interleave_over_processes(torch.cat(part)).cpu().numpy() for part in parts)
+        return targets_N, best_NMK, shares_NMK
 
 
 @dataclass
@@ -86,16 +97,29 @@ class Paired:
         return {**asdict(self), "difference": self.difference, "interval": self.interval, "p_value": self.p_value}
 
 
+def confusion_counts(targets_N: np.ndarray, said_N: np.ndarray) -> Counter[tuple[int, int]]:
+    """How many images of a class a model takes for which."""
+    return Counter(zip(targets_N.tolist(), said_N.tolist()))
+
+
 @dataclass
 class Comparison:
-    """Two models on the images that count: those that could be read and, with ReaL labels, have one."""
+    """One model or two on the images that count: those that could be read and, with ReaL labels, have one."""
 
     targets_N: np.ndarray  # noqa: N815
     best_NMK: np.ndarray  # noqa: N815
     right_NMK: np.ndarray  # noqa: N815
+    shares_NMK: np.ndarray  # noqa: N815
+    places_N: np.ndarray  # noqa: N815  in the split
 
     @classmethod
-    def of(cls, targets_N: np.ndarray, best_NMK: np.ndarray, real_labels_NC: np.ndarray | None = None) -> Comparison:
+    def of(
+        cls,
+        targets_N: np.ndarray,
+        best_NMK: np.ndarray,
+        shares_NMK: np.ndarray,
+        real_labels_NC: np.ndarray | None = None,
+    ) -> Comparison:
         """Right is the target or, with ReaL labels, every class that they have for the image."""
         counted = targets_N != UNREADABLE
         if real_labels_NC is None:
@@ -103,7 +127,8 @@ class Comparison:
         else:
             right_NMK = real_labels_NC[np.arange(len(targets_N))[:, None, None], best_NMK]
             counted &= real_labels_NC.any(1)
-        return cls(targets_N[counted], best_NMK[counted], right_NMK[counted])
+        judged = (values[counted] for values in (targets_N, best_NMK, right_NMK, shares_NMK, np.arange(len(counted))))
+        return cls(*judged)
 
     @property
     def top1_NM(self) -> np.ndarray:
@@ -135,13 +160,16 @@ class Comparison:
         """A row for each class that has images, by the folder that they are in."""
         rows = []
         for target in np.unique(self.targets_N).tolist():
-            first, second = self.top1_NM[self.targets_N == target].T
+            right_NM = self.top1_NM[self.targets_N == target]
+            row = {"class": target, "name": names.get(target, ""), "images": len(right_NM)}
+            if right_NM.shape[1] == 1:
+                rows.append(row | {"top1": 100 * float(right_NM.mean())})
+                continue
+            first, second = right_NM.T
             paired = Paired.of(first, second)
             rows.append(
-                {
-                    "class": target,
-                    "name": names.get(target, ""),
-                    "images": paired.images,
+                row
+                | {
                     "top1_first": 100 * float(first.mean()),
                     "top1_second": 100 * float(second.mean()),
                     "difference": paired.difference,
@@ -152,22 +180,20 @@ class Comparison:
         return rows
 
     def confusions(self, names: dict[int, str]) -> list[dict[str, Any]]:
-        """How often each model predicts a class for one that it is not, where they differ; the largest first."""
-        pairs = [Counter(zip(self.targets_N.tolist(), self.best_NMK[:, m, 0].tolist())) for m in (0, 1)]
-        rows = [
-            {
-                "class": target,
-                "name": names.get(target, ""),
-                "predicted": predicted,
-                "predicted_name": names.get(predicted, ""),
-                "first": pairs[0][target, predicted],
-                "second": pairs[1][target, predicted],
-                "difference": pairs[0][target, predicted] - pairs[1][target, predicted],
-            }
-            for target, predicted in sorted(pairs[0].keys() | pairs[1].keys())
-            if target != predicted and pairs[0][target, predicted] != pairs[1][target, predicted]
-        ]
-        return sorted(rows, key=lambda row: -abs(row["difference"]))
+        """How often each model predicts a class for one that it is not; of two where they differ; the largest first."""
+        counts = [confusion_counts(self.targets_N, said_N) for said_N in self.best_NMK[..., 0].T]
+        rows = []
+        for target, predicted in sorted(set().union(*counts)):
+            row: dict[str, Any] = {"class": target, "name": names.get(target, "")}
+            row |= {"predicted": predicted, "predicted_name": names.get(predicted, "")}
+            if len(counts) == 1:
+                row["images"] = difference = counts[0][target, predicted]
+            else:
+                first, second = (count[target, predicted] for count in counts)
+                row |= {"first": first, "second": second, "difference": (difference := first - second)}
+            if target != predicted and difference:
+                rows.append(row)
+        return sorted(rows, key=lambda row: -abs(row.get("difference", row.get("images", 0))))
 
     def write_tables(self, folder: Path, names: dict[int, str]) -> None:
         """Writes classes.csv and confusions.csv."""

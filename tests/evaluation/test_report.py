@@ -1,0 +1,155 @@
+"""The page of validate.py --report, against scikit-learn's metrics and the files that it shows."""
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from fixtures import CLASSES, VAL_IMAGES
+from PIL import Image
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import confusion_matrix, precision_score, recall_score
+
+from vil.data.splits import open_split
+from vil.evaluation.comparison import Comparison
+from vil.evaluation.report import calibration, report_page
+
+VOID = {"meta", "img", "br", "path", "rect"}
+NAMES = dict(enumerate(["<script>alert(1)</script>", *CLASSES[1:]]))
+MODEL = dict(model="vil_tiny", checkpoint="best.pt", top1=50.0, top1_interval=(40.0, 60.0), top5=100.0, loss=1.0)
+
+
+class Page(HTMLParser):
+    """The tables of a page as text, its pictures with their captions, and everything that it refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tables, self.captions, self.pictures, self.references = [], [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.references += [attributes[name] for name in ("src", "href") if name in attributes]
+        assert tag != "script"
+        if tag == "img":
+            self.pictures.append(Image.open(io.BytesIO(base64.b64decode(attributes["src"].partition(",")[2]))))
+        elif tag == "figcaption":
+            self.captions.append("")
+        elif tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        if "figcaption" in self.open:
+            self.captions[-1] += text
+        elif self.open[-1:] in (["td"], ["th"]):
+            self.tables[-1][-1][-1] += text
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def found(request, image_folder):
+    """Targets and the answers of models, of which the first image could not be read; and the page of them."""
+    images, rng = open_split(str(image_folder), "", "val"), np.random.default_rng(0)
+    targets = np.repeat(np.arange(4), VAL_IMAGES)
+    targets[0] = -1
+    best = np.stack([rng.permuted(np.tile(np.arange(4), (len(targets), 1)), axis=1) for _ in range(request.param)], 1)
+    best[targets == 3] = [0, 1, 2, 3]  # of which none is found
+    shares = -np.sort(-rng.dirichlet(np.ones(4), best.shape[:2]), axis=-1)
+    judged = Comparison.of(targets, best, shares)
+    notes = ["1 unreadable images were left out"]
+    models = [MODEL | dict(images=len(targets) - 1)] * request.param
+    page = report_page("Validation", models, judged, NAMES, notes, images)
+    return targets[1:], best[1:], shares[1:], [file for file, _ in images.reader.samples][1:], page
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(found):
+    page = Page(found[-1])
+    assert page.references
+    assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references)
+    assert "1 unreadable images were left out." in found[-1]
+    assert "http" not in found[-1]
+    assert ("McNemar" in found[-1]) == (len(page.tables[0]) == 3)
+
+
+def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
+    targets, best, _, _, text = found
+    overview, classes, *matrices = Page(text).tables
+    models = len(overview) - 1
+    assert [row[3 * m + 2] for m in range(models) for row in classes[:1]] == ["recall %"] * models
+    truth = {NAMES[number]: number for number in range(4)}
+    assert sorted(row[0] for row in classes[1:]) == sorted(truth)
+    for m, said in enumerate(best[:, :, 0].T):
+        recall, precision = (
+            score(targets, said, average=None, zero_division=np.nan) for score in (recall_score, precision_score)
+        )
+        for name, count, *columns in classes[1:]:
+            number = truth[name]
+            assert int(count) == (targets == number).sum()
+            told = precision[number]
+            assert columns[3 * m : 3 * m + 2] == [
+                f"{100 * recall[number]:.1f}",
+                "-" if np.isnan(told) else f"{100 * told:.1f}",
+            ]
+        assert classes[-1][2] >= classes[1][2] == "0.0"  # the worst first
+        counts = [[int(cell or 0) for cell in row[1:]] for row in matrices[m][1:]]
+        assert counts == confusion_matrix(targets, said).tolist()
+    assert classes[1][4] == f"{NAMES[0]} ({VAL_IMAGES})"
+
+
+def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
+    targets, best, shares, files, text = found
+    page, captions, pictures = Page(text), [], []
+    for m in range(best.shape[1]):
+        wrong = np.flatnonzero(best[:, m, 0] != targets)
+        for i in wrong[np.argsort(-shares[wrong, m, 0])][:32]:
+            said = "".join(f"{NAMES[n]} {100 * share:.1f}%" for n, share in zip(best[i, m, :3], shares[i, m, :3]))
+            captions.append(f"is {NAMES[targets[i]]}{said}{'/'.join(files[i].split('/')[-2:])}")
+            pictures.append(files[i])
+    assert [caption.replace("\n", "") for caption in page.captions] == captions
+    for shown, file in zip(page.pictures, pictures, strict=True):
+        truth = Image.open(file)
+        assert shown.size == truth.size
+        assert np.abs(np.asarray(shown).astype(int) - np.asarray(truth)).mean(axis=(0, 1)).max() < 60
+        np.testing.assert_allclose(np.asarray(shown).mean((0, 1)), np.asarray(truth).mean((0, 1)), atol=4)
+
+
+def test_calibration_is_scikit_learns():
+    rng = np.random.default_rng(0)
+    shares = rng.uniform(0.2, 1, 500)
+    shares[0] = 1.0
+    right = rng.uniform(size=500) < shares**2
+    bins, error = calibration(shares, right)
+    filled = [bin for bin in bins if bin["images"]]
+    accuracy, confidence = calibration_curve(right, shares, n_bins=10)
+    assert [bin["accuracy"] for bin in filled] == pytest.approx(100 * accuracy)
+    assert [bin["confidence"] for bin in filled] == pytest.approx(100 * confidence)
+    weights = [bin["images"] / 500 for bin in filled]
+    assert error == pytest.approx(float(np.sum(weights * np.abs(accuracy - confidence)) * 100))
+
+
+def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch):
+    monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 23)
+    images = open_split(str(image_folder), "", "val")
+    targets = np.arange(28)
+    best = np.stack([targets, targets + 1], 1)[:, None, :]
+    best[:9, 0, 0] = 50
+    best[9:12, 0, 0] = [70, 71, 72]
+    targets[:9] = 40
+    judged = Comparison.of(targets, best, np.full(best.shape, 0.5))
+    text = report_page("Validation", [MODEL | dict(images=28)], judged, {40: "a", 50: "b"}, [], images)
+    rows = Page(text).tables[2]
+    assert rows[:2] == [["class", "taken for", "images"], ["a", "b", "9"]]
+    assert len(rows) == 5
+    assert len(re.findall("<figure>", text)) == 12

@@ -1,0 +1,125 @@
+"""What a model got right and wrong, as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from timm.data.dataset import IterableImageDataset
+
+from ..checkpoint import label_of
+from ..data.readers import ImageReader
+from .comparison import Comparison, confusion_counts
+
+MOST_CLASSES = 30  # of a matrix that a screen shows
+MOST_PAIRS = 40  # of a list of confusions
+MOST_MISTAKES = 32  # pictures of a model
+BINS = 10  # of probability
+SIDE = 160  # pixels of a picture
+
+
+def report_page(
+    title: str,
+    models: Sequence[dict[str, Any]],
+    found: Comparison,
+    names: dict[int, str],
+    notes: Sequence[str],
+    images: Any,
+) -> str:
+    """The page.
+
+    Args:
+        title: Its title.
+        models: What validate.py writes of each model as JSON.
+        found: Their predictions.
+        names: Of the classes, by their numbers.
+        notes: What else a reader has to know.
+        images: timm's dataset, whose pictures are shown unless it streams.
+    """
+
+    def name_of(number: int) -> str:
+        return label_of(names.get(number, str(number)))
+
+    present = sorted({*found.targets_N.tolist(), *found.best_NMK[..., 0].flatten().tolist()})
+    sections = []
+    for m, model in enumerate(models):
+        counts = confusion_counts(found.targets_N, found.best_NMK[:, m, 0])
+        bins, error = calibration(found.shares_NMK[:, m, 0], found.top1_NM[:, m])
+        own = dict(bins=bins, calibration_error=error, mistakes=_mistakes(found, m, name_of, images))
+        if len(present) <= MOST_CLASSES:
+            own["matrix"] = [[_cell(counts, row, column) for column in present] for row in present]
+        pairs = [(count, *pair) for pair, count in counts.most_common() if pair[0] != pair[1]][:MOST_PAIRS]
+        own["confusions"] = [dict(name=name_of(a), predicted_name=name_of(b), count=n) for n, a, b in pairs]
+        sections.append(model | own)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    several = len(models) > 1
+    return template.render(
+        title=title, models=sections, several=several, notes=notes, paired=found.top1 if several else None,
+        classes=_classes(found, name_of), names=[name_of(number) for number in present], most_classes=MOST_CLASSES,
+    )  # fmt: skip
+
+
+def calibration(shares_N: np.ndarray, right_N: np.ndarray) -> tuple[list[dict[str, Any]], float]:
+    """Images by how probable their model takes what it says; and by how many points it is off in the mean (ECE)."""
+    places, bins, error = np.minimum((shares_N * BINS).astype(int), BINS - 1), [], 0.0
+    for place in range(BINS):
+        chosen = places == place
+        count = int(chosen.sum())
+        accuracy, confidence = (100 * float(values[chosen].mean()) if count else 0.0 for values in (right_N, shares_N))
+        bins.append(dict(images=count, accuracy=accuracy, confidence=confidence))
+        error += count * abs(accuracy - confidence) / max(1, len(shares_N))
+    return bins, error
+
+
+def _cell(counts: Counter, row: int, column: int) -> dict[str, Any]:
+    count = counts[row, column]
+    of_row = sum(n for (target, _), n in counts.items() if target == row)
+    return dict(count=count, share=count / max(1, of_row), colour="46 160 67" if row == column else "207 34 46")
+
+
+def _classes(found: Comparison, name_of) -> list[dict[str, Any]]:
+    """A row for each class that has images, the one with the fewest right first."""
+    rows = []
+    for target in np.unique(found.targets_N).tolist():
+        of_class, columns = found.targets_N == target, []
+        for m in range(found.best_NMK.shape[1]):
+            said = found.best_NMK[:, m, 0]
+            called = said == target
+            wrong = Counter(said[of_class & ~found.top1_NM[:, m]].tolist()).most_common(1)
+            precision = 100 * float(found.top1_NM[called, m].mean()) if called.any() else None
+            mistake = f"{name_of(wrong[0][0])} ({wrong[0][1]})" if wrong else ""
+            columns.append(
+                dict(recall=100 * float(found.top1_NM[of_class, m].mean()), precision=precision, mistake=mistake)
+            )
+        rows.append(dict(name=name_of(target), images=int(of_class.sum()), models=columns))
+    return sorted(rows, key=lambda row: row["models"][0]["recall"])
+
+
+def _mistakes(found: Comparison, m: int, name_of, images: Any) -> list[dict[str, Any]]:
+    wrong = np.flatnonzero(~found.top1_NM[:, m])
+    worst = wrong[np.argsort(-found.shares_NMK[wrong, m, 0], kind="stable")][:MOST_MISTAKES].tolist()
+    return [
+        {
+            "is": name_of(int(found.targets_N[i])),
+            "said": [(name_of(int(n)), 100 * s) for n, s in zip(found.best_NMK[i, m, :3], found.shares_NMK[i, m, :3])],
+            **_picture(images, int(found.places_N[i])),
+        }
+        for i in worst
+    ]
+
+
+def _picture(images: Any, place: int) -> dict[str, str]:
+    """An image and its file; neither of a dataset that streams, whose images have no places."""
+    if isinstance(images, IterableImageDataset):
+        return dict(picture="", file="")
+    image, _ = ImageReader(images, None, is_training=False).read(place)
+    image.thumbnail((SIDE, SIDE))
+    image.save(jpeg := io.BytesIO(), "JPEG")
+    return dict(picture=base64.b64encode(jpeg.getvalue()).decode(), file=label_of(images.filename(place)))
