@@ -1,6 +1,9 @@
 """nvJPEG as it is called here, against Pillow."""
 
 import io
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +56,32 @@ def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
     monkeypatch.undo()
     (image,) = decode([bytes_of(whole)])
     assert image.shape == (3, 48, 64)
+
+
+def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(monkeypatch):
+    """By a library that sees another size than the header says."""
+    sizes, taken = iter([(48, 64), (2**12, 2**12 + 1), (0, 64)]), []
+
+    def size_of(handle, pointer, length, components, subsampling, widths, heights):
+        heights[0], widths[0] = next(sizes)
+        return 0
+
+    def empty(count, **_):
+        taken.append(count)
+        raise MemoryError
+
+    decode = Decoder.__new__(Decoder)
+    decode.device, decode.handle, decode.lock = torch.device("cpu"), None, threading.Lock()
+    monkeypatch.setattr(nvjpeg, "_quick_library", lambda: SimpleNamespace(nvjpegGetImageInfo=size_of))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "empty", empty)
+    file = bytes_of(encode(picture(0, "RGB", (64, 48))))
+    with pytest.raises(MemoryError):
+        decode([file])
+    for _ in range(2):
+        with pytest.raises(DecodingError, match="a file has more than 16777216 pixels or none"):
+            decode([file])
+    assert taken == [3 * 48 * 64]
 
 
 def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):

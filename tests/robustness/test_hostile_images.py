@@ -151,17 +151,20 @@ def named(log):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(tmp_path, path, caplog, ghostscript):
-    root = folder_of(tmp_path / "images", UNFIT)
+def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
+    tmp_path, path, caplog, ghostscript, monkeypatch
+):
+    monkeypatch.setattr(decoder, "MOST_BYTES", 2**20)
+    root = folder_of(tmp_path / "images", UNFIT | {"long": SMALL_JPEG + bytes(2**20)})
     os.mkfifo(root / "train" / "bee" / "pipe.png")
     (root / "train" / "bee" / "gone.png").symlink_to("nowhere")
-    for i in range(-(len(UNFIT) + 2) % 4):
+    for i in range(-(len(UNFIT) + 3) % 4 or 4):
         (root / "train" / "bee" / f"whole {i}.png").write_bytes(SMALL_JPEG)
     loader = loader_of(root, path)
     start = time.monotonic()
     targets = torch.cat([targets for _, targets in loader])
     assert time.monotonic() - start < 30
-    unfit = {f"bee/{name}.jpg" for name in UNFIT} | {f"bee/{name}.png" for name in ("pipe", "gone")}
+    unfit = {f"bee/{name}.jpg" for name in (*UNFIT, "long")} | {f"bee/{name}.png" for name in ("pipe", "gone")}
     assert sorted(named(caplog)) == sorted(unfit)
     counted = unreadable_images(loader)
     if path == "evaluation":
@@ -244,6 +247,8 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     assert [message[: message.index(": ")] for message in caplog.messages] == [
         f"10 links in '{root}/train' are left out, such as 'ant/again'"
     ]
+    (root / "test").symlink_to(outside)  # the split itself may lie elsewhere
+    assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - {
         "cat/1.jpg"
     }
