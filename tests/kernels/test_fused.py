@@ -50,7 +50,9 @@ FITTING = {
 PLACES = ("drop_path", "norm", "mixer", "mixer.directions.1", "mixer.directions.1.conv1d", "mixer.out_proj")
 OTHERS = {
     **{
-        f"a {hook} hook at {p}": hooked(hook, p) for hook in ("forward", "forward_pre", "full_backward") for p in PLACES
+        f"a {hook} hook at {p}": hooked(hook, p)
+        for hook in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+        for p in PLACES
     },
     "a forward of an instance": lambda block: setattr(block.mixer.out_proj, "forward", lambda y: y),
     "a weight in fp64": lambda block: block.mixer.in_proj.double(),

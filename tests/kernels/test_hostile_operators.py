@@ -106,6 +106,8 @@ calls = pytest.mark.parametrize("call", CALLS)
 @calls
 @recurrences
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_launched(call, recurrence, launched):
+    if "Numba" in call or "reference" in call:  # right ones have passed before, which is no excuse
+        run(call, CALLS[call](recurrence))
     hostile.assert_each_wrong_tensor_is_refused(call, CALLS[call](recurrence))
     assert launched == []
 

@@ -97,6 +97,7 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     model.set_grad_checkpointing()
     model(images).sum().backward()
     assert_close([p.grad for p in model.parameters()], plain)
+    assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
     model.eval()
     assert_close(torch.jit.script(model)(images), logits)
     assert_close(torch.export.export(model, (images,)).module()(images), logits)

@@ -45,7 +45,7 @@ def test_readers_see_one_of_the_contents_while_two_write(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_links_that_somebody_left_lead_nowhere(tmp_path):
+def test_links_that_somebody_left_lead_nowhere(tmp_path, monkeypatch):
     """In a folder that others may write to, as /tmp: what is behind a link keeps its content."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -65,6 +65,11 @@ def test_links_that_somebody_left_lead_nowhere(tmp_path):
     assert not (folder / "last.pt").is_symlink()
     assert (folder / "last.pt").read_text() == "two"
     assert len(names) == 2  # and nobody can know them
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "known")
+    (folder / ".last.pt.known.vil.tmp").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        write_atomically(folder / "last.pt", "three")
+    assert precious.read_text() == "precious"
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

@@ -20,6 +20,7 @@ import pytest
 import torch
 from fuzz_images import DATA_CONFIG, PATHS, chunk, sharing, tiff
 from PIL import EpsImagePlugin, Image, PngImagePlugin, features
+from processes import ROOT
 from timm.data.dataset import ImageDataset
 
 from vil import viz
@@ -189,6 +190,8 @@ def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript)
 
 def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_given_once(tmp_path, caplog, monkeypatch):
     """No limit of a format holds these: what is slow is known by the clock, what is large by the address space."""
+    limits = f"has {decoder.SECONDS} s and, on Linux, {decoder.MEMORY / 2**30:g} GiB"
+    assert limits in (ROOT / "docs" / "security.md").read_text()
     with pytest.raises(
         images.UnfitImageError, match="MemoryError|not decoded"
     ):  # the one, or on a busy machine the other
@@ -215,6 +218,10 @@ def test_photographs_are_decoded_where_they_are_read(name):
     """Guarded they would be slower."""
     content = fuzz_images.corpus(name)[name]
     assert decoder.is_bounded(io.BytesIO(content), len(content))
+    if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
+        place = content.index(b"\xff\xc2") + 5
+        large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
+        assert not decoder.is_bounded(io.BytesIO(large), len(large))
 
 
 def test_a_decoder_that_has_died_is_started_again(tmp_path):
@@ -222,6 +229,9 @@ def test_a_decoder_that_has_died_is_started_again(tmp_path):
     expected = images.read_image(io.BytesIO(gif))
     of_process._child.kill()  # as a system without memory may
     of_process._child.wait()
+    assert images.read_image(io.BytesIO(gif)) == expected
+    with pytest.raises(KeyboardInterrupt):  # in the midst of a question
+        of_process.decode(FailingFile(KeyboardInterrupt), 100)
     assert images.read_image(io.BytesIO(gif)) == expected
 
 
@@ -602,9 +612,11 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
         (dict(num_samples=10**12), "cannot have 1000000000000 samples, but at most 30: see _info.json"),
         (dict(num_samples="many"), "cannot have 'many' samples, but at most 30"),
         (dict(filenames=7), "cannot open the split 'validation' of "),
+        (dict(note="x" * 9000), "cannot open the split 'train' of "),
     ],
 )
-def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillow):
+def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillow, monkeypatch):
+    monkeypatch.setattr("vil.data.shards.MOST_INFO", 2**13)
     (tmp_path / "shards").mkdir()
     config = write_shards(tmp_path / "shards", {})
     shard(tmp_path / "elsewhere.tar", {"a.jpg": SMALL_JPEG, "a.cls": b"1"})
@@ -625,16 +637,21 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
     shard(tmp_path / "validation-0.tar", members | {"whole.pyd": pickle})
-    notes = tarfile.TarInfo("notes")  # which tarfile would read as a whole
-    notes.type, notes.size = tarfile.XHDTYPE, 2**28
-    with tarfile.open(tmp_path / "validation-0.tar", "a") as tar:
-        tar.addfile(notes)
+    info = json.loads((tmp_path / "_info.json").read_text())
+    for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # which tarfile would read as a whole
+        shard(file := tmp_path / f"{kind.decode()}.tar", {})
+        with tarfile.open(file, "a") as tar:
+            member = tarfile.TarInfo("notes")
+            member.type, member.size = kind, 2**28
+            tar.addfile(member)
+        info["splits"]["validation"]["filenames"].append(file.name)
+    (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 4 + [3]
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples} - {"whole"}
     assert "its class is 12345, of 4" in caplog.text
-    assert f"{2**28} bytes of notes on a member" in caplog.text
+    assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     assert not (tmp_path / "ran").exists()
 
 
@@ -642,7 +659,7 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     from webdataset.filters import _shuffle
 
     reader = open_splits(write_shards(tmp_path, {}))[0].reader
-    reader.sample_shuffle_size, reader.sample_initial_size = 20, 7
+    reader.sample_shuffle_size, reader.sample_initial_size, reader.worker_seed = 20, 7, 5
     samples = [dict(jpg=bytes(9), number=i) for i in range(60)]
     expected = list(_shuffle(iter(samples), 20, 7, random.Random(reader.worker_seed)))
     assert list(reader._shuffled(iter(samples))) == expected
