@@ -99,10 +99,15 @@ def test_a_preempted_run_writes_a_checkpoint_and_goes_on_in_the_middle_of_an_epo
     assert_same(start().finished(), undisturbed().result())
 
 
+def signal_as_it_evaluates():
+    before(train_imagenet.Evaluator, "__call__", get_sigterm, rank=1)
+    before(train_imagenet.Evaluator, "_run", lambda: print("evaluates a batch", flush=True), rank=1)
+
+
 def test_a_signal_cuts_an_evaluation_short(undisturbed, start):
-    signalled = functools.partial(before, train_imagenet.Evaluator, "__call__", get_sigterm, rank=1)
-    two = start(checkpoint_interval=None, prepare=signalled)
+    two = start(checkpoint_interval=None, prepare=signal_as_it_evaluates)
     assert two.wait() == [PREEMPTED, PREEMPTED]
+    assert "evaluates a batch" not in two.said()
     stopped = two.result()
     assert (stopped["epoch"], len(stopped["losses"])) == (0, 8)
     assert_same(start().finished(), undisturbed().result())

@@ -1,5 +1,6 @@
 """Files that runs write, and the folder that a run holds: beside other users, other runs, and after crashes."""
 
+import functools
 import multiprocessing
 import os
 import pty
@@ -7,10 +8,13 @@ import runpy
 import stat
 import sys
 import threading
+from time import monotonic, sleep
 
 import pytest
+from faults import before
 from processes import CONTEXT, become, draw_nothing, run, train_command
 
+import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
 
@@ -120,8 +124,8 @@ def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_pa
 
 
 @pytest.mark.parametrize("time", range(int(os.environ.get("TWO_RUNS", 1))))
-def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(start, time):
-    runs = [start(1, hasten, epochs=4) for _ in range(2)]
+def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not(start, tmp_path, time):
+    runs = [start(1, functools.partial(hasten, tmp_path / "log.txt"), epochs=4) for _ in range(2)]
     codes = [run.wait()[0] for run in runs]
     assert sorted(codes) == [0, 1]
     log = runs[0].said()
@@ -172,5 +176,13 @@ def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
     assert len(checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["history"]) == 2
 
 
-def hasten():
-    files.PATIENCE = 1
+def hasten(log):
+    """The one waits little for the folder, and the other does not train before that."""
+    files.PATIENCE = 0.1
+    before(train_imagenet.Trainer, "run", lambda: wait_for("is in use", log))
+
+
+def wait_for(words, log):
+    end = monotonic() + 60
+    while words not in log.read_text() and monotonic() < end:
+        sleep(0.01)

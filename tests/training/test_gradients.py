@@ -17,6 +17,7 @@ def test_gradients_add_up_where_parameters_show_them():
     expected = {name: p.grad for name, p in model.named_parameters() if name != "0.bias"}
     gradients = FlatGradients(model.parameters())
     assert gradients.norm() == 0
+    assert not any(p.grad.storage_offset() % 64 for p in gradients.parameters)  # where the widest loads begin
     gradients.add(model(x).square().sum())
     gradients.add(model(y).square().sum())
     expected["unused"] = torch.zeros(7)

@@ -9,6 +9,7 @@ from faults import Run
 from naive_training import train
 from PIL import Image
 from processes import in_processes
+from tqdm import tqdm
 
 from train_imagenet import Trainer
 from vil import checkpoint, processes
@@ -94,6 +95,14 @@ def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder
     truth = train(folder, options, micro_batch=4)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     assert_same_run(tmp_path, truth)
+
+
+def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, tmp_path, monkeypatch):
+    run, looks = trainer(folder, tmp_path, global_batch_size=8, batch_size=4, log_interval=4), []
+    look = run.check_finite
+    monkeypatch.setattr(run, "check_finite", lambda: looks.append(run.meter.steps) or look())
+    run.train_one_epoch(0, tqdm(disable=True))
+    assert looks == [4, 7]
 
 
 def means_judged(rank, folder, output):
