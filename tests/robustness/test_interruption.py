@@ -181,16 +181,20 @@ STAND_INS = {
 }
 
 
-def listening(words):
-    """The ports of all addresses at which a process listens whose command line has these words."""
-    table = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
-    ports = {f"socket:[{row[9]}]": row[1] for row in table if row[3] == "0A" and not row[1].startswith("0100007F")}
-    found = []
+def process_of(*words):
+    """The folder in /proc of a process whose command line has these words."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if all(word.encode() in (process / "cmdline").read_bytes() for word in words):
-                found += [ports[to] for file in (process / "fd").iterdir() if (to := os.readlink(file)) in ports]
-    return found
+                return process
+    return None
+
+
+def listening(process):
+    """At how many ports it listens, of all addresses."""
+    table = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in table if row[3] == "0A" and not row[1].startswith("0100007F")}
+    return sum(os.readlink(file) in sockets for file in (process / "fd").iterdir())
 
 
 @pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
@@ -209,8 +213,9 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
     config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
-    # the store of its processes; --standalone would have one more, of what it unpickles
-    assert len(listening(["--nproc-per-node", str(tmp_path)])) == 1
+    launcher = process_of("--nproc-per-node", str(tmp_path))
+    assert listening(launcher) == 1  # the store of its processes; --standalone has one more, of what it unpickles
+    assert script == "slurm.sh" or b"\0GLOO_SOCKET_IFNAME=lo\0" in (launcher / "environ").read_bytes()
     if number == signal.SIGINT:
         errors = press(process)
     else:  # as Slurm does before the time limit, for B: to the script alone
