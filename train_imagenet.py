@@ -77,7 +77,7 @@ from vil.processes import (
 from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.meter import Bottleneck, EpochMeter
-from vil.training.summary import Reporter
+from vil.training.summary import Reporter, best_top1, epoch_line
 
 
 class DivergenceError(RuntimeError):
@@ -304,7 +304,9 @@ class Trainer:
                 self.save()
                 if report:
                     report(self.history)
-                    tqdm.write(", ".join(f"{k} {v:.6g}" for k, v in row.items()))
+                    tqdm.write(epoch_line(self.history, epochs))
+        if report:
+            tqdm.write(report.closing_line(self.history))
 
     def train_one_epoch(self, epoch: int, bar: tqdm) -> None:
         """Trains on the global batches of an epoch that have not been trained on yet."""
@@ -500,11 +502,6 @@ class Trainer:
 def as_number(value: float) -> float:
     """A value of a row that a checkpoint holds; a count stays one."""
     return int(float(value)) if isinstance(value, int) else float(value)
-
-
-def best_top1(row: dict) -> float:
-    """The better top-1 of an epoch's model and its average."""
-    return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from figures import kept_figures
 
 from vil.config import Config, ConfigError
 from vil.info import git_commit
-from vil.training.summary import Reporter
+from vil.training.summary import Reporter, epoch_line
 
 
 def fp32(value):
@@ -65,32 +65,49 @@ def lines(axis):
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.get_lines()}
 
 
-def test_the_picture_shows_every_column_by_epoch(tmp_path, monkeypatch):
+def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
-    Reporter(tmp_path, Config(), {}, "1 x cpu")(HISTORY)
+    history = [row(1, eval_top1=90.0), row(2, eval_top1=95.0), row(3, unreadable_images=2.0)]
+    for line in history:  # which say nothing
+        line |= dict(gpu_wait_percent=0, data_wait_percent=0.0, eval_top5=100.0, eval_top5_ema=100.0)
+    Reporter(tmp_path, Config(), {}, "1 x cpu")(history)
     (figure,) = figures
     axes = {axis.get_title(): axis for axis in figure.axes}
     columns = {
         "loss": {"training": "train_loss", "validation": "eval_loss", "validation, EMA": "eval_loss_ema"},
         "top-1 (%)": {"model": "eval_top1", "EMA": "eval_top1_ema"},
-        "top-5 (%)": {"model": "eval_top5", "EMA": "eval_top5_ema"},
         "images/s": {"training": "images_per_second", "validation": "eval_images_per_second"},
-        "the host waits (% of time)": {"for data": "data_wait_percent", "for the GPU": "gpu_wait_percent"},
     }
-    single = {"learning rate": "lr", "norm of the gradient": "grad_norm", "peak memory (GiB)": "peak_memory_gib"}
-    single["unreadable images"] = "unreadable_images"
+    single = {"learning rate": "lr", "norm of the gradient": "grad_norm", "unreadable images": "unreadable_images"}
     for title, names in columns.items():
-        truth = {label: ([1, 2, 3], [line[name] for line in HISTORY]) for label, name in names.items()}
-        assert lines(axes[title]) == truth
+        shown = lines(axes[title])
+        for label, name in names.items():
+            assert shown.pop(label) == ([1, 2, 3], [line[name] for line in history])
         assert {text.get_text() for text in axes[title].get_legend().get_texts()} == set(names)
+        assert list(shown.values()) == [([2, 2], [0, 1])] * (title in ("loss", "top-1 (%)"))
     for title, name in single.items():
-        assert list(lines(axes[title]).values()) == [([1, 2, 3], [line[name] for line in HISTORY])]
+        assert list(lines(axes[title]).values()) == [([1, 2, 3], [line[name] for line in history])]
         assert axes[title].get_legend() is None
     assert set(axes) == set(columns) | set(single)
     assert {axis.get_xlabel() for axis in figure.axes} == {"epoch"}
+    assert figure.get_suptitle() == "best: top-1 95.00% in epoch 2"
     png = (tmp_path / "curve.png").read_bytes()
     assert png.startswith(b"\x89PNG")
-    assert struct.unpack(">II", png[16:24]) == (1200, 900)
+    assert struct.unpack(">II", png[16:24]) == (1200, 650)
+
+
+def test_an_epoch_and_the_end_of_a_run_are_a_line_each(tmp_path):
+    first, best, same, last = row(1), row(2, eval_top1=90.0), row(3, eval_top1_ema=90.0), row(4, eval_top1=50.0)
+    assert epoch_line([first, best, same, last], 9) == (
+        "epoch 4/9: loss 0.5000, in validation 10.5000, top-1 50.00% (EMA 40.50%), best top-1 90.00% in epoch 3, 90 "
+        "images/s, 140 images could not be read"
+    )
+    plain = {name: value for name, value in best.items() if not name.endswith("_ema")} | dict(unreadable_images=0)
+    assert epoch_line([plain], 9) == (
+        "epoch 2/9: loss 0.2500, in validation 10.2500, top-1 90.00%, best top-1 90.00% in epoch 2, 90 images/s"
+    )
+    closing = Reporter(tmp_path, Config(), {}, "1 x cpu").closing_line([first, best, last])
+    assert closing == f"best: top-1 90.00% in epoch 2: {tmp_path}/best.pt, its curve {tmp_path}/curve.png"
 
 
 def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet(tmp_path, monkeypatch):
@@ -98,7 +115,8 @@ def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet(
     without = {name: value for name, value in row(1).items() if not name.endswith("_ema")}
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without])
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without, row(2)])
-    assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [12, 15]
+    assert [[axis.get_title() for axis in figure.axes] for figure in figures][0] == ["loss", "top-1 (%)"]
+    assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [5, 16]
     (loss,) = (axis for axis in figures[1].axes if axis.get_title() == "loss")
     ema = lines(loss)["validation, EMA"][1]
     assert math.isnan(ema[0])

@@ -8,6 +8,7 @@ import math
 import secrets
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,37 @@ class Reporter:
             except Exception as error:  # of a package and a network that are not ours
                 _logger.warning("%s: %s; training goes on", log.__name__, error)
 
+    def closing_line(self, history: list[dict[str, Any]]) -> str:
+        """Where a run that has ended left what it learned."""
+        curve = f", its curve {self.folder / 'curve.png'}" * self.draws
+        return f"best: {_best(history)}: {self.folder / 'best.pt'}{curve}"
+
+
+def best_top1(row: dict[str, Any]) -> float:
+    """The better top-1 of an epoch's model and its average."""
+    return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
+
+
+def _best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """That of best.pt: the last of the best."""
+    return max(reversed(history), key=best_top1)
+
+
+def _best(history: list[dict[str, Any]]) -> str:
+    row = _best_row(history)
+    return f"top-1 {best_top1(row):.2f}% in epoch {row['epoch']:.0f}"
+
+
+def epoch_line(history: list[dict[str, Any]], epochs: int) -> str:
+    """The last epoch for people; summary.csv has all of it."""
+    row = history[-1]
+    average = f" (EMA {row['eval_top1_ema']:.2f}%)" if "eval_top1_ema" in row else ""
+    unreadable = f", {row['unreadable_images']:.0f} images could not be read" if row.get("unreadable_images") else ""
+    return (
+        f"epoch {row['epoch']:.0f}/{epochs}: loss {row['train_loss']:.4f}, in validation {row['eval_loss']:.4f}, top-1 "
+        f"{row['eval_top1']:.2f}%{average}, best {_best(history)}, {row['images_per_second']:.0f} images/s{unreadable}"
+    )
+
 
 def _chosen_logs(config: Config) -> list:
     return [log for log, chosen in ((_tensorboard, config.log_tensorboard), (_wandb, config.log_wandb)) if chosen]
@@ -127,27 +159,44 @@ PICTURE: dict[str, dict[str, str | None]] = {
     "norm of the gradient": {"grad_norm": None},
     "images/s": {"images_per_second": "training", "eval_images_per_second": "validation"},
     "the host waits (% of time)": {"data_wait_percent": "for data", "gpu_wait_percent": "for the GPU"},
-    "peak memory (GiB)": {"peak_memory_gib": None},
     "unreadable images": {"unreadable_images": None},
 }
 
 
+ALWAYS = ("loss", "top-1 (%)")  # panels
+
+
+def _changes(history: list[dict[str, Any]], columns: Iterable[str]) -> bool:
+    return any(len({row[name] for row in history if name in row}) > 1 for name in columns)
+
+
 def plot_history(history: list[dict[str, Any]]) -> bytes:
-    """A PNG of the summary's columns by epoch."""
+    """A PNG of the summary's columns by epoch, without panels in which nothing changes. The best epoch is marked."""
     from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
 
-    figure = Figure(figsize=(12, 9))
+    panels = [(title, columns) for title, columns in PICTURE.items() if title in ALWAYS or _changes(history, columns)]
+    rows = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(12, 3 * rows + 0.5))
     # a "constrained" layout takes twice as long, and a run waits for it
-    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.06, top=0.96, wspace=0.25, hspace=0.35)
+    top, bottom = (1 - inches / figure.get_figheight() for inches in (0.8, figure.get_figheight() - 0.55))
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.4)
+    figure.suptitle(f"best: {_best(history)}")
     epochs = [row["epoch"] for row in history]
-    for axis, (title, columns) in zip(figure.subplots(3, 3).flat, PICTURE.items()):
+    axes = list(figure.subplots(rows, 3, squeeze=False).flat)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (title, columns) in zip(axes, panels):
         for name, label in columns.items():
             if name in history[-1]:
-                axis.plot(epochs, [row.get(name, math.nan) for row in history], label=label)
+                axis.plot(
+                    epochs, [row.get(name, math.nan) for row in history], "." * (len(history) == 1) or "-", label=label
+                )
+        if title in ALWAYS:
+            axis.axvline(_best_row(history)["epoch"], color="grey", linestyle=":")
         axis.set_title(title)
         axis.set_xlabel("epoch")
         axis.grid(alpha=0.3)
-        if len(axis.get_lines()) > 1:
+        if len(columns) > 1:
             axis.legend()
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=100)
