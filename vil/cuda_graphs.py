@@ -95,7 +95,7 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _random_state_of_host() -> tuple:
-    _, key, *others = np.random.get_state()
+    _, key, *others = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(key).tobytes(), others, torch.get_rng_state().numpy().tobytes()
 
 
