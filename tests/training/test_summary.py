@@ -115,7 +115,7 @@ def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet(
     without = {name: value for name, value in row(1).items() if not name.endswith("_ema")}
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without])
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without, row(2)])
-    assert [[axis.get_title() for axis in figure.axes] for figure in figures][0] == ["loss", "top-1 (%)"]
+    assert [axis.get_title() for axis in figures[0].axes] == ["loss", "top-1 (%)"]
     assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [5, 16]
     (loss,) = (axis for axis in figures[1].axes if axis.get_title() == "loss")
     ema = lines(loss)["validation, EMA"][1]

@@ -188,9 +188,8 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
     for axis, (title, columns) in zip(axes, panels):
         for name, label in columns.items():
             if name in history[-1]:
-                axis.plot(
-                    epochs, [row.get(name, math.nan) for row in history], "." * (len(history) == 1) or "-", label=label
-                )
+                values = [row.get(name, math.nan) for row in history]
+                axis.plot(epochs, values, "-" if len(epochs) > 1 else "o", label=label)
         if title in ALWAYS:
             axis.axvline(_best_row(history)["epoch"], color="grey", linestyle=":")
         axis.set_title(title)
