@@ -143,6 +143,45 @@ def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
     assert found.label == ImageNetInfo().index_to_description(found.number)
 
 
+ODD = [dict(input_size=size) for size in ([3, 20_000, 20_000], [3, -5, 16], [1, 16, 16], [3, 16], "x")]
+ODD += [dict(mean=[1, 2]), dict(mean=["x"] * 3), dict(std=[0, 0, 0]), dict(std=[float("nan")] * 3)]
+ODD += [dict(crop_pct=1e-9), dict(crop_pct=0), dict(crop_pct="x"), dict(interpolation="7")]
+ODD += [dict(label_names=names) for names in (["\x1b[2J"], ["a\nb"], "ab", [["a"]], {"a": 1}, 5)]
+
+
+def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
+    onnx, path, pixels = pytest.importorskip("onnx"), tmp_path / "given.onnx", np.zeros((32, 32, 3), np.uint8)
+    said = dict(input_size=[3, 8, 8], mean=[0.5] * 3, std=[0.5] * 3, crop_pct=0.9, label_names=["a", "b", "c"])
+    said |= dict(crop_mode="center", interpolation="bicubic")
+    images, logits = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 3, *rest])
+        for name, rest in (("images", (None, None)), ("logits", ()))
+    )
+    node = onnx.helper.make_node("ReduceMean", ["images"], ["logits"], axes=[2, 3], keepdims=0)
+    graph = onnx.helper.make_graph([node], "graph", [images], [logits])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+    for change in ({}, *ODD):
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in (said | change).items()
+        }
+        onnx.helper.set_model_props(model, texts)
+        onnx.save(model, path)
+        if not change:
+            assert {p.label for p in vil.predict(path, pixels)} == {"a", "b", "c"}
+            continue
+        with pytest.raises(ConfigError, match=r"given.onnx is no model of vil.export, [^\n]*$") as refused:
+            vil.predict(path, pixels)
+        assert str(refused.value).isprintable()
+
+
+def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path, monkeypatch, capsys):
+    (odd := tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
+    monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", str(checkpoint), str(odd)])
+    main()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.isprintable()
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

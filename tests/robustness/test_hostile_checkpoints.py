@@ -101,6 +101,7 @@ def error_of_validation(monkeypatch):
         (dict(num_classes=10**9), "has num_classes 1000000000, and may have at most 1000000"),
         (dict(img_size=10**6), "has img_size 1000000, and may have at most 8192"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
+        (dict(crop_pct=1e-4), "has crop_pct 0.0001, for which images would be more than large"),
         (dict(interpolation="7"), "has interpolation '7', which is unknown"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
     "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # of DeiT and its like
 }  # fmt: skip
+MOST_RESIZED = 2**14  # pixels, of an image's side before it is cropped to img_size
 PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
 
 
@@ -54,6 +55,8 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     for name, most in (("num_classes", 10**6), ("img_size", 8192)):
         if (options.get(name) or 0) > most:
             raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
+    if (options.get("img_size") or 224) > MOST_RESIZED * (options.get("crop_pct") or 1):
+        raise ConfigError(f"{where} has crop_pct {options['crop_pct']}, for which images would be more than large")
     dataset = options.get("dataset", "")
     if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
         raise ConfigError(f"{where} has dataset {shown(dataset)}, which is no plain name of one")

@@ -25,7 +25,8 @@ from PIL import Image
 from timm.data import ImageNetInfo, resolve_model_data_config
 from torch import Tensor, nn
 
-from ..config import ConfigError
+from ..checkpoint import label_of
+from ..config import ConfigError, options_of_checkpoint
 from ..devices import default_device
 from ..factory import from_checkpoint
 from ..published import IMAGENET_CLASSES
@@ -199,7 +200,7 @@ def _of_onnx(path: Path) -> Classifier:
         said = session.get_modelmeta().custom_metadata_map
         words = ("crop_mode", "interpolation")
         config = {name: said[name] if name in words else json.loads(said[name]) for name in (*NEEDED, *words)}
-        names = json.loads(said.get("label_names", "[]"))
+        names = _judged(config, json.loads(said.get("label_names", "[]")), path)
     except Exception as error:  # onnxruntime's errors have no common type
         raise ConfigError(
             f"{path} is no model of vil.export, which says how its images are prepared: {_line(error)}"
@@ -214,6 +215,18 @@ def _of_onnx(path: Path) -> Classifier:
 
 
 NEEDED = ("input_size", "mean", "std", "crop_pct")
+
+
+def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
+    """The names of classes, if what a file says, which may come from anybody, is what a checkpoint may say."""
+    (channels, *size), (mean, std) = config["input_size"], (config["mean"], config["std"])
+    options_of_checkpoint(dict(img_size=max(size)) | {n: config[n] for n in ("crop_pct", "interpolation")}, path)
+    sizes = channels, len(size), len(mean), len(std)
+    if sizes != (3, 2, 3, 3) or min(size) < 1 or not np.isfinite(mean).all() or not 0 < min(std) <= max(std) < np.inf:
+        raise ConfigError(f"images of {size} with mean {mean} and std {std}")
+    if not isinstance(names, list) or any(name != label_of(name) for name in names):
+        raise ConfigError("label_names that are no short lines")
+    return names
 
 
 def _readable(names: Sequence[str] | None, known: dict[str, Any]) -> Sequence[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..checkpoint import CheckpointError
+from ..checkpoint import CheckpointError, label_of
 from ..config import ConfigError, Parser
 from ..data.folders import list_images
 from ..devices import known_device
@@ -68,7 +68,7 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
                 tqdm.write(f"{str(file)!r} cannot be read as an image: {_line(found)}", file=sys.stderr)
                 continue
             with bar.external_write_mode():
-                print_result(f"{file}: " + ", ".join(f"{p.label} {p.probability:.1%}" for p in found))
+                print_result(f"{label_of(str(file))}: " + ", ".join(f"{p.label} {p.probability:.1%}" for p in found))
             rows.append(_row(file, found))
             classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
             entries.append({"file": str(file), "predictions": classes})
