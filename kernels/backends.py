@@ -41,10 +41,15 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
         return backend
     # torch.jit.trace knows no lists of bools, which `vil::scan` takes
     traced = x.device.type == "cpu" and torch.jit.is_tracing()
-    if traced or unfit(backend, x, state_size, directions) or backend_for(x.device) == "reference":
+    if traced or transformed() or unfit(backend, x, state_size, directions) or backend_for(x.device) == "reference":
         return "reference"
     # a graph that is exported on one GPU finds the best backend of another as it runs there
     return "cpu" if x.device.type == "cpu" else "auto"
+
+
+def transformed() -> bool:
+    """Whether a transformation of torch.func is to see the scan, which the reference alone has the rules for."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def resolve(backend: str, device: torch.device) -> str:

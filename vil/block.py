@@ -88,6 +88,13 @@ class TokenConv1d(nn.Conv1d):
         return v_BD1L.squeeze(2).transpose(1, 2).narrow(1, lookback if self.reverse else 0, u_BLD.shape[1])
 
 
+class StepProjection(nn.Linear):
+    """A linear layer whose bias the recurrence adds. It is none to quantize: that would take its bias away."""
+
+    def forward(self, step_BLR: Tensor) -> Tensor:
+        return F.linear(step_BLR, self.weight)
+
+
 class LonghornDirection(nn.Module):
     """The weights of one direction of a mixer: convolution, projections of each token, and skip connection."""
 
@@ -99,7 +106,7 @@ class LonghornDirection(nn.Module):
         self.split = (rank, state_size, state_size)
         self.conv1d = TokenConv1d(dim, conv_width, reverse=reverse, **dd)
         self.x_proj = nn.Linear(dim, rank + 2 * state_size, bias=False, **dd)
-        self.step_proj = nn.Linear(rank, dim, **dd)
+        self.step_proj = StepProjection(rank, dim, **dd)
         self.skip = nn.Parameter(torch.empty(dim, **dd))
         LonghornDirection.reset_parameters(self)
 
@@ -117,7 +124,7 @@ class LonghornDirection(nn.Module):
 
     def project(self, v_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
-        return F.linear(step_BLR, self.step_proj.weight), k_BLN, q_BLN
+        return self.step_proj(step_BLR), k_BLN, q_BLN
 
 
 class MambaDirection(LonghornDirection):
@@ -193,7 +200,7 @@ class BidirectionalMixer(nn.Module):
             h_BLC = transpose_grid(h_BLC, h, w)
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
         v_2BLD = torch.stack([direction.convolve(u_BLD) for direction in self.directions])
-        means_2BSD = torch.stack([row_means(v_BLD, rows) for v_BLD in v_2BLD.unbind()])
+        means_2BSD = torch.stack([row_means(v_2BLD[g], rows) for g in range(2)])
         read = [direction.project(means_2BSD[g]) for g, direction in enumerate(self.directions)]
         step_logits_2BSD, k_2BSN, q_2BSN = [torch.stack(pair) for pair in zip(read[0], read[1])]
         # a patch reads the state of its row, and skips by its own v
@@ -257,6 +264,10 @@ def grid_of(L: int, grid: tuple[int, int] | None) -> tuple[int, int]:
 
 
 # torch.fx and TorchScript do not look into these: they take the operators as they are.
+for _name in ("at_least_fp32", "bidirectional_longhorn_scan", "bidirectional_selective_scan", "grid_of"):
+    torch.fx.wrap(_name)
+
+
 @register_notrace_function
 @torch.jit.ignore
 def bidirectional_longhorn_scan(
@@ -372,7 +383,7 @@ def _grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple
     return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 
 
-_DIRECTION = [TokenConv1d, nn.Linear, nn.Linear]
+_DIRECTION = [TokenConv1d, nn.Linear, StepProjection]
 # for each mixer that runs fused, the types of a block's parts in their order
 FUSED = {
     mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]

@@ -37,7 +37,7 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         classes = _classes_of(weights) or -1  # timm: -1 for a new head
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
-        created = timm.create_model(model, **arguments)
+        created = _create(model, arguments)
     except RuntimeError as error:
         remedy = _nearest(model) + _how_it_was_built(pretrained_path)
         raise ConfigError(f"cannot create the model {model}: {error}{remedy}") from error
@@ -46,6 +46,15 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     if pretrained_path and is_first_process():
         _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
     return created
+
+
+def _create(model: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return timm.create_model(model, **arguments)
+    except TypeError as error:  # ResNet and its like take images of any size, and no argument that says it
+        if "'img_size'" not in str(error) or "img_size" not in arguments:
+            raise
+    return timm.create_model(model, **{name: value for name, value in arguments.items() if name != "img_size"})
 
 
 def _how_it_was_built(path: str | None) -> str:

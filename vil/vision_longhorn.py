@@ -164,13 +164,24 @@ class PatchEmbed(nn.Module):
             bottom = (h - 1) * self.stride[0] + self.patch_size[0] - height
             right = (w - 1) * self.stride[1] + self.patch_size[1] - width
             x_B3HW = F.pad(x_B3HW, (0, right, 0, bottom))
-        elif height != self.img_size[0] or width != self.img_size[1]:
-            size = (height, width)
-            raise ValueError(
-                f"the image is {size} but the model was built for {self.img_size}: create it with img_size={size} "
-                f"or dynamic_img_size=True, or call its set_input_size()"
-            )
+        else:
+            check_size(height, width, self.img_size)
         return self.proj(x_B3HW, add_bias).permute(0, 2, 3, 1)
+
+
+for _name in ("add_to_patches", "check_size", "copy_for_product", "patch_grid", "resample_pos_embed"):
+    torch.fx.wrap(_name)
+
+
+@register_notrace_function
+def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
+    """Raises a ValueError if an image is not of the size that a model was built for."""
+    if height != img_size[0] or width != img_size[1]:
+        size = (height, width)
+        raise ValueError(
+            f"the image is {size} but the model was built for {img_size}: create it with img_size={size} "
+            f"or dynamic_img_size=True, or call its set_input_size()"
+        )
 
 
 @register_notrace_function

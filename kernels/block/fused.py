@@ -26,7 +26,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
         return None
     backend = backends.backend_for(device)
     if backend == "cuda":
-        return operator.block
+        return None if backends.transformed() else operator.block
     # compilers and whoever else looks on are shown the parts of a block on a CPU
     hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
     return cpu.block if backend == "cpu" and hidden and not pooled else None

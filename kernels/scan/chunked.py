@@ -14,12 +14,15 @@ over the tokens runs all directions, the reversed one starting from the last tok
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backends import transformed
 from ..checks import check, check_choice, check_given, once_a_kind
 
 # Tokens that are worked on at once. Forward saves the state ahead of each chunk; backward computes the others again.
@@ -162,7 +165,10 @@ def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_state
 
 
 def _scan(recurrence: str, q_GLBN: Tensor, *inputs: Tensor) -> Tensor:
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q_GLBN, *inputs))
+    if transformed():
+        return _TransformedScan.apply(recurrence, q_GLBN, *inputs)[0]
+    # torch.jit.trace looks whether a graph is the same without gradients
+    keep = torch.jit.is_tracing() or (torch.is_grad_enabled() and any(t.requires_grad for t in (q_GLBN, *inputs)))
     return _scan_forward(recurrence, q_GLBN, list(inputs), keep)[0]
 
 
@@ -259,6 +265,65 @@ def _backward(ctx, dy_GLBD, _):
     return None, dq_GLBN, dinputs, None
 
 
+class _TransformedScan(torch.autograd.Function):
+    """The same for torch.func's transformations, which do not take the gradient of an operator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(recurrence, q_GLBN, *inputs):
+        return _scan_forward(recurrence, q_GLBN, list(inputs), True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save_for_backward(ctx, (inputs[0], inputs[1], inputs[2:], True), output)
+
+    @staticmethod
+    def backward(ctx, dy_GLBD, _):
+        dq_GLBN, *dinputs = _TransformedGradient.apply(ctx.recurrence, dy_GLBD.contiguous(), *ctx.saved_tensors)
+        return None, dq_GLBN, *dinputs
+
+
+class _TransformedGradient(torch.autograd.Function):
+    """The gradient, which has none itself."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(recurrence, dy_GLBD, chunk_states_GSBND, q_GLBN, *inputs):
+        dq_GLBN, dinputs = _scan_backward(recurrence, dy_GLBD, chunk_states_GSBND, q_GLBN, list(inputs))
+        return dq_GLBN, *dinputs
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError("a scan is differentiable once")
+
+
+def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
+    """torch.vmap of an operator: what it maps over becomes directions, each of which has weights of its own."""
+
+    def folded(t, dim):
+        if isinstance(t, list):
+            return [folded(*pair) for pair in zip(t, dim)]
+        if not isinstance(t, Tensor):
+            return t
+        return (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+
+    def unfolded(t):
+        return t.unflatten(0, (info.batch_size, -1)) if isinstance(t, Tensor) else [unfolded(part) for part in t]
+
+    # a list of which nothing is mapped over has one dim for all
+    dims = [[None] * len(t) if isinstance(t, list) and dim is None else dim for t, dim in zip(arguments, in_dims)]
+    first, second = run(*map(folded, arguments, dims))
+    return (unfolded(first), unfolded(second)), (0, 0 if isinstance(second, Tensor) else [0] * len(second))
+
+
+_scan_forward.register_vmap(functools.partial(_over_directions, _scan_forward))
+_scan_backward.register_vmap(functools.partial(_over_directions, _scan_backward))
 _scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
 for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is never kept in less than fp32, whatever the autocast
     with contextlib.suppress(ValueError):  # PyTorch 2.8 takes the first two

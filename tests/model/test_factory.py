@@ -12,6 +12,7 @@ import vil
 from vil.checkpoint import CheckpointError, label_names
 from vil.config import ConfigError
 from vil.export import export_model
+from vil.factory import create_model
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,13 @@ def test_images_prepared_by_the_models_own_data_config_get_the_accuracy_that_tra
                 correct.append(model(transform(image.convert("RGB"))[None]).argmax().item() == number)
     assert len(correct) == 28
     assert 100 * sum(correct) / len(correct) == pytest.approx(saved["history"][-1]["eval_top1"])
+
+
+def test_a_model_of_images_of_any_size_needs_not_be_told_it():
+    model = create_model("resnet18", img_size=64, num_classes=3)
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):
+        create_model("resnet18", img_size=64, depths=3)
 
 
 @pytest.mark.parametrize(

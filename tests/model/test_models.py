@@ -12,13 +12,14 @@ from models import KINDS, assert_same_output_and_gradients, gradients, random_im
 from models import with_random_parameters as randomised
 from timm.models import _registry
 from timm.models._features_fx import create_feature_extractor
+from torchvision.models import feature_extraction
 from vil.kernels.block.naive import block as naive_block
 from vil.kernels.scan import naive
 
 import vil
 from vil import block as vil_block
 from vil import vision_longhorn
-from vil.block import Block, LonghornMixer, MambaMixer, middle_token
+from vil.block import Block, LonghornMixer, MambaMixer, middle_token, split_class_token
 
 COUNTS = dict(vil_tiny=6_853_096, vil_small=25_206_760, vil_base=96_418_792)
 COUNTS |= dict(vim_tiny=7_148_008, vim_small=25_796_584, vim_base=97_598_440)
@@ -498,6 +499,51 @@ def test_scripts(name, kwargs):
     model = small(name, **kwargs)
     x = random_images(2, 3, 40 if kwargs.get("dynamic_img_size") else 48, 48)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_traces_a_model_or_takes_its_parts_computes_what_it_does(name):
+    """torch.jit.trace with gradients, which tensorboard's add_graph uses, torchvision's FX and quantize_dynamic."""
+    model, x = small(name).eval(), random_images(3, 3, 48, 48)
+    expected = model(x)
+    traced = torch.jit.trace(model, x[:2])
+    torch.testing.assert_close(traced(x), expected)
+    dx, truth = (torch.autograd.grad(m(y := x.clone().requires_grad_()).square().sum(), y)[0] for m in (traced, model))
+    torch.testing.assert_close(dx, truth, rtol=1e-4, atol=1e-5)
+    nodes = feature_extraction.get_graph_node_names(model)[1]
+    behind = [node for node in nodes if node.startswith("blocks.0.add")][-1]
+    graph = feature_extraction.create_feature_extractor(model, {behind: "map", "head": "logits"})
+    found = graph(x)
+    torch.testing.assert_close(found["logits"], expected)
+    (maps,) = model.forward_intermediates(x, indices=[0], intermediates_only=True, norm=False)
+    torch.testing.assert_close(split_class_token(found["map"])[0], maps.flatten(2).mT)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    assert "DynamicQuantized" in repr(quantized.blocks[0].mixer)
+    assert 0 < (quantized(x) - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
+def test_gradients_of_each_image_by_torch_func_are_those_of_backward(name):
+    model = randomised(small(name)).eval().float()
+    x, classes = random_images(3, 3, 48, 48), torch.tensor([1, 0, 6])
+    weights = {key: p.detach() for key, p in model.named_parameters()}
+
+    def loss(weights, image, number):
+        return F.cross_entropy(torch.func.functional_call(model, weights, (image[None],)), number[None])
+
+    gradient = torch.func.grad(loss)
+    found = torch.func.vmap(gradient, (None, 0, 0))(weights, x, classes)
+    for i in range(3):
+        model.zero_grad()
+        F.cross_entropy(model(x[i : i + 1]), classes[i : i + 1]).backward()
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(found[key][i], p.grad, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(torch.func.vmap(lambda image: model(image[None])[0])(x), model(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="a scan is differentiable once"):
+        torch.func.grad(lambda image: torch.func.grad(loss, 1)(weights, image, classes[0]).square().sum())(x[0])
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(model, (x,), (x,))
 
 
 def test_registered_with_timm():
