@@ -5,6 +5,7 @@ python -m vil.info
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -65,4 +66,5 @@ def _output(*command: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="vil.info", description="Prints versions, commit and machine.").parse_args()
     print(format_environment(), end="")

@@ -3,11 +3,14 @@
 import importlib.metadata
 import os
 import platform
+import runpy
 import subprocess
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+import vil
 from vil import info, published
 
 
@@ -84,6 +87,14 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
     assert info.git_commit() == head + "-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
     assert info.git_commit() == "unknown: git has no answer"
+
+
+def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):
+    assert vil.__version__ == importlib.metadata.version("vision-longhorn")
+    monkeypatch.setattr("sys.argv", ["vil.info", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(info.__file__, run_name="__main__")
+    assert "Prints versions, commit and machine." in capsys.readouterr().out
 
 
 def test_published_numbers_are_those_of_the_papers():

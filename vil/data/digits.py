@@ -106,5 +106,7 @@ if __name__ == "__main__":
     chosen = options.digits, options.seed, options.rehearse, options.copies
     try:
         write_digits(options.root, options.train_per_class, *chosen)
+    except ImportError as error:
+        parser.error(f"the digits are scikit-learn's: pip install scikit-learn ({error})")
     except ValueError as error:
         parser.error(str(error))

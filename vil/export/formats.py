@@ -33,7 +33,7 @@ def onnx_packages() -> tuple[Any, Any]:
         import onnxruntime
         import onnxscript  # noqa: F401  of which torch.onnx is made
     except ImportError as error:
-        raise ExportError(f"{error}: pip install 'vision-longhorn[export]' has what an export to ONNX needs") from error
+        raise ExportError(f"{error}: pip install onnx onnxruntime onnxscript, which an export to ONNX needs") from error
     return onnx, onnxruntime
 
 
