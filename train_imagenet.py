@@ -78,6 +78,7 @@ from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.meter import Bottleneck, EpochMeter
 from vil.training.summary import Reporter, best_top1, epoch_line
+from vil.training.update import Update
 
 
 class DivergenceError(RuntimeError):
@@ -174,8 +175,9 @@ class Trainer:
         self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = evaluation_loader(
-            val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device
-        )
+            val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device,
+            again=True,
+        )  # fmt: skip
         self.augment = BatchAugmentation(config, num_classes, data_config)
         self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
@@ -210,6 +212,9 @@ class Trainer:
         at_once = 2 * micro_batch if config.cuda_graphs else None
         self.evaluator = Evaluator(models, data_config, device, self.precision, at_once)
         self.gradients = FlatGradients(self.model.parameters())
+        self.apply_gradients = Update(
+            self.model, self.gradients, self.optimizer, self.scaler, self.ema, config.clip_grad, config.cuda_graphs
+        )
         self.network = torch.compile(self.model) if config.torchcompile else self.model
         self.fit_to_device(data_config["input_size"], num_classes)
 
@@ -327,7 +332,8 @@ class Trainer:
             if self.meter.steps % self.config.log_interval == 0:
                 self.check_finite()
                 if self.device.type == "cuda":
-                    self.bottleneck.look(self.meter, describe(self.train_loader))
+                    for_thread = getattr(self.train_loader, "waited_for_thread", 0.0)
+                    self.bottleneck.look(self.meter, describe(self.train_loader), for_thread)
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
@@ -343,16 +349,7 @@ class Trainer:
     def update(self) -> Tensor:
         """One step of the optimizer. Returns the norm of the gradient before it is clipped."""
         self.gradients.average_over_processes()
-        self.scaler.unscale_(self.optimizer)
-        norm = self.gradients.norm()
-        if self.config.clip_grad is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.gradients.zero()
-        if self.ema:
-            self.ema.update(self.model)
-        return norm
+        return self.apply_gradients()
 
     def evaluate(self) -> dict[str, float]:
         if self.world_size > 1:

@@ -32,17 +32,26 @@ class Replayed:
         name: For the warning.
         changed: The tensors that the function changes beside its outputs, such as gradients: trying it out leaves them
             as they were.
+        tried: Whether the function has run before, so that it is not tried out.
 
     Raises:
         torch.OutOfMemoryError: The GPU's memory does not suffice, with or without a graph.
     """
 
-    def __init__(self, function: Callable, inputs: Sequence[Tensor], name: str, changed: Sequence[Tensor] = ()):
+    def __init__(
+        self,
+        function: Callable,
+        inputs: Sequence[Tensor],
+        name: str,
+        changed: Sequence[Tensor] = (),
+        tried: bool = False,
+    ):
         self.function, self.inputs = function, inputs
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         with unchanged(changed):
             try:
-                self._try_out()
+                if not tried:
+                    self._try_out()
                 # other threads, such as the loader's, go on meanwhile
                 with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.outputs = function(*inputs)

@@ -6,12 +6,15 @@ import random
 
 import pytest
 import torch
+from timm.utils import ModelEmaV3
 from torch import nn
 from tqdm import tqdm
 
 from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.cuda_graphs import Replayed, unchanged
+from vil.training.gradients import FlatGradients
+from vil.training.update import Update
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,6 +133,41 @@ def test_what_is_unchanged_is_so_after_an_error_too():
         t.zero_()
         _ = 1 / 0
     assert t.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("as_graph", [True, False])
+def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning_rate(as_graph):
+    """With batch statistics in the average, and gradients that are clipped."""
+    outcomes = []
+    for ours in (True, False):
+        model = Step().model
+        names = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+        groups = [dict(params=list(names[0]), weight_decay=0.1), dict(params=list(names[1]))]
+        optimizer = torch.optim.AdamW(groups, fused=True)
+        average, gradients = ModelEmaV3(model, decay=0.9), FlatGradients(model.parameters())
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        update = Update(model, gradients, optimizer, scaler, average, 0.5, as_graph)
+        norms = []
+        for step in range(6):
+            for group, rate in zip(groups, (0.1 / (1 + step // 2), 0.03)):  # which fp32 does not hold
+                group["lr"] = optimizer.param_groups[groups.index(group)]["lr"] = rate
+            torch.manual_seed(step)
+            gradients.add(model(torch.randn(8, 16, device="cuda")).square().sum())
+            model[1].num_batches_tracked.fill_(step)
+            if ours:
+                norms.append(update().item())
+                assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in groups]
+                continue
+            norms.append(gradients.norm().item())
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(norms[-1], device="cuda"))
+            for group in optimizer.param_groups:
+                group["lr"] = float(torch.tensor(group["lr"]))
+            optimizer.step()
+            average.update(model)
+            gradients.zero()
+        assert not ours or (isinstance(update.run, Replayed) and update.run.graph is not None) == as_graph
+        outcomes.append([norms, model.state_dict(), average.module.state_dict(), optimizer.state_dict()["state"]])
+    torch.testing.assert_close(*outcomes, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

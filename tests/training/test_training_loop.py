@@ -188,7 +188,8 @@ def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, 
 def test_a_loss_scaler_changes_no_step_but_leaves_out_those_that_overflow(folder, tmp_path, clip_grad):
     options = dict(epochs=2, clip_grad=clip_grad)
     scaled = trainer(folder, tmp_path, **options)
-    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # which a CPU's training has no need of
+    # which a CPU's training has no need of
+    scaled.scaler = scaled.apply_gradients.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled.run()
     truth = train(folder, OPTIONS | options)
     assert_same_run(tmp_path, truth)

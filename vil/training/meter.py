@@ -19,8 +19,8 @@ from ..processes import is_first_process, sum_over_processes
 
 _logger = logging.getLogger(__name__)
 
-TIMES = ("seconds", "waited", "waited_for_gpu")  # of an `EpochMeter`
-IDLE = 0.02  # of the time: a host that waits less for its GPU keeps it waiting
+TIMES = ("seconds", "waited", "waited_for_gpu", "waited_at_looks")  # of an `EpochMeter`
+IDLE = 0.02  # of the time: a host that waits less for its GPU, but for when it looks at losses, keeps it waiting
 AHEAD = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, while images do not pile up
 
 
@@ -30,7 +30,8 @@ class EpochMeter:
     def __init__(self):
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.seconds = self.waited = self.waited_for_gpu = 0.0  # in all, for the loader, for steps to be done
+        # in all, for the loader, for steps to be done, and that for the last steps before a look at losses
+        self.seconds = self.waited = self.waited_for_gpu = self.waited_at_looks = 0.0
         self.pending: list[Tensor] = []  # still on the device
         self.under_way: deque[torch.cuda.Event] = deque()
         self.clock = time.perf_counter()
@@ -57,8 +58,10 @@ class EpochMeter:
     def collect(self) -> None:
         """Waits for the steps noted. All processes must do so after the same steps."""
         if self.pending:
+            before = self.waited_for_gpu
             while self.under_way:
                 self._wait_for_gpu(self.under_way.popleft())
+            self.waited_at_looks += self.waited_for_gpu - before
             # sums of a few fp32 numbers are exact in fp64: they do not depend on the order, so neither on restarts
             values = torch.stack(self.pending)
             values = sum_over_processes(
@@ -83,7 +86,7 @@ class EpochMeter:
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
         """The columns of summary.csv that training fills, once all steps are collected."""
-        seconds, waited, waited_for_gpu = sum_over_processes(torch.tensor(self.times, dtype=torch.float64)).tolist()
+        seconds, waited, waited_for_gpu, _ = sum_over_processes(torch.tensor(self.times, dtype=torch.float64)).tolist()
         norms = [norm for norm in self.norms if math.isfinite(norm)]
         return {
             "train_loss": statistics.fmean(self.losses),
@@ -95,9 +98,9 @@ class EpochMeter:
         }
 
     @property
-    def times(self) -> tuple[float, float, float]:
-        """Seconds: in all, waiting for the loader, and waiting for a GPU."""
-        return self.seconds, self.waited, self.waited_for_gpu
+    def times(self) -> tuple[float, float, float, float]:
+        """Seconds: in all, waiting for the loader, waiting for a GPU, and the part of that at looks."""
+        return self.seconds, self.waited, self.waited_for_gpu, self.waited_at_looks
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("losses", "norms", *TIMES)}
@@ -115,33 +118,35 @@ class Bottleneck:
         self.found = False
         self.before: tuple[EpochMeter, tuple[float, ...]] | None = None
 
-    def look(self, meter: EpochMeter, how_loaded: str) -> None:
+    def look(self, meter: EpochMeter, how_loaded: str, for_thread: float) -> None:
         """The first look at an epoch is at a start, the next may find something. All processes look at the same time.
 
         Args:
             how_loaded: Who loads the images, in a few words.
+            for_thread: Seconds of the waiting for images, in all, that were for a thread of this process.
         """
         if self.found:
             return
-        times = tuple(sum_over_processes(torch.tensor(meter.times, dtype=torch.float64)).tolist())
+        times = tuple(sum_over_processes(torch.tensor([*meter.times, for_thread], dtype=torch.float64)).tolist())
         before, self.before = self.before, (meter, times)
         if before is None or before[0] is not meter:
             return
         self.found = True
-        seconds, data, gpu = (now - then for now, then in zip(times, before[1]))
-        if not is_first_process() or gpu >= IDLE * seconds:  # a host that waits for a GPU keeps it busy
+        seconds, data, gpu, at_looks, thread = (now - then for now, then in zip(times, before[1]))
+        if not is_first_process() or gpu - at_looks >= IDLE * seconds:  # a host that waits for a GPU keeps it busy
             return
-        host = seconds - data - gpu
-        if data > host:
-            _logger.warning(
-                "training waits for images %.0f%% of the time (%s): more --workers, files that a GPU decodes "
-                "(baseline JPEGs) or a faster disk may help", 100 * data / seconds, how_loaded,
-            )  # fmt: skip
+        host, workers = seconds - data - gpu, data - thread
+        longest = max(host, workers, thread)
+        if longest == host:
+            what = "what the host does"
+            remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
+        elif longest == thread:
+            what = f"the host's thread that decodes and augments images ({how_loaded})"
+            remedy = "--no-augment-on-device"
         else:
-            _logger.warning(
-                "the GPU waits for what the host does, %.0f%% of the time: --cuda-graphs, a larger --batch-size or "
-                "--torchcompile may help", 100 * host / seconds,
-            )  # fmt: skip
+            what = f"images ({how_loaded})"
+            remedy = "more --workers, files that a GPU decodes (baseline JPEGs) or a faster disk"
+        _logger.warning("the GPU waits for %s, %.0f%% of the time: %s may help", what, 100 * longest / seconds, remedy)
 
 
 def peak_memory() -> int:

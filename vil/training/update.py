@@ -1,0 +1,77 @@
+"""A step of the optimizer: what becomes of weights and their average once the gradients are there."""
+
+from __future__ import annotations
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from ..cuda_graphs import Replayed
+from .gradients import FlatGradients
+
+
+class Update:
+    """Clips the gradients, moves the weights by them, and the weights' average by those, and zeroes the gradients.
+
+    With PyTorch's fused AdamW all of it can be replayed as a CUDA graph. The first call makes the optimizer's state, so
+    the second is captured. Either way learning rates are read on the GPU, and the numbers are the same.
+
+    Args:
+        gradients: Those of `model`.
+        scaler: Of float16's loss; disabled for other precisions.
+        average: timm's, of the weights; None for none.
+        clip_grad: The largest norm of the gradient; None for any.
+        as_graph: Whether a graph is wanted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gradients: FlatGradients,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        average: ModelEmaV3 | None,
+        clip_grad: float | None,
+        as_graph: bool,
+    ):
+        self.model, self.gradients, self.optimizer, self.scaler = model, gradients, optimizer, scaler
+        self.average, self.clip_grad = average, clip_grad
+        self.fused = bool(optimizer.defaults.get("fused"))
+        self.as_graph = as_graph and self.fused and not scaler.is_enabled()
+        self.run = self._run
+        self.calls, self.rates = 0, gradients.flat.new_empty(len(optimizer.param_groups))
+        self.chosen: list[float] = []  # what `rates` has
+
+    def __call__(self) -> Tensor:
+        """Returns the norm of the gradient before it is clipped, until the next call."""
+        chosen = [group["lr"] for group in self.optimizer.param_groups]
+        if chosen != self.chosen:
+            self.chosen = chosen
+            self.rates.copy_(torch.tensor(chosen))
+        if self.as_graph and self.calls == 1:
+            self.run = Replayed(self._run, (), "the optimizer's step", tried=True)
+        self.calls += 1
+        return self.run()
+
+    def _run(self) -> Tensor:
+        self.scaler.unscale_(self.optimizer)
+        norm = self.gradients.norm()
+        if self.clip_grad is not None:
+            nn.utils.clip_grads_with_norm_(self.gradients.parameters, self.clip_grad, norm)
+        groups = self.optimizer.param_groups
+        options = [(group["lr"], group.get("capturable")) for group in groups]
+        try:
+            if self.fused:
+                for group, rate in zip(groups, self.rates):
+                    group["lr"], group["capturable"] = rate, torch.cuda.is_current_stream_capturing()
+            self.scaler.step(self.optimizer)
+        finally:
+            for group, (rate, capturable) in zip(groups, options):
+                group["lr"] = rate
+                if self.fused:
+                    group["capturable"] = capturable
+        self.scaler.update()
+        self.gradients.zero()
+        if self.average:
+            self.average.update(self.model)
+        return norm
