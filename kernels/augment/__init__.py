@@ -32,14 +32,14 @@ REST = np.dtype([("key", "u4"), ("erased", "i4", 4), ("partner", "i4"), ("mixing
 
 
 def crop_resize_flip(
-    images: Sequence[Tensor], sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray, size: tuple[int, int],
-    interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
+    images: Sequence[Tensor], places_B: np.ndarray, sizes_B2: np.ndarray, boxes_B4: np.ndarray, flips_B: np.ndarray,
+    size: tuple[int, int], interpolation: str, resized_B2: np.ndarray, offsets_B2: np.ndarray,
 ) -> Tensor:  # fmt: skip
-    """As `batched_transforms.crop_resize_flip`; `sizes` are the heights and widths of images, which hold the boxes."""
+    """As `batched_transforms.crop_resize_flip`; `sizes` are those of each crop's image, which holds its box."""
     images, device = [image.contiguous() for image in images], images[0].device
-    (H, W), count = size, len(images)
+    (H, W), count = size, len(places_B)
     crops = np.empty(count, CROP)
-    pointers = np.array([image.data_ptr() for image in images])
+    pointers = np.array([image.data_ptr() for image in images])[places_B]
     crops["row"], crops["plane"], crops["flip"] = sizes_B2[:, 1], sizes_B2.prod(axis=1), flips_B
     crops["pixels"] = pointers + boxes_B4[:, 0] * sizes_B2[:, 1] + boxes_B4[:, 1]
     lengths_B2 = boxes_B4[:, 2:]

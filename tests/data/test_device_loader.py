@@ -1,5 +1,7 @@
 """Batches decoded and transformed on the training device against timm's, image by image; its thread; training."""
 
+import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -10,10 +12,11 @@ from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined,
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import device_loader
+from vil.data import device_loader, kept
 from vil.data.device_loader import DeviceLoader
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, unreadable_images
+from vil.data.readers import EncodedReader
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split
 
@@ -98,10 +101,115 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
     assert max(levels.max() for levels in differences) <= largest
 
 
+# what stays decoded
+
+
+@pytest.fixture
+def files(photo_folder, tmp_path):
+    shutil.copytree(photo_folder, tmp_path / "files")
+    return tmp_path / "files"
+
+
+def epochs(folder, device, count=3, first=0, first_step=0, **options):
+    """The batches of some epochs out of one loader, the first of them from a step on, and the loader."""
+    loader, _ = on_device(folder, device, **options)
+    found = []
+    for epoch in range(first, first + count):
+        loader.batches.set_epoch(epoch, first_step if epoch == first else 0)
+        found += [(images.cpu(), targets.tolist()) for images, targets in loader]
+    return found, loader
+
+
+def same(found, expected):
+    return len(found) == len(expected) > 0 and all(
+        torch.equal(images, other) and targets == of_other
+        for (images, targets), (other, of_other) in zip(found, expected)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, dict(workers=2), dict(aug_repeats=3, batch_size=6)], ids=str)
+def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkeypatch, options):
+    """Also where a run goes on in the middle of an epoch; and files are read once, but for those that are refused."""
+    with_memory, loader = epochs(files, device, **options)
+    read, content = [], EncodedReader._content
+    monkeypatch.setattr(EncodedReader, "_content", lambda self, i: read.append(i) or content(self, i))
+    loader.batches.set_epoch(0)
+    assert same([(images.cpu(), targets.tolist()) for images, targets in loader], with_memory[: len(loader)])
+    names = [Path(loader.dataset.dataset.filename(i)).stem for i in read]
+    assert set(names) <= {"truncated", "no header", "wrong tables"}
+    resumed, _ = epochs(files, device, count=2, first=1, first_step=1, **options)
+    assert same(resumed, with_memory[-len(resumed) :])
+    monkeypatch.setattr(kept, "HOST_BYTES", 0)
+    monkeypatch.setattr(kept, "SHARE", 2**50)
+    without, loader = epochs(files, device, **options)
+    assert not loader.kept.images
+    assert same(with_memory, without)
+
+
+@pytest.mark.parametrize(("seconds", "read"), [(-1, range(8, 9)), (10, range(46, 49))])
+def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
+    files, device, monkeypatch, seconds, read
+):
+    """For some seconds; those that nobody can read are counted where a batch has them."""
+    monkeypatch.setattr(device_loader, "READING_AHEAD", seconds)
+    monkeypatch.setattr(device_loader, "PIECE", 8)
+    loader, _ = on_device(files, device, aug_repeats=3)
+    monkeypatch.setattr(loader, "gathered", lambda: iter(()))
+    assert list(loader) == []
+    assert len(loader.kept.images) in read
+    assert loader.dataset.unreadable.count == 0
+    keys = [key for batch in loader.batches for key in batch]
+    assert len(keys) == 48  # of the epoch, as before
+    without, _ = on_device(files, device)
+    monkeypatch.setattr(without, "gathered", lambda: iter(()))
+    assert [list(without), without.kept.images] == [[], {}]
+
+
+def test_a_file_that_has_changed_is_read_again(files, device):
+    _, loader = epochs(files, device)
+    for i, path in enumerate(sorted((files / "train").glob("*/1*.jpg"))):
+        changed = PHOTO.rotate(180).resize((300, 200) if i % 2 else (50, 40))
+        path.write_bytes(encode(changed))
+        os.utime(path, ns=(0, 0))
+    expected, _ = epochs(files, device)
+    for epoch in range(3):
+        loader.batches.set_epoch(epoch)
+        again = [(images.cpu(), targets.tolist()) for images, targets in loader]
+        assert same(again, expected[2 * epoch : 2 * epoch + 2])
+
+
+@pytest.mark.parametrize(("room", "stays"), [(500_000, False), (10_000_000, True)])  # for 2.3 MB of pixels
+def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
+    files, device, monkeypatch, caplog, room, stays
+):
+    monkeypatch.setattr(kept, "HOST_BYTES", room)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (kept.SHARE * room, None))
+    _, loader = epochs(files, device, count=1)
+    assert bool(loader.kept.images) == stays
+    line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
+    assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
+    few = kept.KeptImages(3, device, room=100)
+    few.add({i: (torch.zeros(3, 4, 4, dtype=torch.uint8), 0, (0, 0)) for i in range(3)})
+    assert list(few.images) == [0, 1]
+
+
+def test_an_evaluation_that_is_repeated_reads_files_once(files, device, monkeypatch):
+    loader = evaluation_loader(open_split(str(files), "", "val"), DATA_CONFIG, device, 0, 3, 0, 1, True, again=True)
+    first = joined(loader)
+    monkeypatch.setattr(EncodedReader, "_content", None)
+    again = joined(loader)
+    assert torch.equal(first[0], again[0])
+    assert first[1] == again[1]
+    once = evaluation_loader(open_split(str(files), "", "val"), DATA_CONFIG, device, 0, 3, 0, 1, True)
+    assert once.kept.room == 0
+
+
 # the thread
 
 
 def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypatch):
+    monkeypatch.setattr(kept, "HOST_BYTES", 0)
+    monkeypatch.setattr(kept, "SHARE", 2**50)
     counts, decode = [], device_loader.decode
     monkeypatch.setattr(device_loader, "decode", lambda files, on: counts.append(len(files)) or decode(files, on))
     loader, keys = on_device(photo_folder, device, aug_repeats=3)
@@ -127,6 +235,13 @@ def test_the_thread_is_two_batches_ahead_and_no_more(six_batches, monkeypatch):
         time.sleep(0.05)
         assert taken <= len(begun) <= taken + 2
     assert taken == len(begun) == 6
+
+
+def test_how_long_batches_have_waited_for_the_thread_is_known(six_batches, monkeypatch):
+    prepare = DeviceLoader._prepare
+    monkeypatch.setattr(DeviceLoader, "_prepare", lambda *arguments: time.sleep(0.05) or prepare(*arguments))
+    list(six_batches)
+    assert six_batches.waited_for_thread > 4 * 0.05
 
 
 def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six_batches, monkeypatch):

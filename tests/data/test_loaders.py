@@ -11,7 +11,7 @@ from timm.data import create_transform
 from timm.data.dataset import IterableImageDataset
 
 from vil.config import Config, ConfigError
-from vil.data import device_loader
+from vil.data import device_loader, encoded
 from vil.data.device_loader import DeviceLoader
 from vil.data.host_loader import HostLoader
 from vil.data.loaders import _say_once, describe, evaluation_loader, micro_batches, training_loader, unreadable_images
@@ -127,12 +127,18 @@ def loader_for_evaluation(folder, device, **options):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(photo_folder, said, device, wanted, kind):
+def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
+    photo_folder, said, device, wanted, kind, monkeypatch
+):
+    """The workers decode small ones of them."""
+    here = "in the training process"
     for make in (loader_for_training, loader_for_evaluation):
-        loader = make(photo_folder, device, augment_on_device=wanted)
-        assert type(loader) is kind
-        place = "on the device" if kind is DeviceLoader else "in the training process"
-        assert describe(loader) == f"no workers, decoding and augmenting {place}"
+        for small, place in ((0, "and augmenting on the device"), (2**20, f"{here} and augmenting on the device")):
+            monkeypatch.setattr(encoded, "SMALL", small)
+            loader = make(photo_folder, device, augment_on_device=wanted)
+            assert type(loader) is kind
+            place = place if kind is DeviceLoader else f"and augmenting {here}"
+            assert describe(loader) == f"no workers, decoding {place}"
     assert said() == []
 
 
@@ -159,11 +165,15 @@ def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(tmp_path, sa
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         for i in range(8):  # by its name alone each is a JPEG
-            (tmp_path / split / "a" / f"{i}.jpg").write_bytes(encode(PHOTO, format="JPEG" if i < 4 else "PNG"))
+            file = encode(PHOTO.resize((200, 150)), format="JPEG" if i < 4 else "PNG")
+            (tmp_path / split / "a" / f"{i}.jpg").write_bytes(file)
     assert type(loader_for_training(tmp_path, CUDA)) is HostLoader
     assert type(loader_for_evaluation(tmp_path, CUDA)) is HostLoader
     assert said() == ["the workers decode and augment images, not the GPU: most files are no JPEGs"]
     assert type(loader_for_training(tmp_path, CPU, augment_on_device=True)) is DeviceLoader
+    for path in (tmp_path / "train" / "a").iterdir():  # whatever their kind, small ones are decoded by the workers
+        path.write_bytes(encode(PHOTO, format="PNG"))
+    assert type(loader_for_training(tmp_path, CUDA)) is DeviceLoader
 
 
 def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):

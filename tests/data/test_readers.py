@@ -1,6 +1,7 @@
 """Files in a loader's process: each becomes an image, bytes for a device to decode, or the next one if it is broken."""
 
 import io
+import math
 import os
 import shutil
 from pathlib import Path
@@ -8,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixtures import CLASSES, TRAIN_IMAGES, VAL_IMAGES
-from pictures import CPU, DATA_CONFIG, PHOTO, encode, joined
+from pictures import CPU, DATA_CONFIG, PHOTO, encode, joined, tensor
 from PIL import Image
 from timm.data import create_transform
 
 from vil.config import ConfigError
+from vil.data import encoded
 from vil.data.draws import DrawingTransform
 from vil.data.encoded import EncodedImage, is_plain_jpeg
-from vil.data.images import UNREADABLE
+from vil.data.images import UNREADABLE, read_image
 from vil.data.loaders import evaluation_loader, unreadable_images
 from vil.data.readers import EncodedReader, ImageReader
 from vil.data.splits import open_split
@@ -77,11 +79,17 @@ def encoded_reader(photo_folder):
     return EncodedReader(dataset, transform, True, DrawingTransform(transform))
 
 
-def test_what_a_device_can_decode_is_left_to_it(encoded_reader):
+def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):
+    """But for small images, of any kind that is decoded without a guard: their pixels."""
+    for i in range(len(encoded_reader)):
+        image, path = encoded_reader[i, 0][0], encoded_reader.dataset.reader.samples[i][0]
+        if isinstance(image, EncodedImage) and math.prod(image.size) <= encoded.SMALL:
+            assert image.data == tensor(read_image(path)).contiguous().numpy().tobytes()
+    monkeypatch.setattr(encoded, "SMALL", 0)
     for i in range(len(encoded_reader)):
         kind = Path(encoded_reader.dataset.filename(i)).stem
-        encoded = isinstance(encoded_reader[i, 0][0], EncodedImage)
-        assert encoded == (kind.isdigit() or kind in ON_DEVICE)
+        is_encoded = isinstance(encoded_reader[i, 0][0], EncodedImage)
+        assert is_encoded == (kind.isdigit() or kind in ON_DEVICE)
 
 
 @pytest.mark.parametrize(("sampling", "known"), [(0x11, True), (0x21, True), (0x12, True), (0x22, True), (0x41, False)])

@@ -37,7 +37,7 @@ class BatchAugmentation:
         self.num_classes, self.smoothing = num_classes, config.smoothing
         self.mean, self.std = data_config["mean"], data_config["std"]
         # where it erases does not depend on what it fills in, which is made elsewhere
-        self.erase = RandomErasing(config.reprob, mode="const", device="meta") if config.reprob > 0 else None
+        self.erase = RandomErasing(config.reprob, mode="const", device="cpu") if config.reprob > 0 else None
         self.mix: Any = None
         if config.mixing:
             self.mix = Mixup(

@@ -35,6 +35,7 @@ def crop_resize_flip(
     interpolation: str,
     resized: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
+    places: np.ndarray | None = None,
 ) -> Tensor:
     """Crops of images (3, h, w) uint8 of any sizes, resized as PIL does it with antialiasing.
 
@@ -47,6 +48,7 @@ def crop_resize_flip(
         resized: (B, 2) integers: the height and width that each crop is resized to; `size` if not given.
         offsets: (B, 2) integers: the row and column of what is resized where the result begins, 0 if not given. Pixels
             of the result that are outside are 0, as around torchvision's centre crop.
+        places: (B,) integers: which of the images each crop is of; one of each if not given.
 
     Returns:
         (B, 3, *size) uint8.
@@ -55,23 +57,24 @@ def crop_resize_flip(
         ValueError: A box is not inside of its image.
     """
     device = images[0].device
-    sizes = np.array([(image.size(1), image.size(2)) for image in images])
+    places = np.arange(len(images)) if places is None else places
+    sizes = np.array([image.shape[1:] for image in images])[places]
     inside = (boxes[:, :2] >= 0) & (boxes[:, 2:] > 0) & (boxes[:, :2] + boxes[:, 2:] <= sizes)
     if not inside.all():
         i = np.flatnonzero(~inside.all(axis=1))[0]
         (top, left, height, width), (h, w) = boxes[i].tolist(), sizes[i].tolist()
         raise ValueError(f"a crop of {height}x{width} pixels at ({top}, {left}) is not inside of an image of {h}x{w}")
-    resized = np.full((len(images), 2), size) if resized is None else resized
-    offsets = np.zeros((len(images), 2), dtype=np.int64) if offsets is None else offsets
+    resized = np.full((len(places), 2), size) if resized is None else resized
+    offsets = np.zeros((len(places), 2), dtype=np.int64) if offsets is None else offsets
     if cuda.runs_on(device):
-        return augment.crop_resize_flip(images, sizes, boxes, flips, size, interpolation, resized, offsets)
-    crops_BCHW = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=device)
+        return augment.crop_resize_flip(images, places, sizes, boxes, flips, size, interpolation, resized, offsets)
+    crops_BCHW = torch.empty(len(places), 3, *size, dtype=torch.uint8, device=device)
     for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
         height, width = boxes[rows, 2:].max(axis=0).tolist()
         crops = torch.empty(len(rows), 3, height, width, dtype=torch.uint8, device=device)
         for crop, row in zip(crops, rows.tolist()):
             top, left, h, w = boxes[row].tolist()
-            crop[:, :h, :w] = images[row][:, top : top + h, left : left + w]
+            crop[:, :h, :w] = images[places[row]][:, top : top + h, left : left + w]
         axes = to_device(np.stack([boxes[rows, 2:], resized[rows], offsets[rows]]), device)
         vertical = _resize_weights(*axes[..., 0], size[0], height, interpolation)
         horizontal = _resize_weights(*axes[..., 1], size[1], width, interpolation)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import io
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +22,15 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from .batched_transforms import apply_operations, crop_resize_flip, to_device
 from .draws import DrawingTransform
-from .encoded import EncodedBatch, join_pieces
+from .encoded import EncodedBatch, is_small, join_pieces
 from .host_loader import PieceLoader
 from .images import read_image
+from .kept import KeptImages
 from .nvjpeg import decoder
+from .samplers import EvaluationBatches
+from .workers import PIECE
 
+READING_AHEAD = 10  # seconds at most, before the first batch
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
 
 
@@ -35,15 +41,20 @@ class DeviceLoader(PieceLoader):
 
     Args:
         transform: The one that drew for the images.
+        kept: Where decoded images stay, and the workers' keys come from.
+        typical_bytes: Of a decoded image, if there are to be images in `kept` before the first batch.
     """
 
-    def __init__(self, *args, transform: DrawingTransform):
+    def __init__(self, *args, transform: DrawingTransform, kept: KeptImages, typical_bytes: float | None = None):
         super().__init__(*args)
-        self.transform = transform
+        self.transform, self.kept, self.typical_bytes = transform, kept, typical_bytes
         # of high priority: small kernels go in between those of the model, and not behind them
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.typical_bytes and self.kept.choose_room(self.typical_bytes):
+            self._read_ahead()
+        self.typical_bytes = None
         ahead: deque[Future] = deque()
         thread = ThreadPoolExecutor(max_workers=1)
         try:
@@ -51,12 +62,37 @@ class DeviceLoader(PieceLoader):
             for pieces in self.gathered():
                 ahead.append(thread.submit(self._prepare, list(pieces), used[0]))
                 if len(ahead) > 1:
-                    yield self._finish(*ahead.popleft().result())
+                    yield self._finish(*self._wait_for(ahead.popleft()))
                     used = [used[1], self._what_is_queued()]
             while ahead:
-                yield self._finish(*ahead.popleft().result())
+                yield self._finish(*self._wait_for(ahead.popleft()))
         finally:  # also where a run is interrupted
             thread.shutdown(cancel_futures=True)
+
+    def _read_ahead(self) -> None:
+        """Decodes the split's images, as many as that is possible for in `READING_AHEAD` seconds."""
+        pieces: Any = self.loader.batch_sampler
+        batches, start = pieces.batches, time.monotonic()
+        pieces.batches = EvaluationBatches(len(self.dataset), PIECE, 0, 1)
+        try:
+            for piece in self._loaded():
+                batch = join_pieces([piece])
+                with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                    for group in _groups(batch.sizes.prod(axis=1)):
+                        self._originals(batch, group)
+                if self.stream:
+                    self.stream.synchronize()
+                if time.monotonic() - start > READING_AHEAD:
+                    break
+        finally:
+            pieces.batches = batches
+            self.dataset.unreadable.take()  # which counts when a batch has them
+
+    def _wait_for(self, batch: Future):
+        start = time.perf_counter()
+        result = batch.result()
+        self.waited_for_thread += time.perf_counter() - start
+        return result
 
     def _what_is_queued(self) -> torch.cuda.Event | None:
         """Comes to pass when the device has done what was queued so far: the last batch is used, then."""
@@ -86,20 +122,38 @@ class DeviceLoader(PieceLoader):
         _, first, copy_of = np.unique(batch.keys[:, 0], return_index=True, return_inverse=True)
         failed = []
         for group in _groups(batch.sizes[first].prod(axis=1)):
-            decoded = dict(zip(group.tolist(), decode([batch.files[i] for i in first[group]], self.device)))
-            # a decoder that takes a file for one of another size than its header says has no part in it
-            good = {
-                i for i, image in decoded.items() if image is not None and image.shape[1:] == (*batch.sizes[first[i]],)
-            }
+            decoded = self._originals(batch, first[group])
+            whole = np.array([image is not None for image in decoded])
             files = np.flatnonzero((copy_of >= group[0]) & (copy_of <= group[-1]))
-            whole = np.array([i in good for i in copy_of[files].tolist()], dtype=bool)
-            failed += files[~whole].tolist()
-            if len(files := files[whole]):
-                originals = [decoded[i] for i in copy_of[files].tolist()]
-                images[to_device(batch.rows[files], self.device)] = self._transform(batch, files, originals)
+            place = copy_of[files] - group[0]
+            failed += files[~whole[place]].tolist()
+            files, place = files[whole[place]], (whole.cumsum() - 1)[place[whole[place]]]
+            if len(files):
+                originals = [image for image in decoded if image is not None]
+                images[to_device(batch.rows[files], self.device)] = self._transform(batch, files, originals, place)
         return failed
 
-    def _transform(self, batch: EncodedBatch, files: np.ndarray, originals: list[Tensor]) -> Tensor:
+    def _originals(self, batch: EncodedBatch, files: np.ndarray) -> list[Tensor | None]:
+        """Images (3, h, w) of files: those kept from before, and else decoded; None for one that is refused."""
+        keys = list(zip(batch.keys[files, 0].tolist(), map(tuple, batch.versions[files].tolist())))
+        images = [self.kept.get(*key) for key in keys]
+        missing = np.array([image is None for image in images]) & (batch.lengths[files] > 0)
+        small = is_small(batch.sizes[files].prod(axis=1))
+        new: dict[int, Tensor] = {}
+        for chosen, in_pixels in ((missing & small, True), (missing & ~small, False)):
+            if len(places := np.flatnonzero(chosen)):
+                contents, sizes = [batch.files[i] for i in files[places]], batch.sizes[files[places]].tolist()
+                decoded = unpack(contents, sizes, self.device) if in_pixels else decode(contents, self.device)
+                found = zip(places.tolist(), sizes, decoded)
+                # a decoder that takes a file for one of another size than its header says has no part in it
+                new |= {i: image for i, size, image in found if image is not None and [*image.shape[1:]] == size}
+        for i, image in new.items():
+            images[i] = image
+        targets = batch.targets[batch.rows[files]].tolist()
+        self.kept.add({keys[i][0]: (image, targets[i], keys[i][1]) for i, image in new.items()})
+        return images
+
+    def _transform(self, batch: EncodedBatch, files: np.ndarray, originals: list[Tensor], places: np.ndarray) -> Tensor:
         transform = self.transform
         crops = crop_resize_flip(
             originals,
@@ -109,6 +163,7 @@ class DeviceLoader(PieceLoader):
             transform.interpolation,
             batch.resized[files],
             batch.offsets[files],
+            places,
         )
         if not batch.operations[files].any():
             return crops
@@ -130,6 +185,12 @@ def _groups(pixels: np.ndarray) -> list[np.ndarray]:
     if not len(pixels):
         return []
     return np.split(np.arange(len(pixels)), np.flatnonzero(np.diff(pixels.cumsum() // PIXELS_AT_ONCE)) + 1)
+
+
+def unpack(files: list[Tensor], sizes: list[list[int]], device: torch.device) -> list[Tensor]:
+    """Images (3, h, w) uint8 of the bytes of their pixels."""
+    parts = torch.cat(files).to(device).split([len(file) for file in files])
+    return [part.view(3, *size) for part, size in zip(parts, sizes)]
 
 
 def decode(files: list[Tensor], device: torch.device) -> list[Tensor | None]:

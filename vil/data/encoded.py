@@ -16,15 +16,23 @@ from .draws import Draws
 from .nvjpeg import MOST_PIXELS
 from .workers import into_shared_memory
 
+SMALL = 2**14  # pixels of an image that a worker decodes: nvJPEG takes as long for it as for a larger one
+
 
 @dataclass
 class EncodedImage:
     """A file that the device is to decode, and what was drawn for it."""
 
     key: tuple[int, int]  # index and seed, as the sampler gave them
-    data: bytes
+    data: bytes  # the file; of an image of at most `SMALL` pixels these, (3, h, w); none if the device has kept them
     draws: Draws
     size: tuple[int, int]  # width and height that the header says
+    version: tuple[int, int] = (0, 0)  # of the file: another one if it has changed
+
+
+def is_small(pixels: Any) -> Any:
+    """Whether a worker decodes an image of so many pixels, a number or an array."""
+    return pixels <= SMALL
 
 
 def is_plain_jpeg(data: bytes, header: Any) -> bool:
@@ -47,6 +55,7 @@ class EncodedBatch:
     keys: np.ndarray  # (files, 2): index and seed
     lengths: np.ndarray  # in bytes
     sizes: np.ndarray  # (files, 2): height and width by their headers
+    versions: np.ndarray  # (files, 2)
     boxes: np.ndarray  # (files, 4)
     resized: np.ndarray  # (files, 2)
     offsets: np.ndarray  # (files, 2)
@@ -82,6 +91,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
         keys=np.array([file.key for file in images], dtype=np.int64).reshape(-1, 2),
         lengths=lengths,
         sizes=np.array([file.size[::-1] for file in images], dtype=np.int64).reshape(-1, 2),
+        versions=np.array([file.version for file in images], dtype=np.int64).reshape(-1, 2),
         boxes=np.array([d.box for d in draws], dtype=np.int64).reshape(-1, 4),
         resized=np.array([d.resized for d in draws], dtype=np.int64).reshape(-1, 2),
         offsets=np.array([d.offset for d in draws], dtype=np.int64).reshape(-1, 2),
@@ -102,7 +112,7 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
     turns = max(piece.operations.shape[1] for piece in pieces)
     joined = {
         name: np.concatenate([getattr(piece, name) for piece in pieces])
-        for name in ("targets", "keys", "lengths", "sizes", "boxes", "resized", "offsets", "flips")
+        for name in ("targets", "keys", "lengths", "sizes", "versions", "boxes", "resized", "offsets", "flips")
     }
     joined |= {
         name: np.concatenate([first + getattr(piece, name) for first, piece in zip(first_rows, pieces)])
@@ -110,8 +120,9 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
     }
     for name in ("operations", "arguments"):
         arrays = [getattr(piece, name) for piece in pieces]
-        padding = [[(0, 0), (0, turns - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
-        joined[name] = np.concatenate([np.pad(array, pad) for array, pad in zip(arrays, padding)])
+        joined[name] = np.zeros((len(joined["rows"]), turns, *arrays[0].shape[2:]), arrays[0].dtype)
+        for place, array in zip(np.split(joined[name], np.cumsum([len(array) for array in arrays])), arrays):
+            place[:, : array.shape[1]] = array
     data = [(data, piece.lengths.tolist()) for piece in pieces for data in piece.files]
     files = [file for bytes_of_files, lengths in data for file in bytes_of_files.split(lengths)]
     return EncodedBatch(**joined, files=files, ready=[images for piece in pieces for images in piece.ready])

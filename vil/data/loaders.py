@@ -22,10 +22,11 @@ from ..processes import is_first_process
 from .decoder import SECONDS
 from .device_loader import DeviceLoader, decoder_is_missing
 from .draws import DrawingTransform
-from .encoded import collate_encoded
+from .encoded import SMALL, collate_encoded, is_small
 from .host_loader import HostLoader
 from .images import UnreadableSplitError
-from .readers import EncodedReader, ImageReader, has_jpegs, typical_bytes
+from .kept import KeptImages
+from .readers import EncodedReader, ImageReader, has_jpegs, typical_bytes, typical_pixels
 from .samplers import EvaluationBatches, Pieces, TrainingBatches
 from .synthetic import SyntheticImages, SyntheticLoader
 from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
@@ -50,7 +51,7 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
     # uint8 out of the workers; the rest happens on the device
     transform = create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
     place = data_config, device, config.workers, config.augment_on_device
-    return _create_loader(dataset, transform, *place, batches, batches.micro_batch)
+    return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
 
 
 def evaluation_loader(
@@ -62,11 +63,15 @@ def evaluation_loader(
     rank: int,
     world_size: int,
     augment_on_device: bool | None = None,
+    again: bool = False,
 ):
-    """Resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`: this process's share."""
+    """Resized and cropped images (B, 3, H, W) uint8 and targets (B,) on `device`: this process's share.
+
+    `again` says whether there will be more than one pass over them.
+    """
     batches = EvaluationBatches(len(dataset), batch_size, rank, world_size)
-    transform = evaluation_transform(data_config)
-    return _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size)
+    place = data_config, device, workers, augment_on_device
+    return _create_loader(dataset, evaluation_transform(data_config), *place, batches, batch_size, again)
 
 
 def evaluation_transform(data_config: dict[str, Any]):
@@ -104,16 +109,20 @@ def unreadable_images(loader) -> int:
     return unreadable.take() if unreadable else 0
 
 
-def _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size):
+def _create_loader(dataset, transform, data_config, device, workers, augment_on_device, batches, batch_size, again):
     is_training = isinstance(batches, TrainingBatches)
     if isinstance(dataset, SyntheticImages):
         return SyntheticLoader(dataset, batches, batch_size, data_config["input_size"], device)
     draw = _drawing_transform(dataset, transform, device, augment_on_device)
+    kept = KeptImages(len(dataset), device, room=None if again else 0)
     pieces = math.ceil(batch_size / PIECE) * len(batches)
     image_bytes = typical_bytes(dataset) if draw else math.prod(data_config["input_size"])
+    pixels = typical_pixels(dataset) if draw else math.inf
+    small = is_small(pixels)
     streams = isinstance(dataset, IterableImageDataset)
     in_a_piece = batch_size if streams else min(batch_size, PIECE)
-    settings = choose_settings(workers, device, batch_size, pieces, in_a_piece * image_bytes, bool(draw))
+    piece_bytes = in_a_piece * (3 * SMALL if small else image_bytes)
+    settings = choose_settings(workers, device, batch_size, pieces, piece_bytes, bool(draw), small)
     if streams:  # in an order of its own
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=settings.workers)
@@ -121,7 +130,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     else:
         arguments = dataset, transform, is_training
         dataset = EncodedReader(*arguments, draw) if draw else ImageReader(*arguments)
-        order = dict(batch_sampler=Pieces(batches))
+        order = dict(batch_sampler=Pieces(batches, kept.key))
     loader = DataLoader(
         dataset,
         num_workers=settings.workers,
@@ -137,7 +146,11 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         start_workers(loader)
         loader.batch_sampler.ready = True
     place = loader, None if streams else batches, device, settings
-    return DeviceLoader(*place, transform=draw) if draw else HostLoader(*place)
+    if not draw:
+        return HostLoader(*place)
+    repeats = is_training and batches.repeats > 1  # so that it would take epochs to meet all images
+    ahead = 3 * pixels if repeats and pixels < math.inf else None
+    return DeviceLoader(*place, transform=draw, kept=kept, typical_bytes=ahead)
 
 
 def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -167,7 +180,7 @@ def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | 
         reason = "a dataset that streams has no images by index"
     if wanted and reason:
         raise ConfigError(f"augment_on_device: {reason}")
-    if not reason and not wanted and not has_jpegs(dataset):
+    if not reason and not wanted and not has_jpegs(dataset) and not is_small(typical_pixels(dataset)):
         reason = "most files are no JPEGs"
     if reason:
         _say_once(f"the workers decode and augment images, not the GPU: {reason}")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from collections.abc import Iterable
 from itertools import chain
 from typing import BinaryIO
 
+import numpy as np
 from PIL import Image
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
-from .decoder import is_bounded, length_of, open_image
+from .decoder import UnfitImageError, is_bounded, length_of, open_image
 from .draws import DrawingTransform
-from .encoded import EncodedImage, is_plain_jpeg
+from .encoded import EncodedImage, is_plain_jpeg, is_small
 from .images import UNREADABLE, Unreadable, UnreadableSplitError, open_file, read_image
 from .seeds import seed_everything
 
@@ -83,28 +85,56 @@ def _open(reader, index: int) -> tuple[BinaryIO, int]:
     return reader[index]
 
 
+def _version(reader, index: int) -> tuple[int, int]:
+    """Length and time of an image's file, if it has one of its own."""
+    if not isinstance(reader, ReaderImageFolder):
+        return 0, 0
+    status = os.stat(reader.samples[index][0])
+    return status.st_size, status.st_mtime_ns
+
+
 class EncodedReader(ImageReader):
-    """As `ImageReader`, but what a device can decode comes as an `EncodedImage`."""
+    """As `ImageReader`, but what a device can decode comes as an `EncodedImage`.
+
+    It takes `KeptImages`' keys: of an image that the device has kept only the draws are made.
+    """
 
     def __init__(self, dataset, transform, is_training: bool, draw: DrawingTransform):
         super().__init__(dataset, transform, is_training)
         self.draw = draw
 
-    def __getitem__(self, key: tuple[int, int]):
-        index, seed = key
+    def __getitem__(self, key: tuple[int, ...]):
+        index, seed, *kept = key
         try:
-            file, target = _open(self.dataset.reader, index)
-            with file:
-                length_of(file)
-                data = file.read()
-            whole = io.BytesIO(data)
-            header = open_image(whole) if is_bounded(whole, len(data)) else None
+            version = _version(self.dataset.reader, index)
+            if version == tuple(kept[3:]):
+                target, height, width = kept[:3]
+                data, size = b"", (width, height)
+            else:
+                data, size, target = self._content(index)
         except Exception:  # `finish` says so
-            return self.finish(key)
-        if header is None or not is_plain_jpeg(data, header):
-            return self.finish(key)
+            return self.finish((index, seed))
         seed_everything(seed)
-        return EncodedImage(key, data, self.draw(header), header.size), target
+        return EncodedImage((index, seed), data, self.draw(Image.new("1", size)), size, version), target
+
+    def _content(self, index: int) -> tuple[bytes, tuple[int, int], int]:
+        """What the device is to get of an image, its width and height, and the target.
+
+        Raises:
+            UnfitImageError: The device is not to decode it. From a file that is no image there may be any exception.
+        """
+        file, target = _open(self.dataset.reader, index)
+        with file:
+            length_of(file)
+            data = file.read()
+        whole = io.BytesIO(data)
+        header = open_image(whole) if is_bounded(whole, len(data)) else None
+        if header and is_small(math.prod(header.size)):
+            pixels = np.asarray(read_image(io.BytesIO(data)))
+            return pixels.transpose(2, 0, 1).tobytes(), header.size, target
+        if header is None or not is_plain_jpeg(data, header):
+            raise UnfitImageError("not for a device to decode")
+        return data, header.size, target
 
     def finish(self, key: tuple[int, int]):
         """The image as timm's transform prepares it on the CPU: the same draws, the same care for broken files."""
@@ -130,6 +160,18 @@ def has_jpegs(dataset) -> bool:
         except Exception:  # whoever reads the image says so
             continue
     return 2 * sum(found) > len(found)
+
+
+def typical_pixels(dataset) -> float:
+    """The mean of a folder's images, by the headers of some; infinity where nobody knows."""
+    found = []
+    for i in _sample(dataset) if isinstance(dataset.reader, ReaderImageFolder) else ():
+        with contextlib.suppress(Exception):  # whoever reads the image says so
+            file, _ = _open(dataset.reader, i)
+            with file:
+                if is_bounded(file, length_of(file)):
+                    found.append(math.prod(open_image(file).size))
+    return sum(found) / len(found) if found else math.inf
 
 
 def typical_bytes(dataset) -> int:

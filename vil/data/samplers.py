@@ -7,7 +7,7 @@ in the epoch alone: not on the number of processes, loader workers or accumulati
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 
 import numpy as np
@@ -124,11 +124,17 @@ class EvaluationBatches:
 
 
 class Pieces:
-    """Batch sampler: each of `batches` in pieces that a worker loads at a time, but none of them before `ready`."""
+    """Batch sampler: each of `batches` in pieces that a worker loads at a time, but none of them before `ready`.
 
-    def __init__(self, batches: TrainingBatches | EvaluationBatches):
-        self.batches, self.ready = batches, False
+    Args:
+        batches: Of (index, seed) pairs.
+        key: Makes what a worker is to know of such a pair.
+    """
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __init__(self, batches: TrainingBatches | EvaluationBatches, key: Callable[[int, int], tuple[int, ...]]):
+        self.batches, self.key, self.ready = batches, key, False
+
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
         for batch in self.batches if self.ready else ():
-            yield from (batch[start : start + PIECE] for start in range(0, len(batch), PIECE))
+            for start in range(0, len(batch), PIECE):
+                yield [self.key(*pair) for pair in batch[start : start + PIECE]]

@@ -90,15 +90,24 @@ class LoaderSettings:
     workers: int
     prefetch: int | None = None  # pieces that each worker has ready; None without workers
     on_device: bool = False  # decoding and augmentation
+    decode: bool = False  # in the workers nevertheless
 
     def __str__(self) -> str:
         who = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
-        place = "on the device" if self.on_device else "in the workers" if self.workers else "in the training process"
-        return f"{who}, decoding and augmenting {place}"
+        here = "in the workers" if self.workers else "in the training process"
+        if self.decode:
+            return f"{who}, decoding {here} and augmenting on the device"
+        return f"{who}, decoding and augmenting {'on the device' if self.on_device else here}"
 
 
 def choose_settings(
-    wanted: int | None, device: torch.device, batch_size: int, pieces: int, piece_bytes: int, on_device: bool
+    wanted: int | None,
+    device: torch.device,
+    batch_size: int,
+    pieces: int,
+    piece_bytes: int,
+    on_device: bool,
+    decode: bool = False,
 ) -> LoaderSettings:
     """As many workers as the machine bears and the split has work for, and as much prefetched as there is memory for.
 
@@ -109,17 +118,18 @@ def choose_settings(
         pieces: How many a pass over the split has.
         piece_bytes: The shared memory that one takes.
         on_device: Whether the device decodes and augments.
+        decode: Whether the workers decode nevertheless.
 
     Raises:
         ConfigError: Not even one worker's pieces fit into the shared memory.
     """
-    most = MOST_READERS if on_device else MOST_WORKERS
+    most = MOST_READERS if on_device and not decode else MOST_WORKERS
     workers = min(default_workers(device), most, max(1, pieces)) if wanted is None else wanted
     if not workers:
-        return LoaderSettings(0, on_device=on_device)
+        return LoaderSettings(0, None, on_device, decode)
     prefetch = max(2, math.ceil(BATCHES_AHEAD * math.ceil(batch_size / PIECE) / workers))
     if not SHARED_MEMORY.is_dir():
-        return LoaderSettings(workers, prefetch, on_device)
+        return LoaderSettings(workers, prefetch, on_device, decode)
     # of the two splits' workers only those prefetch whose split is being read; besides, some pieces are in use
     in_use = BATCHES_AHEAD * math.ceil(batch_size / PIECE) if on_device else 2
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -131,7 +141,7 @@ def choose_settings(
             "or give --workers 0"
         )
     in_a_piece = min(batch_size, PIECE)
-    settings = LoaderSettings(min(workers, room), min(prefetch, max(1, room // workers)), on_device)
+    settings = LoaderSettings(min(workers, room), min(prefetch, max(1, room // workers)), on_device, decode)
     if (settings.workers, settings.prefetch) != (workers, prefetch):
         _logger.warning(
             "%s has %.0f MiB free: %d workers with %d x %d images prefetched in place of %d with %d x %d; a container "

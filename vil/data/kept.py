@@ -1,0 +1,66 @@
+"""Decoded images that stay on the device which decoded them, so that each file of a small split is read once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from ..processes import is_first_process
+
+_logger = logging.getLogger(__name__)
+
+SHARE = 8  # of a GPU's free memory, which one split's images may take
+HOST_BYTES = 2**30  # that they may take where the device is a CPU
+
+
+class KeptImages:
+    """Images (3, h, w) uint8 by their index in a split, if all of the split will fit into a share of the memory.
+
+    Each process keeps those that it has met. A file that has changed is read again.
+
+    Args:
+        count: Images of the split.
+        device: That the images are on.
+        room: Bytes that they may take; None to choose when the first of them are known.
+    """
+
+    def __init__(self, count: int, device: torch.device, room: int | None = None):
+        self.count, self.device = count, device
+        self.images: dict[int, tuple[Tensor, int, tuple[int, ...]]] = {}  # with target and version of the file
+        self.room = room
+
+    def key(self, index: int, seed: int) -> tuple[int, ...]:
+        """What a worker needs to know: index and seed, and of an image that is here target, size and version."""
+        if (kept := self.images.get(index)) is None:
+            return index, seed
+        image, target, version = kept
+        return index, seed, target, *image.shape[1:], *version
+
+    def get(self, index: int, version: tuple[int, ...]) -> Tensor | None:
+        kept = self.images.get(index)
+        return kept[0] if kept and kept[2] == version else None
+
+    def add(self, found: dict[int, tuple[Tensor, int, tuple[int, ...]]]) -> None:
+        """Keeps images with their targets and versions, while there is room."""
+        if found:
+            self.choose_room(sum(image.nbytes for image, *_ in found.values()) / len(found))
+        for index, kept in found.items():
+            self.room = (self.room or 0) - kept[0].nbytes
+            if self.room < 0:
+                return
+            self.images[index] = kept
+
+    def choose_room(self, typical_bytes: float) -> bool:
+        """Whether there is room for images of so many bytes; the first call decides."""
+        if self.room is None:
+            on_gpu = self.device.type == "cuda"
+            room = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES
+            self.room = room if typical_bytes * self.count <= room else 0
+            if self.room and is_first_process():
+                _logger.warning(
+                    "%d images stay decoded on %s once they have been read: some %.2g GiB",
+                    self.count, self.device, typical_bytes * self.count / 2**30,
+                )  # fmt: skip
+        return self.room > 0
