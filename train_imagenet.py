@@ -202,7 +202,7 @@ class Trainer:
         self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
-        self.bottleneck = Bottleneck()
+        self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.batches.steps // 3)))
         self.label_names = checkpoint.labels_of(class_names(train_set))
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
@@ -331,10 +331,10 @@ class Trainer:
             loss = torch.zeros_like(loss)
             if self.meter.steps % self.config.log_interval == 0:
                 self.check_finite()
-                if self.device.type == "cuda":
-                    for_thread = getattr(self.train_loader, "waited_for_thread", 0.0)
-                    self.bottleneck.look(self.meter, describe(self.train_loader), for_thread)
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
+            if self.device.type == "cuda":
+                for_thread = getattr(self.train_loader, "waited_for_thread", 0.0)
+                self.bottleneck.look(self.meter, describe(self.train_loader), for_thread)
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
         self.check_finite()

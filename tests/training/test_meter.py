@@ -125,7 +125,7 @@ def test_means_are_over_all_processes():
 
 def looked(clock, steps, caplog):
     """The lines about epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
-    bottleneck, for_thread = Bottleneck(), 0.0
+    bottleneck, for_thread = Bottleneck(5), 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:
             meter = EpochMeter()
@@ -134,11 +134,12 @@ def looked(clock, steps, caplog):
                 meter.waited += data + thread
                 for_thread += thread
                 meter.waited_for_gpu += gpu
+                meter.losses.append(0.0)
                 if i % 5 == 0:
                     meter.seconds += 1
                     meter.waited_for_gpu += 1
                     meter.waited_at_looks += 1
-                    bottleneck.look(meter, "3 workers", for_thread)
+                bottleneck.look(meter, "3 workers", for_thread)
     return caplog.messages
 
 

@@ -112,20 +112,24 @@ class EpochMeter:
 
 
 class Bottleneck:
-    """Says once, when a run has got under way, what its GPUs wait for, if they do."""
+    """Says once, when a run has got under way, what its GPUs wait for, if they do.
 
-    def __init__(self):
-        self.found = False
+    Args:
+        interval: Steps from one look at an epoch to the next.
+    """
+
+    def __init__(self, interval: int):
+        self.interval, self.found = interval, False
         self.before: tuple[EpochMeter, tuple[float, ...]] | None = None
 
     def look(self, meter: EpochMeter, how_loaded: str, for_thread: float) -> None:
-        """The first look at an epoch is at a start, the next may find something. All processes look at the same time.
+        """The first look at an epoch is at a start, the next may find something. Called after each step.
 
         Args:
             how_loaded: Who loads the images, in a few words.
             for_thread: Seconds of the waiting for images, in all, that were for a thread of this process.
         """
-        if self.found:
+        if self.found or meter.steps % self.interval:
             return
         times = tuple(sum_over_processes(torch.tensor([*meter.times, for_thread], dtype=torch.float64)).tolist())
         before, self.before = self.before, (meter, times)
