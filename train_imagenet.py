@@ -333,8 +333,8 @@ class Trainer:
                 self.check_finite()
                 bar.set_postfix(loss=f"{self.meter.losses[-1]:.4f}", lr=f"{self.rate:.2e}")
             if self.device.type == "cuda":
-                for_thread = getattr(self.train_loader, "waited_for_thread", 0.0)
-                self.bottleneck.look(self.meter, describe(self.train_loader), for_thread)
+                waits = getattr(self.train_loader, "waits", (0.0, 0.0))
+                self.bottleneck.look(self.meter, describe(self.train_loader), *waits)
             bar.update(self.config.global_batch_size)
             self.checkpoint_if_due()
         self.check_finite()

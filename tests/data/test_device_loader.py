@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from timm.data import create_transform
 
 from vil.data import device_loader, kept
 from vil.data.device_loader import DeviceLoader
+from vil.data.encoded import join_pieces
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, unreadable_images
 from vil.data.readers import EncodedReader
@@ -237,11 +239,14 @@ def test_the_thread_is_two_batches_ahead_and_no_more(six_batches, monkeypatch):
     assert taken == len(begun) == 6
 
 
-def test_how_long_batches_have_waited_for_the_thread_is_known(six_batches, monkeypatch):
-    prepare = DeviceLoader._prepare
-    monkeypatch.setattr(DeviceLoader, "_prepare", lambda *arguments: time.sleep(0.05) or prepare(*arguments))
+def test_how_long_batches_have_waited_for_the_model_and_for_the_thread_is_known(six_batches, monkeypatch):
+    slow = SimpleNamespace(synchronize=lambda: time.sleep(0.05))
+    monkeypatch.setattr(DeviceLoader, "_what_is_queued", lambda _: slow)
+    monkeypatch.setattr(device_loader, "join_pieces", lambda pieces: time.sleep(0.02) or join_pieces(pieces))
     list(six_batches)
-    assert six_batches.waited_for_thread > 4 * 0.05
+    for_model, for_thread = six_batches.waits
+    assert for_model > 2 * 0.05  # of the batches behind the third
+    assert for_thread > 5 * 0.02
 
 
 def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six_batches, monkeypatch):

@@ -125,40 +125,41 @@ def test_means_are_over_all_processes():
 
 def looked(clock, steps, caplog):
     """The lines about epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
-    bottleneck, for_thread = Bottleneck(5), 0.0
+    bottleneck, for_model, for_thread = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:
             meter = EpochMeter()
-            for i, (data, thread, host, gpu) in enumerate(epoch, start=1):
-                meter.seconds += data + thread + host + gpu
-                meter.waited += data + thread
-                for_thread += thread
+            for i, (data, model, thread, host, gpu) in enumerate(epoch, start=1):
+                meter.seconds += data + model + thread + host + gpu
+                meter.waited += data + model + thread
+                for_model, for_thread = for_model + model, for_thread + thread
                 meter.waited_for_gpu += gpu
                 meter.losses.append(0.0)
                 if i % 5 == 0:
                     meter.seconds += 1
                     meter.waited_for_gpu += 1
                     meter.waited_at_looks += 1
-                bottleneck.look(meter, "3 workers", for_thread)
+                bottleneck.look(meter, "3 workers", for_model, for_thread)
     return caplog.messages
 
 
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        ((5, 1, 2, 0.1), r"the GPU waits for images \(3 workers\), 60% of the time: more --workers, .* may help"),
-        ((1, 1, 5, 0.0), r"the GPU waits for what the host does, 69% of the time: --cuda-graphs, .* may help"),
+        ((5, 0, 1, 2, 0.1), r"the GPU waits for images \(3 workers\), 60% of the time: more --workers, .* may help"),
+        ((1, 0, 1, 5, 0.0), r"the GPU waits for what the host does, 69% of the time: --cuda-graphs, .* may help"),
         (
-            (1, 4, 3, 0.0),
+            (1, 0, 4, 3, 0.0),
             r"the GPU waits for the host's thread that decodes and augments images \(3 workers\), 49% of the time: "
             "--no-augment-on-device may help",
         ),
-        ((6, 0, 2, 0.2), None),  # it always has work, for which the host waits
-        ((0, 0, 0.1, 9), None),
+        ((6, 0, 0, 2, 0.2), None),  # it always has work, for which the host waits
+        ((4, 2, 0, 2, 0), None),  # or its images
+        ((0, 0, 0, 0.1, 9), None),
     ],
 )
 def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, step, said):
-    start = [(50, 0, 0, 0)] * 5  # of an epoch, when workers begin to load
+    start = [(50, 0, 0, 0, 0)] * 5  # of an epoch, when workers begin to load
     messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
     assert len(messages) == (said is not None)
     assert said is None or re.fullmatch(said, messages[0])

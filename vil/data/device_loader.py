@@ -90,9 +90,11 @@ class DeviceLoader(PieceLoader):
 
     def _wait_for(self, batch: Future):
         start = time.perf_counter()
-        result = batch.result()
-        self.waited_for_thread += time.perf_counter() - start
-        return result
+        begun, *prepared = batch.result()
+        end = time.perf_counter()
+        for_gpu, for_thread = self.waits
+        self.waits = for_gpu + max(0.0, begun - start), for_thread + end - max(begun, start)
+        return prepared
 
     def _what_is_queued(self) -> torch.cuda.Event | None:
         """Comes to pass when the device has done what was queued so far: the last batch is used, then."""
@@ -103,9 +105,10 @@ class DeviceLoader(PieceLoader):
         return event
 
     def _prepare(self, pieces: list[EncodedBatch], used: torch.cuda.Event | None):
-        """The batch, its images uint8, and which of its files were not decoded."""
+        """When it began, the batch, its images uint8, and which of its files were not decoded."""
         if used:
             used.synchronize()
+        begun = time.perf_counter()
         batch = join_pieces(pieces)
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             images = torch.empty(len(batch.targets), 3, *self.transform.size, dtype=torch.uint8, device=self.device)
@@ -114,7 +117,7 @@ class DeviceLoader(PieceLoader):
                 images[to_device(batch.ready_rows, self.device)] = torch.cat(batch.ready).to(self.device)
         if self.stream:
             self.stream.synchronize()  # until then the files are read
-        return batch, images, failed
+        return begun, batch, images, failed
 
     def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
         """Puts what becomes of a batch's files into `images`. Returns which of them were not decoded."""

@@ -122,24 +122,28 @@ class Bottleneck:
         self.interval, self.found = interval, False
         self.before: tuple[EpochMeter, tuple[float, ...]] | None = None
 
-    def look(self, meter: EpochMeter, how_loaded: str, for_thread: float) -> None:
+    def look(self, meter: EpochMeter, how_loaded: str, for_model: float, for_thread: float) -> None:
         """The first look at an epoch is at a start, the next may find something. Called after each step.
 
         Args:
             how_loaded: Who loads the images, in a few words.
-            for_thread: Seconds of the waiting for images, in all, that were for a thread of this process.
+            for_model: Seconds of the waiting for images, in all, in which these waited for the model to go on.
+            for_thread: Those in which they waited for a thread of this process.
         """
         if self.found or meter.steps % self.interval:
             return
-        times = tuple(sum_over_processes(torch.tensor([*meter.times, for_thread], dtype=torch.float64)).tolist())
+        times = tuple(
+            sum_over_processes(torch.tensor([*meter.times, for_model, for_thread], dtype=torch.float64)).tolist()
+        )
         before, self.before = self.before, (meter, times)
         if before is None or before[0] is not meter:
             return
         self.found = True
-        seconds, data, gpu, at_looks, thread = (now - then for now, then in zip(times, before[1]))
-        if not is_first_process() or gpu - at_looks >= IDLE * seconds:  # a host that waits for a GPU keeps it busy
+        seconds, data, gpu, at_looks, model, thread = (now - then for now, then in zip(times, before[1]))
+        # a host that waits for a GPU keeps it busy
+        if not is_first_process() or gpu - at_looks + model >= IDLE * seconds:
             return
-        host, workers = seconds - data - gpu, data - thread
+        host, workers = seconds - data - gpu, data - model - thread
         longest = max(host, workers, thread)
         if longest == host:
             what = "what the host does"
