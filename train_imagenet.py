@@ -47,7 +47,7 @@ from timm.data import resolve_data_config
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3, distribute_bn
+from timm.utils import distribute_bn
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -78,7 +78,7 @@ from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.meter import Bottleneck, EpochMeter
 from vil.training.summary import Reporter, best_top1, epoch_line
-from vil.training.update import Update
+from vil.training.update import ListedEma, Update
 
 
 class DivergenceError(RuntimeError):
@@ -190,7 +190,7 @@ class Trainer:
             warmup_lr=config.warmup_lr,
             min_lr=config.min_lr,
         )
-        self.ema = ModelEmaV3(self.model, decay=config.model_ema_decay) if config.model_ema else None
+        self.ema = ListedEma(self.model, decay=config.model_ema_decay) if config.model_ema else None
         if rank == 0 and not config.synthetic:
             logging.warning("%s", describe_split(config.train_split, train_set))
             logging.warning("%s", describe_split(config.val_split, val_set))
