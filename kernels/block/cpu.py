@@ -55,12 +55,15 @@ def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
     """As `operator.block`, but in fp32 whatever the options, and with no norm for the next block."""
-    flat = weights.flat()
-    if torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in flat])):  # noqa: C419
-        y_BLC = _Block.apply(options, x_BLC, scale_B, *flat)
+    if needs_gradients(x_BLC, weights):
+        y_BLC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:
         y_BLC, _ = _forward(options, x_BLC, scale_B, weights, keep=False)
     return Tokens(y_BLC.shape[1], options.class_token_only).wanted(y_BLC), None
+
+
+def needs_gradients(x_BLC: Tensor, weights: BlockWeights) -> bool:
+    return torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in weights.flat()]))  # noqa: C419
 
 
 class _Block(torch.autograd.Function):
@@ -90,6 +93,9 @@ def _forward(
     h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
     _rows("norm_forward", T, C, T, _bits(options.eps), *_addresses(x_TC, norm_C, h_TC, rstd_T))
     uz_TE = torch.mm(h_TC, weights.in_proj.t())
+    if options.lines is not None:
+        y_TC = torch.addmm(x_TC, _pooled(options, uz_TE, scale_B, B, L, weights), weights.out_proj.t())
+        return y_TC.view(B, L, C), None
     v_2TD, projected_2TP, step_logits_2TD = _project(uz_TE, B, L, weights)
     scanned = _scanned(v_2TD, projected_2TP, step_logits_2TD, B, L, weights)
     y_2BLD, states = scans.forward(options.recurrence, *scanned, REVERSE, keep)
@@ -106,6 +112,29 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
     _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
     projected_2TP = torch.bmm(v_2TD, _both(weights, "x_proj").mT)
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
+
+
+def _pooled(options: Options, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights) -> Tensor:
+    """What out_proj reads in a pooled block, over u."""
+    (_, D, N, R, K), lines, T = weights.sizes, options.lines, len(uz_TE)
+    skips = [direction.skip.contiguous() for direction in weights.directions]
+    means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
+    _channels(
+        "pool_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*_filters(weights), *skips),
+        *lines.arguments().values(), means_2BSD.data_ptr(),
+    )  # fmt: skip
+    projected_2TP, step_logits_2TD = uz_TE.new_empty(2, B * lines.S, R + 2 * N), uz_TE.new_empty(2, B * lines.S, D)
+    for mean_BSD, projected_TP, step_logits_TD, direction in zip(
+        means_2BSD, projected_2TP, step_logits_2TD, weights.directions
+    ):
+        torch.mm(mean_BSD.view(-1, D), direction.x_proj.t(), out=projected_TP)
+        torch.mm(projected_TP[:, :R], direction.step_proj.t(), out=step_logits_TD)
+    scanned = _scanned(means_2BSD.view(2, -1, D), projected_2TP, step_logits_2TD, B, lines.S, weights)
+    y_2BSD, _ = scans.forward(options.recurrence, *scanned._replace(skip=None), REVERSE, False)
+    scale = 0 if scale_B is None else scale_B.data_ptr()
+    places = uz_TE.data_ptr(), 8 * D, *_addresses(*y_2BSD), scale
+    _rows("pooled_gate_forward", T, D, T, L, *places, lines.count, lines.length, lines.columns)
+    return uz_TE[:, :D]
 
 
 def _both(weights: BlockWeights, name: str) -> Tensor:

@@ -151,10 +151,10 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
 
 
 @inlined
-def see(u1, ul, t, L, width, window):
-    """Puts token t, zeros if there is none, into the window."""
-    if t < L:
-        load_rows(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
+def see(u1, offset, there, t, width, window):
+    """Puts token t, zeros if it is not there, into the window."""
+    if there:
+        load_rows(u1 + offset, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
     else:
         clear(window[t % WINDOW : t % WINDOW + 1], 1)
 
@@ -180,9 +180,9 @@ def conv_forward(taps: int):
             u1, v1 = u0 + b * ub + BYTES * first, v0 + BYTES * (b * L * D + first)
             clear(window, WINDOW)
             for t in range(taps - 1):
-                see(u1, ul, t, L, width, window)
+                see(u1, t * ul, t < L, t, width, window)
             for t in range(L):
-                see(u1, ul, t + taps - 1, L, width, window)
+                see(u1, (t + taps - 1) * ul, t + taps - 1 < L, t + taps - 1, width, window)
                 for d in range(LANES):
                     earlier, later = bias[0, d], bias[1, d]
                     for i in range(taps):
@@ -223,9 +223,9 @@ def conv_backward(taps: int):
             clear(behind, WINDOW)
             clear(sums, 2 * (taps + 1))
             for t in range(taps - 1):
-                see(u1, ul, t, L, width, window)
+                see(u1, t * ul, t < L, t, width, window)
             for t in range(L + taps - 1):
-                see(u1, ul, t + taps - 1, L, width, window)
+                see(u1, (t + taps - 1) * ul, t + taps - 1 < L, t + taps - 1, width, window)
                 if t < L:
                     load_rows(dv1 + BYTES * t * D, BYTES * B * L * D, width, 2, dv)
                     for d in range(LANES):
@@ -258,5 +258,112 @@ def conv_backward(taps: int):
             store_rows(
                 dweights0 + BYTES * (b * 2 * (taps + 1) * D + first), BYTES * D, width, 2 * (taps + 1), sums
             )  # fmt: skip
+
+    return kernel
+
+
+@inlined
+def place_in_line(i, count, length):
+    """Of token i in the order of lines: the number of its pooled token, of its line, and its place there."""
+    center = count * length // 2
+    patch = i - (i > center)
+    line = patch // length
+    pooled = count // 2 if i == center else line + (line >= count // 2)
+    return pooled, line, patch - line * length
+
+
+@inlined
+def place_in_memory(i, count, length, next, next_line):
+    center = count * length // 2
+    _, line, place = place_in_line(i, count, length)
+    patch = line * next_line + place * next
+    return center if i == center else patch + (patch >= center)
+
+
+def pool_forward(taps: int):
+    """Means of v_g = silu(conv_g(u)) over lines; what skips the recurrence, (skip_0 v_0 + skip_1 v_1) / 2, over u."""
+    of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
+
+    def kernel(arguments):
+        (
+            _, _, tasks, blocks, B, L, D, u0, ub, ul, w0, bias0, w1, bias1, skip0, skip1, count, length, next,
+            next_line, means0,
+        ) = to_fixed_tuple(carray(arguments, (21,)), 21)  # fmt: skip
+        weights, bias = carray(local_floats(of_weights), (2 * taps, LANES)), carray(local_floats(two), (2, LANES))
+        window, v = carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(two), (2, LANES))
+        sums, skip = carray(local_floats(two), (2, LANES)), carray(local_floats(two), (2, LANES))
+        skipped = carray(local_floats(LANES), (LANES,))
+        center, S = count * length // 2, count + 1
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            first, b = task % blocks * LANES, task // blocks
+            width = min(LANES, D - first)
+            take_filters(w0, bias0, 0, D, first, width, taps, weights, bias)
+            take_filters(w1, bias1, 1, D, first, width, taps, weights, bias)
+            load_rows(skip0 + BYTES * first, 0, width, 1, skip[0:1])
+            load_rows(skip1 + BYTES * first, 0, width, 1, skip[1:2])
+            u1, means1 = u0 + b * ub + BYTES * first, means0 + BYTES * (b * S * D + first)
+            clear(window, WINDOW)
+            clear(sums, 2)
+            for i in range(taps - 1):
+                see(u1, ul * place_in_memory(i, count, length, next, next_line), i < L, i, width, window)
+            for i in range(L):
+                ahead = i + taps - 1
+                see(u1, ul * place_in_memory(ahead, count, length, next, next_line), ahead < L, ahead, width, window)
+                for d in range(LANES):
+                    earlier, later = bias[0, d], bias[1, d]
+                    for j in range(taps):
+                        earlier += weights[j, d] * window[(i - (taps - 1) + j) % WINDOW, d]
+                        later += weights[taps + j, d] * window[(i + (taps - 1) - j) % WINDOW, d]
+                    earlier *= sigmoid(earlier)
+                    later *= sigmoid(later)
+                    v[0, d] = earlier
+                    v[1, d] = later
+                    skipped[d] = HALF * (skip[0, d] * earlier + skip[1, d] * later)
+                store_row(u1 + ul * place_in_memory(i, count, length, next, next_line), width, skipped)
+                pooled, _, place = place_in_line(i, count, length)
+                if i == center:
+                    store_rows(means1 + BYTES * pooled * D, BYTES * B * S * D, width, 2, v)
+                    continue
+                for g in range(2):
+                    for d in range(LANES):
+                        sums[g, d] += v[g, d]
+                if place == length - 1:
+                    share = ONE / np.float32(length)
+                    for g in range(2):
+                        for d in range(LANES):
+                            sums[g, d] *= share
+                    store_rows(means1 + BYTES * pooled * D, BYTES * B * S * D, width, 2, sums)
+                    clear(sums, 2)
+
+    return kernel
+
+
+def pooled_gate_forward():
+    """scale ((y_0 + y_1) / 2 + what skips) silu(z), over what skips; y is of a token's line."""
+
+    def kernel(arguments):
+        (_, _, tasks, rows, D, T, L, uz0, uzt, y0, y1, scale0, count, length, columns) = to_fixed_tuple(
+            carray(arguments, (15,)), 15
+        )
+        center, S = count * length // 2, count + 1
+        while True:
+            task = count_up(arguments)
+            if task >= tasks:
+                break
+            for t in range(task * rows, min(task * rows + rows, T)):
+                b, i = t // L, t % L
+                patch = i - (i > center)
+                line = patch % count if columns else patch // length
+                pooled = b * S + (count // 2 if i == center else line + (line >= count // 2))
+                scale = ONE
+                if scale0:
+                    scale = row(scale0 + BYTES * b, 1)[0]
+                gated, z = row(uz0 + uzt * t, D), row(uz0 + uzt * t + BYTES * D, D)
+                first, second = row(y0 + BYTES * pooled * D, D), row(y1 + BYTES * pooled * D, D)
+                for d in range(D):
+                    gated[d] = scale * (HALF * (first[d] + second[d]) + gated[d]) * (z[d] * sigmoid(z[d]))
 
     return kernel
