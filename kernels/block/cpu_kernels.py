@@ -151,10 +151,10 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
 
 
 @inlined
-def see(u1, offset, there, t, width, window):
-    """Puts token t, zeros if it is not there, into the window."""
-    if there:
-        load_rows(u1 + offset, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
+def see(u1, ul, t, L, width, window):
+    """Puts token t, zeros if there is none, into the window."""
+    if t < L:
+        load_rows(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
     else:
         clear(window[t % WINDOW : t % WINDOW + 1], 1)
 
@@ -180,9 +180,9 @@ def conv_forward(taps: int):
             u1, v1 = u0 + b * ub + BYTES * first, v0 + BYTES * (b * L * D + first)
             clear(window, WINDOW)
             for t in range(taps - 1):
-                see(u1, t * ul, t < L, t, width, window)
+                see(u1, ul, t, L, width, window)
             for t in range(L):
-                see(u1, (t + taps - 1) * ul, t + taps - 1 < L, t + taps - 1, width, window)
+                see(u1, ul, t + taps - 1, L, width, window)
                 for d in range(LANES):
                     earlier, later = bias[0, d], bias[1, d]
                     for i in range(taps):
@@ -223,9 +223,9 @@ def conv_backward(taps: int):
             clear(behind, WINDOW)
             clear(sums, 2 * (taps + 1))
             for t in range(taps - 1):
-                see(u1, t * ul, t < L, t, width, window)
+                see(u1, ul, t, L, width, window)
             for t in range(L + taps - 1):
-                see(u1, (t + taps - 1) * ul, t + taps - 1 < L, t + taps - 1, width, window)
+                see(u1, ul, t + taps - 1, L, width, window)
                 if t < L:
                     load_rows(dv1 + BYTES * t * D, BYTES * B * L * D, width, 2, dv)
                     for d in range(LANES):
@@ -280,6 +280,16 @@ def place_in_memory(i, count, length, next, next_line):
     return center if i == center else patch + (patch >= center)
 
 
+@inlined
+def see_in_line(u1, ul, i, count, length, next, next_line, width, window):
+    """`see` for token i in the order of lines."""
+    if i <= count * length:
+        place = place_in_memory(i, count, length, next, next_line)
+        load_rows(u1 + place * ul, 0, width, 1, window[i % WINDOW : i % WINDOW + 1])
+    else:
+        clear(window[i % WINDOW : i % WINDOW + 1], 1)
+
+
 def pool_forward(taps: int):
     """Means of v_g = silu(conv_g(u)) over lines; what skips the recurrence, (skip_0 v_0 + skip_1 v_1) / 2, over u."""
     of_weights, of_window, two = 2 * taps * LANES, WINDOW * LANES, 2 * LANES
@@ -308,10 +318,9 @@ def pool_forward(taps: int):
             clear(window, WINDOW)
             clear(sums, 2)
             for i in range(taps - 1):
-                see(u1, ul * place_in_memory(i, count, length, next, next_line), i < L, i, width, window)
+                see_in_line(u1, ul, i, count, length, next, next_line, width, window)
             for i in range(L):
-                ahead = i + taps - 1
-                see(u1, ul * place_in_memory(ahead, count, length, next, next_line), ahead < L, ahead, width, window)
+                see_in_line(u1, ul, i + taps - 1, count, length, next, next_line, width, window)
                 for d in range(LANES):
                     earlier, later = bias[0, d], bias[1, d]
                     for j in range(taps):

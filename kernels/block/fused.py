@@ -29,6 +29,6 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
         return None if backends.transformed() else operator.block
     # compilers and whoever else looks on are shown the parts of a block on a CPU
     hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    if backend != "cpu" or not hidden or pooled and cpu.needs_gradients(x_BLC, weights):
+    if backend != "cpu" or not hidden or (pooled and cpu.needs_gradients(x_BLC, weights)):
         return None
     return cpu.block

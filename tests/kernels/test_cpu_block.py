@@ -14,11 +14,11 @@ from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
 MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 
 
-def a_block(mixer, C, conv_width=4, state_size=16, seed=0):
+def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
     """Of weights that differ in every place from what they are initialised to."""
     torch.manual_seed(seed)
-    block = Block(C, mixer)
-    block.mixer = mixer(C, conv_width=conv_width, state_size=state_size)
+    block = Block(C, mixer, pool=pool)
+    block.mixer = mixer(C, conv_width=conv_width, state_size=state_size, pool=pool)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
@@ -126,6 +126,28 @@ def test_any_number_of_threads_gives_what_one_gives(mixer):
                 assert torch.equal(a, b)
     finally:
         torch.set_num_threads(before)
+
+
+# one line, lines of one patch, one patch, the class token between lines and inside of one
+@MIXERS
+@pytest.mark.parametrize("pool", ["rows", "columns"])
+@pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1)])
+def test_a_pooled_block_equals_its_parts_in_fp64(mixer, pool, grid, poison, calls):
+    """Which tests/model/test_pooled.py compares with loops."""
+    block, x = a_block(mixer, 40, pool=pool), torch.randn(3, grid[0] * grid[1] + 1, 40)
+    lines, scale = vil_block.lines_of(block, x, grid), torch.tensor([1.5, 0.0, 2.0])
+    with torch.no_grad():
+        run, weights = vil_block.fused_block(block, x)
+        found, scaled = (run(x, weights, vil_block.options(block, weights, False, False, lines), s)[0]
+                         for s in (None, scale))  # fmt: skip
+        assert torch.equal(block(x, grid=grid), found)
+    assert calls == [False] * 3
+    trained = block(x, grid=grid)  # as gradients are those of the parts
+    assert calls == [False] * 3
+    truth = block.double()(x.double(), grid=grid)
+    assert relative_error(found, truth) < 2e-6
+    assert relative_error(trained, truth) < 2e-6
+    assert relative_error(scaled, x.double() + scale[:, None, None] * (truth - x)) < 2e-6
 
 
 @MIXERS
