@@ -462,7 +462,7 @@ def options(
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else weights.norm.dtype
     if lines is not None:  # there are no kernels for the class token alone
-        class_token_only = norm_next = False
+        class_token_only = False
     recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
     return Options(recurrence, eps, dtype, class_token_only, norm_next, lines)
 

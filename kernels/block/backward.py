@@ -62,21 +62,16 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     else:
         duz_BLE = torch.empty_like(saved.uz)
         du_BLD, dz_BMD = duz_BLE.chunk(2, dim=-1)
-    if options.lines is None:
-        dy_BLD = du_BLD  # which is free until the convolutions' gradient
-        gated_BMD = kernels.gate_outproj_backward(
-            dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
-        )
-    else:
-        dy_BLD = torch.mm(dout_TC.contiguous(), w.out_proj).view(B, L, -1)  # of what is gated, to begin with
-        gated_BMD, *of_lines = kernels.pooled_gate_backward(
-            dy_BLD, u_BLD, z_BMD, saved.mean, w.conv, w.conv_bias, w.skip, scale_B, dz_BMD, options.lines
-        )
+    # du is free until the convolutions' gradient, which overwrites it while it reads the tokens around
+    dy_BLD = du_BLD if options.lines is None else torch.empty_like(saved.mean)
+    gated_BMD = kernels.gate_outproj_backward(
+        dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.wanted(dy_BLD), dz_BMD
+    )
     dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
     if options.lines is None:
         of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     else:
-        of_directions = _through_lines(options, u_BLD, dy_BLD, *of_lines, du_BLD, w, saved)
+        of_directions = _through_lines(options, u_BLD, dy_BLD, du_BLD, w, saved)
     dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, saved, tokens)
     *per_weight, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(norm_C, in_proj, sizes, dfolded, *per_weight, dtype, in_one)
@@ -112,11 +107,10 @@ def _through_directions(
 
 
 def _through_lines(
-    options: BackwardOptions, u_BLD: Tensor, dy_BLD: Tensor, dy_BSD: Tensor, means_2BSD: Tensor, du_BLD: Tensor,
-    w: PackedWeights, saved: SavedForBackward,
-) -> DirectionGradients:  # fmt: skip
+    options: BackwardOptions, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward
+) -> DirectionGradients:
     """Scan, projections and convolutions of both directions of a pooled block; writes du."""
-    p = project_pooled(means_2BSD, w)
+    p, dy_BSD = project_pooled(saved.pooled, w), kernels.sum_lines(dy_BLD, options.lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
         options.recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, p.step_logits, p.k, p.q, saved.A, None, w.step_bias,
         saved.states, REVERSE, overwrite_step_logits=True,

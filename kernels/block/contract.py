@@ -17,11 +17,11 @@ FP32 = torch.float32
 TAPS = (2, 3, 4)  # of the convolutions that there are kernels for
 WEIGHTS = 2**32 - 1  # elements of in_proj, counted in 32 bits
 
-# The letters of dimensions: E 2D, P R + 2N, K taps, S states between chunks, U columns of uz, W of packed weights; and
-# the dtype where it is not that of the weights, or of products.
+# The letters of dimensions: E 2D, P R + 2N, K taps, S states between chunks, l pooled tokens, U columns of uz, W of
+# packed weights; and the dtype where it is not that of the weights, or of products.
 DIRECTION = DirectionWeights("D1K", "D", "PD", "DR", "D", "D", "DN")
-SAVED = SavedForBackward("BLU", "BMD", "2BSND", "W", "2DN", "TC", "T")
-SAVED_DTYPES = SavedForBackward(None, None, FP32, None, FP32, None, FP32)
+SAVED = SavedForBackward("BLU", "BMD", "2BSND", "W", "2DN", "2BlD", "TC", "T")
+SAVED_DTYPES = SavedForBackward(None, None, FP32, None, FP32, None, None, FP32)
 
 
 def unobserved(t: Tensor) -> bool:
@@ -35,11 +35,11 @@ def unobserved(t: Tensor) -> bool:
     )
 
 
-def check_lists(recurrence: str, **lists: list[Tensor]) -> None:
+def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
     """Raises a ValueError unless these arguments of a schema hold as many tensors as there are names for."""
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     selective = recurrence == "selective"
-    lengths = dict(directions=[14 if selective else 12], saved=[7 if selective else 6])
+    lengths = dict(directions=[14 if selective else 12], saved=[6 + selective + pooled])
     for name, tensors in lists.items():
         expected = lengths.get(name, [0, 2])
         if len(tensors) not in expected:
@@ -63,7 +63,7 @@ def check_backward(
     saved,
 ) -> None:  # fmt: skip
     """The same for backward, of the schema's arguments."""
-    check_lists(recurrence, directions=directions, saved=saved, next_normed=next_normed)
+    check_lists(recurrence, lines is not None, directions=directions, saved=saved, next_normed=next_normed)
     residual, weights = ("dx_BMC", dx_BMC, "BMC", FP32), BlockWeights.of([norm_C, in_proj, out_proj, *directions])
     sizes = _check_weights(residual, scale_B, weights)
     next_normed = Normed(*next_normed) if next_normed else None
@@ -99,8 +99,8 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
 
 
 def _saved_fields(recurrence: str, lines: Lines | None) -> list[tuple[str, str, torch.dtype | None]]:
-    rows = zip(SavedForBackward._fields, SAVED._replace(mean="2BlD") if lines else SAVED, SAVED_DTYPES)
-    return [row for row in rows if row[0] != "A" or recurrence == "selective"]
+    missing = {"A": recurrence != "selective", "pooled": lines is None}
+    return [row for row in zip(SavedForBackward._fields, SAVED, SAVED_DTYPES) if not missing.get(row[0])]
 
 
 def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype) -> list[tuple]:

@@ -39,10 +39,9 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
-    pooled = options.lines is not None
-    tiles = None if options.class_token_only or pooled else kernels.empty_tiles(B * L, weights.out_proj, dtype)
+    tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
     # a product that is no part of a kernel is written over the residual stream
-    copy = pooled or not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
+    copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, own_norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
     w, A_2DN = PackedWeights.of(packed, weights.sizes), A_of(weights)
     if normed:
@@ -51,41 +50,45 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
     u_BLD, z_BMD = split(uz_BLE, xhat_TC, w, tokens)
     kept = (None, None) if normed else (xhat_TC, rstd_T)
-    if pooled:
-        out_TC, y_2BSD, states = _forward_pooled(options, keep, x_TC, u_BLD, z_BMD, scale_B, w, A_2DN)
-        saved = SavedForBackward(uz_BLE, y_2BSD, states, packed, A_2DN, *kept) if keep else ()
-        return [out_TC.view(B, L, C), None, None, *saved]
+    if options.lines is None:
+        y, means_2BSD, states = _read_tokens(options, keep, u_BLD, w, A_2DN, tokens)
+    else:
+        y, means_2BSD, states = _read_lines(options, keep, u_BLD, w, A_2DN)
+    if options.class_token_only:
+        x_TC = tokens.wanted(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
+    eps = options.eps if options.norm_next and not options.class_token_only else None
+    out_TC, mean_BMD, next_normed = kernels.gate_outproj(x_TC, y, z_BMD, scale_B, w.out_proj, tiles, keep, eps)
+    results = [out_TC.view(B, -1, C), *(next_normed or (None, None))]
+    if not keep:
+        return results
+    return [*results, *SavedForBackward(uz_BLE, mean_BMD, states, packed, A_2DN, means_2BSD, *kept)]
+
+
+def _read_tokens(
+    options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None, tokens: Tokens
+) -> tuple[kernels.Read, None, Tensor]:
+    """What the gate reads, if the recurrence has read every token; and its states."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, project_step=not from_step)
     y_2BHD, states = scans.scan_forward(
         options.recurrence, p.v, p.step if from_step else p.step_logits, p.k, p.q, A_2DN,
         w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
     )  # fmt: skip
-    if options.class_token_only:
-        x_TC = tokens.wanted(x_BLC).clone(memory_format=torch.contiguous_format).view(B, C)
-    eps = options.eps if options.norm_next and not options.class_token_only else None
-    out_TC, mean_BMD, next_normed = kernels.gate_outproj(
-        x_TC, tokens.wanted_of_both(y_2BHD), z_BMD, scale_B, w.out_proj, tiles, keep, eps
-    )
-    results = [out_TC.view(B, -1, C), *(next_normed or (None, None))]
-    if not keep:
-        return results
-    return [*results, *SavedForBackward(uz_BLE, mean_BMD, states, packed, A_2DN, *kept)]
+    return kernels.Read(*tokens.wanted_of_both(y_2BHD)), None, states
 
 
-def _forward_pooled(
-    options: Options, keep: bool, x_TC: Tensor, u_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None,
-    w: PackedWeights, A_2DN: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """A pooled block behind its first product: x' written over x, and of the pooled tokens y_2BSD and states."""
+def _read_lines(
+    options: Options, keep: bool, u_BLD: Tensor, w: PackedWeights, A_2DN: Tensor | None
+) -> tuple[kernels.Read, Tensor, Tensor]:
+    """The same, if it has read the means of lines; they are the second result."""
     lines = options.lines
     assert lines is not None
-    p = project_pooled(kernels.pool(u_BLD, w.conv, w.conv_bias, lines), w)
+    means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
+    p = project_pooled(means_2BSD, w)
     y_2BSD, states = scans.scan_forward(
         options.recurrence, p.v, p.step_logits, p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
     )
-    gated_BLD = kernels.pooled_gate(u_BLD, z_BLD, y_2BSD, w.conv, w.conv_bias, w.skip, scale_B, lines)
-    return kernels.add_product(x_TC, gated_BLD.flatten(0, 1), w.out_proj.t()), y_2BSD, states
+    return kernels.Read(skipped_BLD, y_2BSD[0] + y_2BSD[1], lines), means_2BSD, states
 
 
 def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:

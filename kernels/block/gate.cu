@@ -4,10 +4,11 @@
 // Macros:
 //   INPUT   element type of the tensors: bf16, fp16 or float
 //   VECTOR  neighbouring channels that a lane moves at once
+//   POOLED  whether y_1 is of lines of tokens
 //
-// L tokens of a sequence    D channels
+// L tokens of a sequence    D channels    count, length, next, next_line: lines.cuh
 
-#include "silu.cuh"
+#include "gate.cuh"
 
 typedef INPUT Element;
 constexpr int V = VECTOR;
@@ -16,12 +17,14 @@ constexpr int WARPS = 4;
 // gated = scale mean silu(z), where mean = (y_0 + y_1) / 2 and scale is the stochastic depth of the image. A warp takes
 // a token. `means` is null if no gradient is needed.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate(const Element *__restrict__ y, const Element *__restrict__ z, i64 z_stride, const float *__restrict__ scales,
-     Element *__restrict__ gated, Element *__restrict__ means, i64 tokens, i64 L, i64 D) {
+gate(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z, i64 z_stride,
+     const float *__restrict__ scales, Element *__restrict__ gated, Element *__restrict__ means, i64 tokens, i64 L, i64 D,
+     i64 count, i64 length, i64 next, i64 next_line) {
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;
     if (token >= tokens) return;
+    Lines lines = {int(count), int(length), int(next), int(next_line)};
     float scale = scales ? scales[token / L] : 1;
-    const Element *y_0 = y + token * D, *y_1 = y_0 + tokens * D;
+    y_0 += token * D, y_1 += row_of_second<POOLED>(lines, token, L) * D;
     z += token * z_stride, gated += token * D;
 #pragma unroll 3
     for (int d = threadIdx.x % 32 * V; d < D; d += 32 * V) {

@@ -1,6 +1,14 @@
-// The gate in kernels that multiply what it puts out
+// The gate's mean (y_0 + y_1) / 2: of both directions; or, in a pooled block, of what they skip of a token and of what
+// they found for its line.
 
+#include "lines.cuh"
 #include "silu.cuh"
+
+// The row of y_1 for that token of all sequences
+template <bool pooled, class Int>
+DEVICE i64 row_of_second(const Lines &lines, Int token, Int L) {
+    return pooled ? i64(token / L) * (lines.count + 1) + lines.pooled_in_memory(int(token % L)) : token;
+}
 
 // scale mean silu(z) of two neighbours, where mean = (y_0 + y_1) / 2
 struct Gated {

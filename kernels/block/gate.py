@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
+from .lines import Lines
 from .plain import gradients
 
 WARPS = 4  # of a CTA, as in gate.cu
 
 
-def gate(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """scale * mean * silu(z) of the mean of both directions; and that mean if `keep`, else an empty tensor."""
-    _, B, L, D = y_2BLD.shape
-    gated_BLD = torch.empty(B, L, D, device=y_2BLD.device, dtype=y_2BLD.dtype)
+class Read(NamedTuple):
+    """What a gate takes the mean of."""
+
+    first: Tensor  # (B, L, D), of one direction; or, in a pooled block, what both skip of each token
+    second: Tensor  # (B, L, D), of the other; or (B, S, D), what both found for each line
+    lines: Lines | None = None
+
+    def arguments(self) -> dict:
+        """As kernels take them."""
+        lines = (self.lines or Lines(0, 0, False)).arguments()
+        return dict(y_0=self.first, y_1=self.second, **lines)
+
+
+def gate(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """scale * mean * silu(z) of the mean of what is read; and that mean if `keep`, else an empty tensor."""
+    B, L, D = y.first.shape
+    gated_BLD = torch.empty(B, L, D, device=z_BLD.device, dtype=z_BLD.dtype)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
-    means = mean_BLD if keep else None
     arguments = dict(
-        y=y_2BLD, z=z_BLD, z_stride=token_stride(z_BLD), scales=scale_B, gated=gated_BLD, means=means, tokens=B * L,
-        L=L, D=D,
+        **y.arguments(), z=z_BLD, z_stride=token_stride(z_BLD), scales=scale_B, gated=gated_BLD,
+        means=mean_BLD if keep else None, tokens=B * L, L=L, D=D,
     )  # fmt: skip
-    _launch("gate", y_2BLD.dtype, vector_width(4, z_BLD), B * L, arguments)
+    _launch("gate", z_BLD.dtype, vector_width(4, z_BLD), B * L, arguments, POOLED=int(y.lines is not None))
     return gated_BLD, mean_BLD
 
 
@@ -47,14 +62,15 @@ def token_stride(t_BLD: Tensor) -> int:
     return t_BLD.stride(0) // t_BLD.shape[1]
 
 
-def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments: dict) -> None:
-    macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector)
+def _launch(entry: str, dtype: torch.dtype, vector: int, tokens: int, arguments: dict, POOLED: int = 0) -> None:
+    macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, POOLED=POOLED)
     compiler.launch("block/gate", entry, macros, -(-tokens // WARPS), 32 * WARPS, arguments)
 
 
-def plain(y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+def plain(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """The definition of `gate`."""
-    mean_BLD = y_2BLD.mean(0)
+    second_BLD = y.second if y.lines is None else y.second[:, y.lines.pooled_in_memory().to(z_BLD.device)]
+    mean_BLD = (y.first + second_BLD) / 2
     return mean_BLD * F.silu(z_BLD) * (1 if scale_B is None else scale_B[:, None, None]), mean_BLD
 
 
@@ -64,7 +80,7 @@ def plain_backward(
     """The definition of `gate_backward`."""
 
     def gated(mean_BLD, z_BLD):
-        return plain(mean_BLD[None], z_BLD, scale_B, True)[0]
+        return plain(Read(mean_BLD, mean_BLD), z_BLD, scale_B, True)[0]
 
     dmean_BLD, found_BLD = gradients(gated, [mean_BLD, z_BLD], dgated_BLD)
     dy_BLD.copy_(dmean_BLD / 2)

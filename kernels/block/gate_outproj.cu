@@ -6,10 +6,11 @@
 // gate_outproj_sm90.cu, or gate.cu and a product.
 //
 // Macros:
-//   INPUT  element type of the other tensors: bf16 or fp16
-//   WIDTH  model width C, the outputs: 192 or 384
+//   INPUT   element type of the other tensors: bf16 or fp16
+//   WIDTH   model width C, the outputs: 192 or 384
+//   POOLED  whether y_1 is of lines of tokens
 //
-// L tokens of a sequence    C outputs    D channels
+// L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
 // A CTA has 16 tokens and OUTPUTS outputs, each of its warps EACH channels, and everything it reads is on its way at
 // once. Lane l, r = l / 4, p = l % 4, gates channels 8p .. 8p + 7 of each 32, of tokens r and r + 8, and has four words
@@ -25,22 +26,25 @@ constexpr int C = WIDTH, D = 2 * C;
 constexpr int OUTPUTS = 48, EACH = 64, WARPS = D / EACH;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-gate_outproj_of_few(const Element *__restrict__ y, const Element *__restrict__ z, i64 z_stride,
-                    const float *__restrict__ scales, const Element *__restrict__ out_proj, const float *__restrict__ x,
-                    float *__restrict__ out, Pack<Element, 8> *__restrict__ means, i64 tokens, i64 length) {
+gate_outproj_of_few(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z,
+                    i64 z_stride, const float *__restrict__ scales, const Element *__restrict__ out_proj,
+                    const float *__restrict__ x, float *__restrict__ out, Pack<Element, 8> *__restrict__ means,
+                    i64 tokens, i64 L_, i64 count, i64 length, i64 next, i64 next_line) {
     constexpr int THIRTY_TWOS = EACH / 32, EIGHTS = OUTPUTS / 8;
     __shared__ float parts[WARPS][16][OUTPUTS + 8];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, L = length;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = tokens, L = L_;
+    Lines lines = {int(count), int(length), int(next), int(next_line)};
     int tile = blockIdx.x / (C / OUTPUTS) * 16, output = blockIdx.x % (C / OUTPUTS) * OUTPUTS;
     int d = warp * EACH + lane % 4 * 8;
-    Pack<Element, 8> y_0[2][THIRTY_TWOS], y_1[2][THIRTY_TWOS], zs[2][THIRTY_TWOS], weights[EIGHTS][THIRTY_TWOS];
+    Pack<Element, 8> firsts[2][THIRTY_TWOS], seconds[2][THIRTY_TWOS], zs[2][THIRTY_TWOS], weights[EIGHTS][THIRTY_TWOS];
     float scale[2];
     UNROLLED for (int half = 0; half < 2; half++) {
         int token = min(tile + half * 8 + lane / 4, all - 1);
         scale[half] = scales ? scales[token / L] : 1;
-        const Element *from = y + (token * D + d), *from_z = z + (token * z_stride + d);
+        const Element *from_0 = y_0 + (token * D + d), *from_z = z + (token * z_stride + d);
+        const Element *from_1 = y_1 + (row_of_second<POOLED>(lines, token, L) * D + d);
         UNROLLED for (int i = 0; i < THIRTY_TWOS; i++) {
-            y_0[half][i] = load<8>(from + i * 32), y_1[half][i] = load<8>(from + tokens * D + i * 32);
+            firsts[half][i] = load<8>(from_0 + i * 32), seconds[half][i] = load<8>(from_1 + i * 32);
             zs[half][i] = load<8>(from_z + i * 32);
         }
     }
@@ -54,7 +58,8 @@ gate_outproj_of_few(const Element *__restrict__ y, const Element *__restrict__ z
         UNROLLED for (int half = 0; half < 2; half++) {
             Pack<Element, 8> mean;
             UNROLLED for (int w = 0; w < 4; w++) {
-                Gated two = gate<Element>(y_0[half][i].word[w], y_1[half][i].word[w], zs[half][i].word[w], scale[half]);
+                Gated two = gate<Element>(firsts[half][i].word[w], seconds[half][i].word[w], zs[half][i].word[w],
+                                          scale[half]);
                 a[half].word[w] = two.gated, mean.word[w] = two.mean;
             }
             int token = tile + half * 8 + lane / 4;

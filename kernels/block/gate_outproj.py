@@ -10,6 +10,7 @@ from ..cuda.elements import ELEMENT, vector_width
 from ..cuda.plan import place
 from . import gate as gates
 from . import gate_outproj_sm90 as on_hopper
+from .gate import Read
 from .norm_backward import plain_norm
 
 
@@ -22,7 +23,7 @@ def fuses_product(x_TC: Tensor, D: int, dtype: torch.dtype) -> bool:
 
 
 def gate_outproj(
-    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """x + gated out_proj^T, with `gate`'s two results; written over x unless `fuses_product`.
@@ -30,19 +31,19 @@ def gate_outproj(
     And its norm with the factors, as `pack_weights` has them, if `eps` is given and there are `tiles`, else an empty
     list.
     """
-    (_, B, L, D), (T, C) = y_2BLD.shape, x_TC.shape
-    if not fuses_product(x_TC, D, y_2BLD.dtype):
-        gated_BLD, mean_BLD = gates.gate(y_2BLD, z_BLD, scale_B, keep)
+    (B, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
+    if not fuses_product(x_TC, D, dtype):
+        gated_BLD, mean_BLD = gates.gate(y, z_BLD, scale_B, keep)
         return add_product(x_TC, gated_BLD.flatten(0, 1), out_proj_CD.t()), mean_BLD, []
-    mean_BLD = y_2BLD.new_empty((B, L, D) if keep else 0)
+    mean_BLD = z_BLD.new_empty((B, L, D) if keep else 0)
     means = mean_BLD if keep else None
     if tiles is not None:
-        out_TC, norm = on_hopper.gate_outproj_sm90(x_TC, y_2BLD, z_BLD, scale_B, tiles, means, eps)
+        out_TC, norm = on_hopper.gate_outproj_sm90(x_TC, y, z_BLD, scale_B, tiles, means, eps)
         return out_TC, mean_BLD, norm
-    out_TC, macros = torch.empty_like(x_TC), dict(INPUT=ELEMENT[y_2BLD.dtype], WIDTH=C)
+    out_TC, macros = torch.empty_like(x_TC), dict(INPUT=ELEMENT[dtype], WIDTH=C, POOLED=int(y.lines is not None))
     compiler.launch("block/gate_outproj", "gate_outproj_of_few", macros, few_ctas(T, C), D // 2, dict(
-        y=y_2BLD, z=z_BLD, z_stride=gates.token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC, out=out_TC,
-        means=means, tokens=T, length=L,
+        **y.arguments(), z=z_BLD, z_stride=gates.token_stride(z_BLD), scales=scale_B, out_proj=out_proj_CD, x=x_TC,
+        out=out_TC, means=means, tokens=T, L_=L,
     ))  # fmt: skip
     return out_TC, mean_BLD, []
 
@@ -60,10 +61,10 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def plain(
-    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
+    x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, out_proj_CD: Tensor, tiles: Tensor | None,
     keep: bool, eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The definition of `gate_outproj`, with the norm whenever `eps` is given."""
-    gated_BLD, mean_BLD = gates.plain(y_2BLD, z_BLD, scale_B, keep)
+    gated_BLD, mean_BLD = gates.plain(y, z_BLD, scale_B, keep)
     out_TC = x_TC + gated_BLD.flatten(0, 1) @ out_proj_CD.t()
     return out_TC, mean_BLD, [] if eps is None else list(plain_norm(out_TC, eps, out_TC.dtype))

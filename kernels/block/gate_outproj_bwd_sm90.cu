@@ -105,7 +105,7 @@ DEVICE void multiply(float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned
 }
 
 // Epilogue: dy, dz and gated of the lane's channels of tokens `token` and `token` + 8, from dgated / scale = sums
-DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, Element *dy,
+DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inputs, unsigned slots, Element *dy, i64 dy_stride,
                             Element *dz, Element *gated, int token, int end, const float (&scale)[2], int lane,
                             unsigned of_piece) {
     UNROLLED for (int d = 0; d < SLICE; d += 64, inputs.next()) {
@@ -140,18 +140,18 @@ DEVICE void store_gradients(const float (&sums)[SLICE / 2], Pipeline<SLOTS> &inp
                     to += (token + i * 8) * stride + d + half * 32 + lane % 4 * 8;
                     if (token + i * 8 < end) store(to, Pack<Element, 8>{v[0], v[1], v[2], v[3]});
                 };
-                write(dy, 2 * D, dys), write(dz, 2 * D, dzs), write(gated, D, gateds);
+                write(dy, dy_stride, dys), write(dz, 2 * D, dzs), write(gated, D, gateds);
             }
     }
 }
 
-// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. z, dy and dz are halves
-// of rows of 2 D.
+// A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. z and dz are halves of
+// rows of 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
 gate_outproj_backward(const Element *__restrict__ dout, const Element *__restrict__ out_proj,
                       const Element *__restrict__ means, const Element *__restrict__ z,
-                      const float *__restrict__ scales, Element *__restrict__ dy, Element *__restrict__ dz,
-                      Element *__restrict__ gated, i64 tokens, i64 length, i64 tokens_of_group, i64 rounds) {
+                      const float *__restrict__ scales, Element *__restrict__ dy, i64 dy_stride,
+                      Element *__restrict__ dz, Element *__restrict__ gated, i64 tokens, i64 length, i64 tokens_of_group, i64 rounds) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_BARRIERS;
     unsigned weights_there = weights + OF_WEIGHTS_THERE;
@@ -190,6 +190,6 @@ gate_outproj_backward(const Element *__restrict__ dout, const Element *__restric
         float scale[2], sums[SLICE / 2];
         UNROLLED for (int i = 0; i < 2; i++) scale[i] = scales && token + i * 8 < end ? scales[(token + i * 8) / L] : 1;
         multiply(sums, inputs, slots, weights, lane);
-        store_gradients(sums, inputs, slots, dy, dz, gated, token, end, scale, lane, of_piece);
+        store_gradients(sums, inputs, slots, dy, dy_stride, dz, gated, token, end, scale, lane, of_piece);
     }
 }

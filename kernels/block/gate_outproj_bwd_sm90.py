@@ -18,11 +18,11 @@ def gate_outproj_backward(
 ) -> Tensor:  # fmt: skip
     """`gate_backward` of the product's gradient dout out_proj.
 
-    On Hopper both are one kernel, if the tokens fill the GPU and z, dy and dz are halves of uz and its gradient.
+    On Hopper both are one kernel, if the tokens fill the GPU and z and dz are halves of uz and its gradient.
     """
     (T, C), (_, L, D) = dout_TC.shape, mean_BLD.shape
     dout_TC = dout_TC.contiguous()
-    halves = all(gates.token_stride(t) == 2 * D for t in (z_BLD, dy_BLD, dz_BLD))
+    halves = all(gates.token_stride(t) == 2 * D for t in (z_BLD, dz_BLD))
     aligned = vector_width(8, dout_TC, out_proj_CD, mean_BLD, z_BLD, dy_BLD, dz_BLD) == 8
     if not (forward.fits(T, C, D, dout_TC.dtype, place(dout_TC)) and halves and aligned):
         dgated_BLD = torch.mm(dout_TC, out_proj_CD).view_as(mean_BLD)
@@ -33,7 +33,8 @@ def gate_outproj_backward(
     rounds, tokens = forward.shares(T, blocks)
     macros = macros_of(dout_TC.dtype, C)
     compiler.launch("block/gate_outproj_bwd_sm90", "gate_outproj_backward", macros, blocks * slices, 384, dict(
-        dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD, dz=dz_BLD,
+        dout=dout_TC, out_proj=out_proj_CD, means=mean_BLD, z=z_BLD, scales=scale_B, dy=dy_BLD,
+        dy_stride=gates.token_stride(dy_BLD), dz=dz_BLD,
         gated=gated_BLD, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
     ), macros["CTA_BYTES"])  # fmt: skip
     return gated_BLD

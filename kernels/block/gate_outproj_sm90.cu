@@ -10,11 +10,12 @@
 //   INPUT        element type of the other tensors: bf16 or fp16
 //   WIDTH        model width C, the outputs: 192 or 384
 //   KEEP         whether to write the means that backward needs
+//   POOLED       whether y_1 is of lines of tokens
 //   STAGES       K_TILEs of channels of the weights on their way at once
 //   SLOTS        stages of a group's y and z, or x, on their way at once
 //   CTA_BYTES    dynamic shared memory, as the host has counted it
 //
-// L tokens of a sequence    C outputs    D channels
+// L tokens of a sequence    C outputs    D channels    count, length, next, next_line: lines.cuh
 //
 // One CTA a multiprocessor, of 12 warps: two groups of four consumer warps, and producers. A group has up to 64 tokens
 // with all outputs in registers, 16 rows of sums a warp, C / 2 floats a lane: so a warp has whole rows of the result to
@@ -50,7 +51,8 @@ static_assert(SLOT_CHANNELS % K_TILE == 0 && C % PART == 0 && PART % 32 == 0);
 // shared memory, bytes: weights, slots of each group, their barriers and those of the weights
 constexpr int OF_SLOTS = STAGES * STAGE, OF_SLOT_BARRIERS = OF_SLOTS + GROUPS * SLOTS * SLOT;
 constexpr int OF_STAGE_BARRIERS = OF_SLOT_BARRIERS + GROUPS * 2 * SLOTS * 8;
-static_assert(OF_STAGE_BARRIERS + 2 * STAGES * 8 == CTA_BYTES);
+constexpr int OF_ROWS = OF_STAGE_BARRIERS + 2 * STAGES * 8;  // each group's rows of y_1, if those are of lines
+static_assert(OF_ROWS + POOLED * GROUPS * ROWS * 4 == CTA_BYTES);
 static_assert(STAGE % 1024 == 0 && SLOT % 1024 == 0);  // which products and the ^ of addresses want
 
 // Tokens of this launch: `at_once` of all groups in a round, up to `most` of a group; `limit` if all had as many
@@ -70,12 +72,19 @@ DEVICE void produce_weights(Pipeline<STAGES> stages, unsigned weights, const Ele
         }
 }
 
-// A slot of y_0, y_1 and z of SLOT_CHANNELS channels; a lane has 16 bytes of every fourth token from `first` on
-DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, const Element *z, int first, int end) {
+// A slot of y_0, y_1 and z of SLOT_CHANNELS channels; a lane has 16 bytes of every fourth token from `first` on. y_1 is
+// the first token's, or that of row 0 if there are `rows`, those of y_1 for the same tokens.
+DEVICE void produce_gate(unsigned to, const Element *y_0, const Element *y_1, const Element *z, const int *rows,
+                         int first, int end) {
 #pragma unroll 2
     for (int token = first; token < end; token += 4) {
-        copy_16_async(to, y_0), copy_16_async(to + TENSOR, y_1), copy_16_async(to + 2 * TENSOR, z);
-        to = to + 4 * SLOT_CHANNELS * 2 ^ 4 * 16, y_0 += 4 * D, y_1 += 4 * D, z += 4 * 2 * D;
+        copy_16_async(to, y_0), copy_16_async(to + 2 * TENSOR, z);
+        copy_16_async(to + TENSOR, POOLED ? y_1 + i64(*rows) * D : y_1);
+        to = to + 4 * SLOT_CHANNELS * 2 ^ 4 * 16, y_0 += 4 * D, z += 4 * 2 * D;
+        if (POOLED)
+            rows += 4;
+        else
+            y_1 += 4 * D;
     }
 }
 
@@ -86,22 +95,29 @@ DEVICE void produce_residual(unsigned to, const float *x, int first, int end) {
         UNROLLED for (int c = 0; c < PART; c += 32) copy_16_async(to + c * 4, x + c);
 }
 
-// Warps 8 and 9: what group g reads of its tokens
-DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element *y, const Element *z, const float *x,
-                           int g, int lane, i64 direction, Tokens tokens) {
+// Warps 8 and 9: what group g reads of its tokens, where `rows` is room for those of y_1
+DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element *y_0, const Element *y_1,
+                           const Element *z, const float *x, int *rows, int g, int lane, const Lines &lines, int L,
+                           Tokens tokens) {
     int row = lane / 8, piece = lane % 8;
     unsigned to_yz = row * SLOT_CHANNELS * 2 + (piece ^ row) * 16;
     unsigned to_x = row * PART * 4 + (piece ^ row % 2 * 4) * 16;
 #pragma unroll 1
     for (int of_group = (blockIdx.x * 2 + g) * tokens.most; of_group < tokens.limit; of_group += tokens.at_once) {
         int first = of_group + row, end = min(of_group + tokens.most, tokens.all);
+        if (POOLED) {
+            __syncwarp();  // nobody reads the last ones any more
+            for (int i = lane; i < end - of_group; i += 32) rows[i] = row_of_second<true>(lines, of_group + i, L);
+            __syncwarp();
+        }
 #pragma unroll 1
         for (int k_slot = 0; k_slot < YZ_SLOTS; k_slot++, inputs.next()) {
             wait_for(inputs.empty(), inputs.phase() ^ 1);
             unsigned to = slots + inputs.stage() * SLOT + to_yz;
             int channel = k_slot * SLOT_CHANNELS + piece * 8;
-            const Element *y_0 = y + (i64(first) * D + channel), *y_1 = y_0 + direction;
-            produce_gate(to, y_0, y_1, z + (i64(first) * (2 * D) + channel), first, end);
+            i64 at = i64(first) * D + channel;
+            produce_gate(to, y_0 + at, y_1 + (POOLED ? channel : at), z + (i64(first) * (2 * D) + channel), rows + row,
+                         first, end);
             arrive_when_copied(inputs.full());
         }
 #pragma unroll 1
@@ -237,14 +253,17 @@ DEVICE void store_norm(Sums &sums, Element *xhat, float *rstd, double eps, int t
 // A group takes up to `tokens_of_group` tokens at a time, and all groups do so `rounds` times. rstd and xhat may be
 // null. z is the last half of rows of 2 D.
 extern "C" __global__ void __launch_bounds__(384, 1)
-gate_outproj(const Element *__restrict__ y, const Element *__restrict__ z, const float *__restrict__ scales,
-             const Element *__restrict__ tiles, const float *__restrict__ x, float *__restrict__ out,
-             Element *__restrict__ means, Element *__restrict__ xhat, float *__restrict__ rstd, double eps, i64 tokens,
-             i64 length, i64 tokens_of_group, i64 rounds) {
+gate_outproj(const Element *__restrict__ y_0, const Element *__restrict__ y_1, const Element *__restrict__ z,
+             const float *__restrict__ scales, const Element *__restrict__ tiles, const float *__restrict__ x,
+             float *__restrict__ out, Element *__restrict__ means, Element *__restrict__ xhat, float *__restrict__ rstd,
+             double eps, i64 tokens, i64 L_, i64 count, i64 length, i64 next, i64 next_line, i64 tokens_of_group,
+             i64 rounds) {
     extern __shared__ __align__(1024) char shared[];
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
     Pipeline<STAGES> stages(weights + OF_STAGE_BARRIERS);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, most = tokens_of_group, at_once = gridDim.x * GROUPS * most;
+    int L = L_;
+    const Lines lines = {int(count), int(length), int(next), int(next_line)};
     const Tokens of = {int(tokens), most, at_once, at_once * int(rounds)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < GROUPS * 2 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32);
@@ -259,13 +278,14 @@ gate_outproj(const Element *__restrict__ y, const Element *__restrict__ z, const
         if (warp == 10 && lane == 0)
             produce_weights(stages, weights, tiles, of);
         else if (warp < 10)
-            produce_inputs(barriers + g * 2 * SLOTS * 8, slots + g * SLOTS * SLOT, y, z, x, g, lane, tokens * D, of);
+            produce_inputs(barriers + g * 2 * SLOTS * 8, slots + g * SLOTS * SLOT, y_0, y_1, z, x,
+                           (int *)(shared + OF_ROWS) + g * ROWS, g, lane, lines, L, of);
         wait_for_all_copies();
         return;
     }
 
     take_registers<232>();
-    int g = warp / 4, L = length;
+    int g = warp / 4;
     const Consumer my(lane, warp % 4);
     Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;

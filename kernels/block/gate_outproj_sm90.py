@@ -8,7 +8,7 @@ from torch import Tensor
 from ..cuda import compiler, hardware
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import place
-from .gate import token_stride
+from .gate import Read, token_stride
 from .norm_backward import empty_norm
 
 STAGES, SLOTS = 5, 2  # weights and tokens on their way at once
@@ -27,31 +27,33 @@ def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def gate_outproj_sm90(
-    x_TC: Tensor, y_2BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
+    x_TC: Tensor, y: Read, z_BLD: Tensor, scale_B: Tensor | None, tiles: Tensor, mean_BLD: Tensor | None,
     eps: float | None,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """x + gated out_proj^T and, with `eps`, its norm and factors, else an empty list; writes `mean_BLD` if given.
 
     x is to be at a multiple of 16 bytes and z the last half of uz.
     """
-    (_, _, L, D), (T, C) = y_2BLD.shape, x_TC.shape
+    (_, L, D), (T, C), dtype = y.first.shape, x_TC.shape, z_BLD.dtype
     assert token_stride(z_BLD) == 2 * D
     assert x_TC.data_ptr() % 16 == 0
-    out_TC, norm = torch.empty_like(x_TC), [] if eps is None else empty_norm(x_TC, y_2BLD.dtype)
-    macros, multiprocessors = macros_of(y_2BLD.dtype, C, mean_BLD is not None), hardware.multiprocessors(place(x_TC))
+    out_TC, norm = torch.empty_like(x_TC), [] if eps is None else empty_norm(x_TC, dtype)
+    macros = macros_of(dtype, C, mean_BLD is not None, y.lines is not None)
+    multiprocessors = hardware.multiprocessors(place(x_TC))
     rounds, tokens = shares(T, multiprocessors)
     xhat_TC, rstd_T = norm or (None, None)
     compiler.launch("block/gate_outproj_sm90", "gate_outproj", macros, multiprocessors, 384, dict(
-        y=y_2BLD, z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=mean_BLD, xhat=xhat_TC,
-        rstd=rstd_T, eps=eps or 0.0, tokens=T, length=L, tokens_of_group=tokens, rounds=rounds,
+        **y.arguments(), z=z_BLD, scales=scale_B, tiles=tiles, x=x_TC, out=out_TC, means=mean_BLD, xhat=xhat_TC,
+        rstd=rstd_T, eps=eps or 0.0, tokens=T, L_=L, tokens_of_group=tokens, rounds=rounds,
     ), macros["CTA_BYTES"])  # fmt: skip
     return out_TC, norm
 
 
-def macros_of(dtype: torch.dtype, C: int, keep: bool) -> dict:
-    barriers = 2 * STAGES + 2 * 2 * SLOTS
-    block_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + barriers * 8
-    return dict(INPUT=ELEMENT[dtype], WIDTH=C, KEEP=int(keep), STAGES=STAGES, SLOTS=SLOTS, CTA_BYTES=block_bytes)
+def macros_of(dtype: torch.dtype, C: int, keep: bool, pooled: bool) -> dict:
+    barriers, rows = 2 * STAGES + 2 * 2 * SLOTS, 2 * 64 if pooled else 0
+    cta_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + barriers * 8 + rows * 4
+    kind = dict(INPUT=ELEMENT[dtype], WIDTH=C, KEEP=int(keep), POOLED=int(pooled))
+    return dict(**kind, STAGES=STAGES, SLOTS=SLOTS, CTA_BYTES=cta_bytes)
 
 
 def shares(T: int, blocks: int) -> tuple[int, int]:

@@ -14,16 +14,15 @@ from ..scan.cuda_scan import forward_schedule
 from ..scan.heuristics import Schedule
 from .conv_backward import conv_backward
 from .conv_xproj import conv_xproj
-from .gate import gate, gate_backward
+from .gate import Read, gate, gate_backward
 from .gate_outproj import add_product, fuses_product, gate_outproj
 from .gate_outproj_bwd_sm90 import gate_outproj_backward
 from .gate_outproj_sm90 import empty_tiles
 from .gate_outproj_sm90 import fits as runs_hopper_kernels
 from .norm_backward import norm_backward
 from .pack_weights import PackedWeights, pack_weights, packed_size
-from .pool import pool
+from .pool import pool, sum_lines
 from .pooled_conv_backward import pooled_conv_backward
-from .pooled_gate import pooled_gate, pooled_gate_backward
 from .step_proj_bwd import products_over_tokens, step_proj_backward
 from .unpack_gradients import unflatten, unpack_gradients
 

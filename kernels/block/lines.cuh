@@ -1,7 +1,7 @@
-// A pooled block's tokens in its order: line by line, where a line is a row of the image's patches or a column
+// A pooled block's tokens in two orders: as they are in memory, and line by line, where a line is a row of the image's
+// patches or a column
 
-#include "filter.cuh"
-#include "silu.cuh"
+#include "../cuda/types.cuh"
 
 // Each line of patches is a pooled token, and the class token one more, number count / 2. In both orders, this and the
 // one in memory, the class token is number `center`, which may be within a line.
@@ -25,6 +25,11 @@ struct Lines {
         int line = (t - (t > center())) / length;
         return t == center() ? class_token() : line + (line >= class_token());
     }
+    // the pooled token of the token that is number t in memory
+    INLINE int pooled_in_memory(int t) const {
+        int patch = t - (t > center()), line = next == 1 ? patch / length : patch % count;
+        return t == center() ? class_token() : line + (line >= class_token());
+    }
     // where token t is in memory, -1 if it is none
     INLINE int at(int t) const {
         int patch = t - (t > center()), place = patch / length * next_line + patch % length * next;
@@ -32,108 +37,3 @@ struct Lines {
         return t == center() ? t : place + (place >= center());
     }
 };
-
-// A CTA works on SEGMENT tokens at a time, and first writes down for itself where they and those around them are.
-constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are on their way from memory
-constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
-
-DEVICE void write_table(int *table, const Lines &lines, int first) {
-    __syncthreads();  // nobody reads the last one any more
-    for (int i = threadIdx.x; i < TABLE; i += THREADS) table[i] = lines.at(first - BACK + i);
-    __syncthreads();
-}
-
-// The tokens of one tensor
-template <class T>
-struct Tokens {
-    T *data;
-    int stride;  // in bytes
-    INLINE Tokens(T *data, i64 stride) : data(data), stride(int(stride) * int(sizeof(T))) {
-        asm("" : "+r"(this->stride));  // or the compiler would multiply by the 64-bit one again for every token
-    }
-    INLINE T *at(int t) const {
-        i64 offset;
-        asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
-        return (T *)((char *)data + offset);
-    }
-};
-
-// V channels of the tokens of one tensor, AHEAD of them on their way. Numbers are constants where loops are unrolled.
-template <int V>
-struct Coming {
-    Tokens<const Element> from;
-    Pack<Element, V> pack[AHEAD];
-    // those that the table has first
-    INLINE Coming(const Element *from, i64 stride, const int *table) : from(from, stride) {
-        UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i, table[i]);
-    }
-    INLINE void fetch(int number, int at) {
-        pack[number % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from.at(at));
-    }
-    // that one, and the one AHEAD of it is fetched
-    INLINE Floats<V> next(int number, int at_ahead) {
-        Floats<V> token = to_floats(pack[number % AHEAD]);
-        fetch(number, at_ahead);
-        return token;
-    }
-};
-
-// v of both directions by -LOG2E: filters scaled by -LOG2E give y, so that exp(-x) = exp2(y), and v = -y / LOG2E sigmoid.
-// The window is a ring: at[t % 8] is u(t), counted from the line's first token.
-template <int V>
-struct Convolved {
-    Filter<V> forward, backward;
-    Floats<V> window[8];
-    Coming<V> u;
-    INLINE Convolved(const Element *from, i64 stride, const float *weights, const float *biases, i64 d, i64 D,
-                     const int *table)
-        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d), u(from, stride, table) {
-        forward.scale(-LOG2E), backward.scale(-LOG2E);
-        UNROLLED for (int i = 0; i < 2 * BACK; i++) window[(i - BACK) & 7] = u.next(i, table[i + AHEAD]);
-    }
-    // of token i, where `table` begins BACK tokens before it
-    INLINE void next(int i, const int *table, Floats<V> &v_0, Floats<V> &v_1) {
-        window[(i + BACK) & 7] = u.next(i + 2 * BACK, table[2 * BACK + AHEAD]);
-        v_0 = forward.bias, v_1 = backward.bias;
-        UNROLLED for (int c = 0; c < V; c++) {
-            UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                v_0.at[c] = fmaf(forward.weight[tap][c], window[(i - BACK + tap) & 7].at[c], v_0.at[c]);
-                v_1.at[c] = fmaf(backward.weight[tap][c], window[(i + BACK - tap) & 7].at[c], v_1.at[c]);
-            }
-            v_0.at[c] *= reciprocal(1 + exp2_fast(v_0.at[c]));
-            v_1.at[c] *= reciprocal(1 + exp2_fast(v_1.at[c]));
-        }
-    }
-};
-
-// The line of a CTA, and its channels
-struct Place {
-    i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
-    int pooled, first, last;
-    bool writes;
-    INLINE Place(const Lines &lines, i64 D) {
-        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
-        unsigned place = blockIdx.x / groups;
-        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = place / S, pooled = place % S;
-        writes = d < D, d = min(d, D - VECTOR);
-        first = lines.first(pooled), last = lines.last(pooled);
-        token = b * lines.tokens(), pooled_token = place;
-    }
-    // of the class token if that is within the line but not all of it, else none
-    INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
-};
-
-// Body(t, i, here) for each token t of the line, with i = (t - first) % 8 as a constant, and `here` where the table, which
-// has the line's first SEGMENT tokens, has that BACK tokens before t
-template <class Body>
-DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
-    for (int segment = place.first; segment <= place.last; segment += SEGMENT) {
-        if (segment != place.first) write_table(table, lines, segment);
-#pragma unroll 1
-        for (int eight = 0; eight < SEGMENT && segment + eight <= place.last; eight += 8)
-            UNROLLED for (int i = 0; i < 8; i++) {
-                int t = segment + eight + i;
-                if (t <= place.last) body(t, i, table + eight + i);
-            }
-    }
-}

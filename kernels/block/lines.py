@@ -62,6 +62,10 @@ class Lines(NamedTuple):
         lines, center = lines + (lines >= self.count // 2), (self.L - 1) // 2
         return torch.cat([lines[:center], torch.tensor([self.count // 2]), lines[center:]])
 
+    def pooled_in_memory(self) -> Tensor:
+        """The same of each token as it is in memory."""
+        return self.pooled()[self.order().argsort()]
+
 
 def cta_shape(D: int, vector: int) -> tuple[int, int]:
     """CTAs that share a token's channels, and threads of each: whole warps, up to 192."""

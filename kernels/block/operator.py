@@ -100,7 +100,7 @@ def _unlisted(
     directions, keep,
 ):  # fmt: skip
     """The arguments of `forward`, from those of the schema."""
-    check_lists(recurrence, directions=directions, normed=normed)
+    check_lists(recurrence, bool(lines), directions=directions, normed=normed)
     flat = [x_BLC, scale_B, *(normed or (None, None)), norm_C, in_proj, out_proj, *directions]
     return Options(recurrence, eps, dtype, class_token_only, norm_next, Lines.read(lines)), keep, flat
 
@@ -121,16 +121,17 @@ def _block_backward(
         out_proj, directions, saved,
     )  # fmt: skip
     options = BackwardOptions(recurrence, class_token_only, norm_given, Lines.read(lines))
+    saved = SavedForBackward.of(saved, recurrence, options.lines is not None)
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
-        options, BlockWeights.of(weights).sizes, False, [*flat, *SavedForBackward.of(saved, recurrence)]
+        options, BlockWeights.of(weights).sizes, False, [*flat, *saved]
     )
     # an operator's results share no memory with others, and none with what it was given
     dA_logs = () if dA_log is None else [t.clone() for t in dA_log]
     gradients = named_gradients(dout_proj, dA_logs, *dweights).flat()
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():
         dx_BLC = dx_BLC.clone()
-    return [dx_BLC, dx_BLC.new_empty(0, dtype=saved[0].dtype) if dxhat_TC is None else dxhat_TC, *gradients]
+    return [dx_BLC, dx_BLC.new_empty(0, dtype=saved.uz.dtype) if dxhat_TC is None else dxhat_TC, *gradients]
 
 
 @torch.library.register_fake("vil::block")
@@ -142,16 +143,17 @@ def _fake_block(*arguments):
     tokens, D, lines = Tokens(L, options.class_token_only), sizes.D, options.lines
     y_BMC = x_BLC.new_empty(B, tokens.M, C)
     own_norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    norm_next = options.norm_next and not (options.class_token_only or lines)
+    norm_next = options.norm_next and not options.class_token_only
     norm_next = norm_next and kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
     if not keep:
         return y_BMC, own_norm if norm_next else [], []
     saved = SavedForBackward(
         x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
-        x_BLC.new_empty((2, B, lines.S, D) if lines else (B, tokens.M, D), dtype=dtype),
+        x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
         x_BLC.new_empty((2, B, chunk_state_count(lines.S if lines else tokens.H), sizes.N, D)),
         x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
         A_of(weights),
+        x_BLC.new_empty((2, B, lines.S, D), dtype=dtype) if lines else None,
         *((None, None) if normed else (t.clone() for t in own_norm)),
     )
     return y_BMC, own_norm if norm_next else [], saved.flat()
@@ -209,7 +211,7 @@ class _Block(torch.autograd.Function):
             gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *dweights).flat()
         else:
             dx_BMC, dnext_TC, xhat_TC, rstd_T, scale_B, norm_C, in_proj, *others = flat
-            saved, (out_proj, *directions) = SavedForBackward(*others[:7]), others[7:]
+            saved, (out_proj, *directions) = SavedForBackward(*others[:8]), others[8:]
             dx_BLC, dxhat_TC, *gradients = torch.ops.vil.block_backward(
                 *ctx.options[:-1], ctx.options.lines or (), dx_BMC, dnext_TC,
                 [] if xhat_TC is None else [xhat_TC, rstd_T], scale_B, norm_C, in_proj, out_proj, directions,
@@ -234,7 +236,7 @@ def _below_autograd(options: Options, keep: bool, flat: list[Tensor | None]) -> 
     with torch._C._AutoDispatchBelowAutograd():
         y_BMC, next_normed, saved = torch.ops.vil.block(*_listed(options, keep, flat))
     norm_given = Inputs.of(flat).normed is not None
-    kept = SavedForBackward.of(saved, options.recurrence, norm_given) if keep else ()
+    kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given) if keep else ()
     return [y_BMC, *(next_normed or (None, None)), *kept]
 
 

@@ -10,7 +10,7 @@
 // Macros and letters: pool.cu, with up to 2 neighbouring channels
 // stretch: tokens that a CTA takes at a time, a multiple of 4 up to SEGMENT    parts: CTAs of each channel
 
-#include "lines.cuh"
+#include "along_lines.cuh"
 
 constexpr int V = VECTOR, RING = 4;
 static_assert(BACK < RING);
@@ -104,7 +104,7 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
                         x_0 = fmaf(forward.weight[tap][c], window.u[(lead - BACK + tap + RING) % RING].at[c], x_0);
                         x_1 = fmaf(backward.weight[tap][c], window.u[(i + BACK - tap) % RING].at[c], x_1);
                     }
-                    float sigmoid_0 = sigmoid(x_0), sigmoid_1 = sigmoid(x_1);
+                    float sigmoid_0 = sigmoid_of_half(Element{}, 0.5f * x_0), sigmoid_1 = sigmoid_of_half(Element{}, 0.5f * x_1);
                     window.s_0[lead].at[c] = dv_0.at[c] * silu_slope(x_0, sigmoid_0);
                     window.s_1[i].at[c] = window.dv_1[i].at[c] * silu_slope(x_1, sigmoid_1);
                     if (ahead) dskip_0.at[c] = fmaf(window.e[lead].at[c], x_0 * sigmoid_0, dskip_0.at[c]);

@@ -140,10 +140,11 @@ class SavedForBackward(NamedTuple):
     """What forward keeps: in the dtype of products, but for states, A and rstd in fp32."""
 
     uz: Tensor  # (B, L, E)
-    mean: Tensor  # (B, M, D), of what both directions put out; or, of pooled tokens, both (2, B, lines.S, D)
+    mean: Tensor  # (B, M, D), of what both directions put out
     states: Tensor  # (2, B, S, N, D), between chunks
     packed: Tensor  # the weights as kernels read them
     A: Tensor | None  # (2, D, N) of the selective recurrence
+    pooled: Tensor | None  # (2, B, lines.S, D): what the recurrence has read in a pooled block
     xhat: Tensor | None  # of `Normed`; this and the next are None if the block was given them
     rstd: Tensor | None
 
@@ -152,8 +153,11 @@ class SavedForBackward(NamedTuple):
         return [t for t in self if t is not None]
 
     @classmethod
-    def of(cls, flat: Sequence[Tensor], recurrence: str, norm_given: bool = False) -> SavedForBackward:
+    def of(
+        cls, flat: Sequence[Tensor], recurrence: str, pooled: bool, norm_given: bool = False
+    ) -> SavedForBackward:  # fmt: skip
         """From what `flat` returns."""
         uz, mean, states, packed, *others = flat
         A = others.pop(0) if recurrence == "selective" else None
-        return cls(uz, mean, states, packed, A, *((None, None) if norm_given else others))
+        means = others.pop(0) if pooled else None
+        return cls(uz, mean, states, packed, A, means, *((None, None) if norm_given else others))

@@ -33,6 +33,7 @@ MEANING = {
     r'asm volatile\("cp.async.wait_group [^;]*;"[^;]*;': "wait_until(PENDING);",
     r'asm\("ex2.approx.ftz.f32 [^;]*;"[^;]*;': "y = exp2f(x);",
     r'asm\("rcp.approx.ftz.f32 [^;]*;"[^;]*;': "y = 1 / x;",
+    r'asm\("tanh.approx.f32 [^;]*;"[^;]*;': "y = tanhf(x);",
     r'asm\("min.NaN.f32 [^;]*;"[^;]*;': "c = a != a || b != b ? NAN : min(a, b);",
     r'asm\("mma.sync.aligned.m16n8k16.row.col.f32.bf16.*?"r"\(b_1\)\);': (
         "multiply_fragments([](unsigned bits) { return __uint_as_float(bits << 16); }, &sums[0].at[0],"

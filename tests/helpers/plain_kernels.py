@@ -12,7 +12,6 @@ from vil.kernels.block import (
     pack_weights,
     pool,
     pooled_conv_backward,
-    pooled_gate,
     step_proj_bwd,
     unpack_gradients,
 )  # fmt: skip
@@ -22,6 +21,7 @@ from vil.kernels.block.plain import gradients
 class PlainKernels:
     """What forward and backward call, by the definitions beside the kernels; nothing is fused."""
 
+    Read, sum_lines = gate.Read, staticmethod(pool.plain_sums)
     packed_size = staticmethod(pack_weights.packed_size)
     unflatten = staticmethod(unpack_gradients.unflatten)
     rms_norm, norm_backward = staticmethod(norm_backward.plain_norm), staticmethod(norm_backward.plain)
@@ -36,7 +36,6 @@ class PlainKernels:
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))
-    pooled_gate_backward, pooled_gate = staticmethod(pooled_gate.plain_backward), staticmethod(pooled_gate.plain)
     pool, pooled_conv_backward = staticmethod(pool.plain), staticmethod(pooled_conv_backward.plain)
     add_product = staticmethod(lambda x, a, b: x + a @ b)
 

@@ -1,6 +1,7 @@
 """Each kernel of a block against the definition beside it: emulated on a CPU, and on a GPU."""
 
 import functools
+import math
 
 import emulator
 import pytest
@@ -12,6 +13,8 @@ from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 from vil.kernels.block import conv_backward, conv_xproj, gate_outproj_bwd_sm90, gate_outproj_sm90, step_proj_bwd
 from vil.kernels.block import launch as kernels
+from vil.kernels.block.gate import Read
+from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.cuda.elements import ELEMENT
 
@@ -36,17 +39,18 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
         "block/pack_weights": packing,
         "block/unpack_gradients": packing,
         "block/norm_backward": packing,
-        "block/gate": packing[:1],
+        "block/gate": [dict(packing[0], POOLED=pooled) for pooled in (0, 1)],
         "block/conv": [dict(INPUT=dtype, TAPS=4, VECTOR=8 if small else 4)],
         "block/conv_backward": [conv_backward.macros_of(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)],
         "block/conv_xproj": of_conv_xproj,
         "block/step_proj_bwd": [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
-        "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C) for C in widths],
+        "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
         "block/gate_outproj_sm90": [
-            gate_outproj_sm90.macros_of(t, C, keep) for C in widths for keep in (False, True) if hopper
+            gate_outproj_sm90.macros_of(t, C, keep, pooled)
+            for C in widths for keep in (False, True) for pooled in (False, True) if hopper
         ],
         **{name: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for name, ctas in (
-            ("block/pool", 4), ("block/pooled_gate", 3 if small else 2), ("block/pooled_conv_backward", 2),
+            ("block/pool", 4), ("block/pooled_conv_backward", 2),
         )},
         "block/gate_outproj_bwd_sm90": [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
     }  # fmt: skip
@@ -90,9 +94,11 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     D = 2 * C
-    x, y, uz, out_proj, scale = random_tensors(
+    h = next(h for h in range(math.isqrt(L - 1), 0, -1) if (L - 1) % h == 0)
+    rows, columns = (Lines.of(h, (L - 1) // h, columns) for columns in (False, True))
+    x, y, uz, out_proj, scale, of_rows, of_columns = random_tensors(
         device, ((B * L, C), torch.float32), ((2, B, L, D), dtype), ((B, L, 2 * D), dtype), ((C, D), dtype),
-        ((B,), torch.float32),
+        ((B,), torch.float32), *(((B, lines.S, D), dtype) for lines in (rows, columns)),
     )  # fmt: skip
     z = uz[..., D:]
     before = x.clone()
@@ -100,13 +106,15 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
     tiles = kernels.empty_tiles(B * L, out_proj, dtype)
     if tiles is not None:
         tiles.copy_(in_tiles(out_proj))
-    for scale_B, keep in (scale, True), (None, False):
+    reads = Read(*y), Read(y[0], of_rows, rows), Read(y[0], of_columns, columns)
+    for read, scale_B, keep in zip(reads * 2, [scale] * 3 + [None] * 3, [True] * 3 + [False] * 3):
         (out, mean, norm), (again, *_) = (
-            kernels.gate_outproj(x, y, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
+            kernels.gate_outproj(x, read, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
         )
         assert torch.equal(x, before)
         assert torch.equal(out, again)
-        gated, truth = PlainKernels.gate(y.double(), z.double(), None if scale_B is None else scale_B.double(), keep)
+        exactly = Read(read.first.double(), read.second.double(), read.lines)
+        gated, truth = PlainKernels.gate(exactly, z.double(), None if scale_B is None else scale_B.double(), keep)
         expected = x + gated.to(dtype).double().flatten(0, 1) @ out_proj.double().t()
         assert relative_error(out, expected) < {torch.bfloat16: 1e-4, torch.float16: 1e-5}[dtype]
         if keep:
@@ -199,8 +207,10 @@ def calls_of_step_proj_backward(tokens, B, L, C, D):
 def calls_of_gate(tokens, B, L, C, D):
     _, z = tokens(B, L, 2 * D).chunk(2, dim=-1)
     for scale in (None, torch.rand(B)):
-        yield tokens(2, B, L, D), z, scale, True
-        yield tokens(2, B, 1, D), z[:, L // 2 :][:, :1], scale, True
+        yield Read(*tokens(2, B, L, D)), z, scale, True
+        yield Read(*tokens(2, B, 1, D)), z[:, L // 2 :][:, :1], scale, True
+        lines = Lines.of(L - 1, 1, columns=scale is None)
+        yield Read(tokens(B, L, D), tokens(B, lines.S, D), lines), z, scale, True
 
 
 def calls_of_gate_backward(tokens, B, L, C, D):

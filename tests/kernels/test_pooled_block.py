@@ -16,7 +16,7 @@ from blocks import (
 )
 from emulator import EMULATED
 from vil.kernels import backends
-from vil.kernels.block import pool, pooled_conv_backward, pooled_gate
+from vil.kernels.block import pool, pooled_conv_backward
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
 
@@ -39,11 +39,10 @@ def case(device, grid, columns, dtype, monkeypatch, poison):
     def random(*size, dtype=dtype):
         return torch.randn(size, generator=g).to(device, dtype)
 
-    uz = random(B, L, 2 * D)
     tensors = dict(
-        u=uz[..., :D], z=uz[..., D:], y=random(2, B, S, D), conv=random(2, D, K, dtype=torch.float32),
-        bias=random(2, D, dtype=torch.float32), skip=random(2, D, dtype=torch.float32),
-        scale=random(B, dtype=torch.float32), dgated=random(B, L, D), dmeans=random(2, B, S, D),
+        u=random(B, L, 2 * D)[..., :D], conv=random(2, D, K, dtype=torch.float32),
+        bias=random(2, D, dtype=torch.float32), skip=random(2, D, dtype=torch.float32), e=random(B, L, D),
+        dmeans=random(2, B, S, D),
     )  # fmt: skip
     return lines, tensors, {name: t.double() for name, t in tensors.items()}
 
@@ -55,30 +54,20 @@ def case(device, grid, columns, dtype, monkeypatch, poison):
 def test_pooled_kernels_equal_their_definitions(case, dtype):
     lines, t, exact = case
 
-    def forward(t, module_pool, module_gate):
-        means = module_pool(t["u"], t["conv"], t["bias"], lines)
-        of_gate = [t[name] for name in ("u", "z", "y", "conv", "bias", "skip")]
-        return means, *(module_gate(*of_gate, scale, lines) for scale in (t["scale"], None))
+    def run(t, pool, sum_lines, conv_backward):
+        du = torch.empty(*t["u"].shape[:2], 2 * t["u"].shape[2]).to(t["u"]).chunk(2, dim=-1)[0]
+        weights = t["conv"], t["bias"], t["skip"]
+        filters, skips = conv_backward(t["u"], t["e"], t["dmeans"], *weights, du, lines)
+        return *pool(t["u"], *weights, lines), sum_lines(t["e"], lines), du, filters, skips
 
-    def backward(t, module_gate, module_conv):
-        duz, e = torch.empty(*t["u"].shape[:2], 2 * t["u"].shape[2]).to(t["u"]), t["dgated"].clone()
-        du, dz = duz.chunk(2, dim=-1)
-        rest = [t[name] for name in ("u", "z", "y", "conv", "bias", "skip", "scale")]
-        found = module_gate(e, *rest, dz, lines)
-        filters, skips = module_conv(t["u"], t["dgated"], t["dmeans"], t["conv"], t["bias"], t["skip"], du, lines)
-        return *found, e, dz, du, filters, skips
-
-    for run, kernels, plain in (
-        (forward, (pool.pool, pooled_gate.pooled_gate), (pool.plain, pooled_gate.plain)),
-        (backward, (pooled_gate.pooled_gate_backward, pooled_conv_backward.pooled_conv_backward),
-         (pooled_gate.plain_backward, pooled_conv_backward.plain)),
-    ):  # fmt: skip
-        found, again, truth = run(t, *kernels), run(t, *kernels), run(exact, *plain)
-        for i, (value, repeated, expected) in enumerate(zip(found, again, truth)):
-            assert torch.equal(value, repeated)
-            if value.dim() - expected.dim() == 0 and len(value) != len(expected):
-                value, expected = value.sum(0), expected.sum(0)
-            close(value, expected, dtype, f"{run.__name__} {i}")
+    kernels = pool.pool, pool.sum_lines, pooled_conv_backward.pooled_conv_backward
+    found, again = (run(t, *kernels) for _ in range(2))
+    truth = run(exact, pool.plain, pool.plain_sums, pooled_conv_backward.plain)
+    for i, (value, repeated, expected) in enumerate(zip(found, again, truth, strict=True)):
+        assert torch.equal(value, repeated)
+        if value.dim() - expected.dim() == 0 and len(value) != len(expected):
+            value, expected = value.sum(0), expected.sum(0)
+        close(value, expected, dtype, str(i))
 
 
 @pytest.fixture

@@ -1,0 +1,109 @@
+// How a CTA goes along the lines of a pooled block's tokens, with a window on u that gives v = silu(conv(u))
+
+#include "filter.cuh"
+#include "lines.cuh"
+#include "silu.cuh"
+
+// A CTA works on SEGMENT tokens at a time, and first writes down for itself where they and those around them are.
+constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are on their way from memory
+constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
+
+DEVICE void write_table(int *table, const Lines &lines, int first) {
+    __syncthreads();  // nobody reads the last one any more
+    for (int i = threadIdx.x; i < TABLE; i += THREADS) table[i] = lines.at(first - BACK + i);
+    __syncthreads();
+}
+
+// The tokens of one tensor
+template <class T>
+struct Tokens {
+    T *data;
+    int stride;  // in bytes
+    INLINE Tokens(T *data, i64 stride) : data(data), stride(int(stride) * int(sizeof(T))) {
+        asm("" : "+r"(this->stride));  // or the compiler would multiply by the 64-bit one again for every token
+    }
+    INLINE T *at(int t) const {
+        i64 offset;
+        asm("mul.wide.s32 %0, %1, %2;" : "=l"(offset) : "r"(t), "r"(stride));
+        return (T *)((char *)data + offset);
+    }
+};
+
+// V channels of the tokens of one tensor, AHEAD of them on their way. Numbers are constants where loops are unrolled.
+template <int V>
+struct Coming {
+    Tokens<const Element> from;
+    Pack<Element, V> pack[AHEAD];
+    // those that the table has first
+    INLINE Coming(const Element *from, i64 stride, const int *table) : from(from, stride) {
+        UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i, table[i]);
+    }
+    INLINE void fetch(int number, int at) {
+        pack[number % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from.at(at));
+    }
+    // that one, and the one AHEAD of it is fetched
+    INLINE Floats<V> next(int number, int at_ahead) {
+        Floats<V> token = to_floats(pack[number % AHEAD]);
+        fetch(number, at_ahead);
+        return token;
+    }
+};
+
+// v of both directions. Filters are halved, as silu_of_half wants it. The window is a ring: at[t % 8] is u(t), counted
+// from the line's first token.
+template <int V>
+struct Convolved {
+    Filter<V> forward, backward;
+    Floats<V> window[8];
+    Coming<V> u;
+    INLINE Convolved(const Element *from, i64 stride, const float *weights, const float *biases, i64 d, i64 D,
+                     const int *table)
+        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d), u(from, stride, table) {
+        forward.scale(0.5f), backward.scale(0.5f);
+        UNROLLED for (int i = 0; i < 2 * BACK; i++) window[(i - BACK) & 7] = u.next(i, table[i + AHEAD]);
+    }
+    // of token i, where `table` begins BACK tokens before it
+    INLINE void next(int i, const int *table, Floats<V> &v_0, Floats<V> &v_1) {
+        window[(i + BACK) & 7] = u.next(i + 2 * BACK, table[2 * BACK + AHEAD]);
+        v_0 = forward.bias, v_1 = backward.bias;
+        UNROLLED for (int c = 0; c < V; c++) {
+            UNROLLED for (int tap = 0; tap < TAPS; tap++) {
+                v_0.at[c] = fmaf(forward.weight[tap][c], window[(i - BACK + tap) & 7].at[c], v_0.at[c]);
+                v_1.at[c] = fmaf(backward.weight[tap][c], window[(i + BACK - tap) & 7].at[c], v_1.at[c]);
+            }
+            v_0.at[c] = silu_of_half(Element{}, v_0.at[c]), v_1.at[c] = silu_of_half(Element{}, v_1.at[c]);
+        }
+    }
+};
+
+// The line of a CTA, and its channels
+struct Place {
+    i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
+    int pooled, first, last;
+    bool writes;
+    INLINE Place(const Lines &lines, i64 D) {
+        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
+        unsigned place = blockIdx.x / groups;
+        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = place / S, pooled = place % S;
+        writes = d < D, d = min(d, D - VECTOR);
+        first = lines.first(pooled), last = lines.last(pooled);
+        token = b * lines.tokens(), pooled_token = place;
+    }
+    // of the class token if that is within the line but not all of it, else none
+    INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
+};
+
+// Body(t, i, here) for each token t of the line, with i = (t - first) % 8 as a constant, and `here` where the table, which
+// has the line's first SEGMENT tokens, has that BACK tokens before t
+template <class Body>
+DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
+    for (int segment = place.first; segment <= place.last; segment += SEGMENT) {
+        if (segment != place.first) write_table(table, lines, segment);
+#pragma unroll 1
+        for (int eight = 0; eight < SEGMENT && segment + eight <= place.last; eight += 8)
+            UNROLLED for (int i = 0; i < 8; i++) {
+                int t = segment + eight + i;
+                if (t <= place.last) body(t, i, table + eight + i);
+            }
+    }
+}
