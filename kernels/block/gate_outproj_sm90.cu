@@ -107,6 +107,7 @@ DEVICE void produce_inputs(Pipeline<SLOTS> inputs, unsigned slots, const Element
         int first = of_group + row, end = min(of_group + tokens.most, tokens.all);
         if (POOLED) {
             __syncwarp();  // nobody reads the last ones any more
+#pragma unroll 1
             for (int i = lane; i < end - of_group; i += 32) rows[i] = row_of_second<true>(lines, of_group + i, L);
             __syncwarp();
         }
@@ -262,8 +263,6 @@ gate_outproj(const Element *__restrict__ y_0, const Element *__restrict__ y_1, c
     unsigned weights = shared_address(shared), slots = weights + OF_SLOTS, barriers = weights + OF_SLOT_BARRIERS;
     Pipeline<STAGES> stages(weights + OF_STAGE_BARRIERS);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, most = tokens_of_group, at_once = gridDim.x * GROUPS * most;
-    int L = L_;
-    const Lines lines = {int(count), int(length), int(next), int(next_line)};
     const Tokens of = {int(tokens), most, at_once, at_once * int(rounds)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < GROUPS * 2 * SLOTS; i++) init_barrier(barriers + i * 8, i / SLOTS % 2 ? 4 : 32);
@@ -277,15 +276,17 @@ gate_outproj(const Element *__restrict__ y_0, const Element *__restrict__ y_1, c
         int g = warp - GROUPS * 4;
         if (warp == 10 && lane == 0)
             produce_weights(stages, weights, tiles, of);
-        else if (warp < 10)
+        else if (warp < 10) {
+            const Lines lines = {int(count), int(length), int(next), int(next_line)};
             produce_inputs(barriers + g * 2 * SLOTS * 8, slots + g * SLOTS * SLOT, y_0, y_1, z, x,
-                           (int *)(shared + OF_ROWS) + g * ROWS, g, lane, lines, L, of);
+                           (int *)(shared + OF_ROWS) + g * ROWS, g, lane, lines, L_, of);
+        }
         wait_for_all_copies();
         return;
     }
 
     take_registers<232>();
-    int g = warp / 4;
+    int g = warp / 4, L = L_;
     const Consumer my(lane, warp % 4);
     Pipeline<SLOTS> inputs(barriers + g * 2 * SLOTS * 8);
     slots += g * SLOTS * SLOT;
