@@ -243,18 +243,17 @@ TABLE = {
          "return t == center() ? t : place⟦ + (place >= center())→⟧;"),
         ("columns are taken for rows", "patch / length * ⟦next_line + patch % length * next→length + patch % length⟧;"),
         ("the pooled class token stands before a line too early", "line + (line >= class_token()⟦→ - 1⟧);"),
+    ],
+    "block/along_lines.cuh": [
         ("the window of a line's later tokens",
          "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
         ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, D - VECTOR);"),
         ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
     ],
     "block/pool.cu": [
-        ("a line's mean has the class token within it", "if (⟦t != foreign→true⟧) sum_0 = sum_0 + v_0"),
-    ],
-    "block/pooled_gate.cu": [
-        ("the second direction's skip is the first's", "skip_1 = load<V>(skip⟦ + D→⟧);"),
-        ("drop-path is ignored in backward", "g = ⟦scale * →⟧e.at[c];"),
-        ("the gradients of lines have the class token's", "if (t == ⟦foreign→-1⟧) return;"),
+        ("a line's mean has the class token within it", "if (t == ⟦foreign→-1⟧) return;"),
+        ("the second direction's skip is the first's", "skip_1 = load<V>(skip⟦ + D→⟧ + d)"),
+        ("the gradients of lines have the class token's", "if (⟦t != foreign→true⟧) sum = sum + one;"),
     ],
     "block/pooled_conv_backward.cu": [
         ("a mean's gradient is not shared", "float line_share = 1.f⟦ / length→⟧;"),

@@ -67,7 +67,7 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
         assert torch.equal(value, repeated)
         if value.dim() - expected.dim() == 0 and len(value) != len(expected):
             value, expected = value.sum(0), expected.sum(0)
-        close(value, expected, dtype, str(i))
+        close(value.to(dtype), expected, dtype, str(i))  # tanh_fast is in sums in fp32, too
 
 
 @pytest.fixture
