@@ -228,7 +228,7 @@ TABLE = {
          "put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + ⟦→TAPS - 1 - ⟧tap"),
     ],
     "block/gate.cu": [
-        ("drop-path is ignored", "    float scale = ⟦scales ? scales[token / L] : →⟧1;\n    const Element *y_0"),
+        ("drop-path is ignored", "    float scale = ⟦scales ? scales[token / L] : →⟧1;\n    y_0 += token"),
         ("the gradients of a dropped image are not zero", "g = ⟦scale * →⟧gradient.at[c];"),
         ("dy is that of the sum of both directions", "gradient.at[c] = ⟦0.5f * →⟧g * zs.at[c] * s;"),
         ("tensors of more than 2^31 elements: wrong gradients of the gate",
@@ -242,7 +242,8 @@ TABLE = {
         ("a class token within a line is none for the patches behind it",
          "return t == center() ? t : place⟦ + (place >= center())→⟧;"),
         ("columns are taken for rows", "patch / length * ⟦next_line + patch % length * next→length + patch % length⟧;"),
-        ("the pooled class token stands before a line too early", "line + (line >= class_token()⟦→ - 1⟧);"),
+        ("the pooled class token stands before a line too early", "int line = (t - (t > center())) / length;\n"
+         "        return t == center() ? class_token() : line + (line >= class_token()⟦→ - 1⟧);"),
     ],
     "block/along_lines.cuh": [
         ("the window of a line's later tokens",
@@ -327,7 +328,7 @@ TABLE = {
         ("Hopper: weights are overwritten while products read them", "wait_for_products<⟦1→2⟧>();  // those before"),
         ("Hopper: products of weights that have not arrived",
          "⟦if (k % K_STEPS == 0) wait_for(stages.full(), stages.phase());→⟧"),
-        ("Hopper: tensors of more than 2^31 elements: other tokens", "*y_0 = y + (⟦i64(first)→first⟧ * D + channel)"),
+        ("Hopper: tensors of more than 2^31 elements: other tokens", "i64 at = ⟦i64(first)→first⟧ * D + channel;"),
         ("Hopper: norms of tokens that belong to another group",
          "store_norm(sums, xhat, rstd, eps, token, ⟦end→of.all⟧, lane);"),
     ],
