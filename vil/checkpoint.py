@@ -44,6 +44,7 @@ LONGEST_LABEL = 1000  # characters of the name of a class
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 # of values within values, as files of any origin have some five levels of, and of the values of one level
 DEEPEST, MOST = 20, 2_000_000
+MOST_TENSORS, MOST_DIMENSIONS = 100_000, 64  # of a .safetensors file: PyTorch computes with as many dimensions
 # what PyTorch's unpickler makes anything of any size of, out of a few bytes
 GROWING = re.compile(rb"(?:__builtin__|builtins)\n(?:bytearray|set)\n|collections\nCounter\n")
 READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
@@ -229,6 +230,8 @@ def _read_safetensors(path: str | Path, whole: bool) -> dict[str, Any]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         names = file.keys() if whole else ()
+        if len(names) > MOST_TENSORS or any(len(file.get_slice(name).get_shape()) > MOST_DIMENSIONS for name in names):
+            raise zipfile.BadZipFile(f"it has {len(names)} tensors, or one of more than {MOST_DIMENSIONS} dimensions")
         content: dict[str, Any] = {"state_dict": {name: file.get_tensor(name) for name in names}}
     if metadata.get("producer") != PRODUCER:
         return content

@@ -206,6 +206,12 @@ def nested(times, width):
     return dict(version=3, config=dict(lr=value))
 
 
+def odd_safetensors(count, dimensions):
+    """Tensors of no values, for which a header of any size suffices."""
+    header = {f"{i}": dict(dtype="F32", shape=[0] * dimensions, data_offsets=[0, 0]) for i in range(count)}
+    return struct.pack("<Q", len(text := json.dumps(header).encode())) + text
+
+
 ALIKE, MUCH = torch.zeros(10**5), Call((bytearray, 10**12))
 GROWING = [
     (lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}), "its tensors have"),
@@ -229,6 +235,13 @@ def test_a_file_that_would_be_more_than_it_holds_is_refused_before_memory_is_tak
     for read in (checkpoint.read_weights, checkpoint.saved_config, checkpoint.read_checkpoint):
         with pytest.raises(CheckpointError, match=f"made.pt cannot be read as a checkpoint; .*: {reason}"):
             read(tmp_path / "made.pt")
+
+
+@pytest.mark.parametrize(("count", "dimensions"), [(100_001, 1), (1, 65), (1, 100_000)])
+def test_safetensors_of_many_tensors_or_dimensions_are_refused(tmp_path, count, dimensions):
+    (path := tmp_path / "odd.safetensors").write_bytes(odd_safetensors(count, dimensions))
+    with pytest.raises(CheckpointError, match=f"it has {count} tensors, or one of more than 64 dimensions"):
+        checkpoint.read_weights(path)
 
 
 @pytest.mark.parametrize("container", ["pt", "safetensors"])

@@ -610,6 +610,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
     ("info", "message"),
     [
         (dict(filenames=["../elsewhere.tar"]), r"the shard '\.\./elsewhere.tar' is no regular file in "),
+        (dict(filenames=["validation-0.tar", "./validation-0.tar"]), "'./validation-0.tar' is listed twice in "),
         (dict(filenames=["link.tar"]), "the shard 'link.tar' is no regular file in "),
         (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' is no regular file in "),
         (dict(num_samples=10**12), "cannot have 1000000000000 samples, but at most 30: see _info.json"),

@@ -64,9 +64,12 @@ class Shards(ReaderWds):
 
     def _check(self, root: str) -> None:
         """What a local folder's `_info.json` says."""
-        count, room = self.num_samples, 0
+        count, room, known = self.num_samples, 0, set()
         for name in self.split_info.filenames:
             path = os.path.realpath(os.path.join(root, name))
+            if path in known:
+                raise ConfigError(f"the shard {name!r} is listed twice in {root!r}: see _info.json")
+            known.add(path)
             if not path.startswith(os.path.join(root, "")) or (os.path.exists(path) and not os.path.isfile(path)):
                 raise ConfigError(f"the shard {name!r} is no regular file in {root!r}: copy it there, not a link to it")
             room += os.path.getsize(path) // FEWEST_BYTES if os.path.exists(path) else 0
