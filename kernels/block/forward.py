@@ -84,11 +84,15 @@ def _read_lines(
     lines = options.lines
     assert lines is not None
     means_2BSD, skipped_BLD = kernels.pool(u_BLD, w.conv, w.conv_bias, w.skip, lines)
-    p = project_pooled(means_2BSD, w)
-    y_2BSD, states = scans.scan_forward(
-        options.recurrence, p.v, p.step_logits, p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
-    )
-    return kernels.Read(skipped_BLD, y_2BSD[0] + y_2BSD[1], lines), means_2BSD, states
+    if kernels.scans_lines(means_2BSD, w.x_proj, w.step_proj):
+        y_BSD, states = kernels.scan_lines(options.recurrence, means_2BSD, w.x_proj, w.step_proj, A_2DN, w.step_bias)
+    else:
+        p = project_pooled(means_2BSD, w)
+        y_2BSD, states = scans.scan_forward(
+            options.recurrence, p.v, p.step_logits, p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
+        )
+        y_BSD = y_2BSD[0] + y_2BSD[1]
+    return kernels.Read(skipped_BLD, y_BSD, lines), means_2BSD, states
 
 
 def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:

@@ -23,6 +23,8 @@ from .norm_backward import norm_backward
 from .pack_weights import PackedWeights, pack_weights, packed_size
 from .pool import pool, sum_lines
 from .pooled_conv_backward import pooled_conv_backward
+from .scan_lines import fits as scans_lines
+from .scan_lines import scan_lines
 from .step_proj_bwd import products_over_tokens, step_proj_backward
 from .unpack_gradients import unflatten, unpack_gradients
 

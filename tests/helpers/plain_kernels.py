@@ -12,6 +12,7 @@ from vil.kernels.block import (
     pack_weights,
     pool,
     pooled_conv_backward,
+    scan_lines,
     step_proj_bwd,
     unpack_gradients,
 )  # fmt: skip
@@ -36,6 +37,7 @@ class PlainKernels:
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))
+    scans_lines, scan_lines = staticmethod(lambda *_: False), staticmethod(scan_lines.plain)
     pool, pooled_conv_backward = staticmethod(pool.plain), staticmethod(pooled_conv_backward.plain)
     add_product = staticmethod(lambda x, a, b: x + a @ b)
 

@@ -209,8 +209,9 @@ def calls_of_gate(tokens, B, L, C, D):
     for scale in (None, torch.rand(B)):
         yield Read(*tokens(2, B, L, D)), z, scale, True
         yield Read(*tokens(2, B, 1, D)), z[:, L // 2 :][:, :1], scale, True
-        lines = Lines.of(L - 1, 1, columns=scale is None)
-        yield Read(tokens(B, L, D), tokens(B, lines.S, D), lines), z, scale, True
+        if L > 1:
+            lines = Lines.of(L - 1, 1, columns=scale is None)
+            yield Read(tokens(B, L, D), tokens(B, lines.S, D), lines), z, scale, True
 
 
 def calls_of_gate_backward(tokens, B, L, C, D):

@@ -16,7 +16,7 @@ from blocks import (
 )
 from emulator import EMULATED
 from vil.kernels import backends
-from vil.kernels.block import pool, pooled_conv_backward
+from vil.kernels.block import pool, pooled_conv_backward, scan_lines
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
 
@@ -68,6 +68,34 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
         if value.dim() - expected.dim() == 0 and len(value) != len(expected):
             value, expected = value.sum(0), expected.sum(0)
         close(value.to(dtype), expected, dtype, str(i))  # tanh_fast is in sums in fp32, too
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recurrence", ["longhorn", "selective"])
+@pytest.mark.parametrize(("B", "S", "D", "R"), [(1, 15, 384, 16), (2, 16, 128, 24), (1, 33, 256, 8), (3, 1, 128, 8)])
+def test_scan_lines_equals_its_definition(B, S, D, R, recurrence, dtype, device, monkeypatch, poison):
+    if device == "cpu":
+        monkeypatch.setattr(compiler, "launch", emulator.launch)
+        on_an_emulated_gpu(monkeypatch, multiprocessors=12)
+    g = torch.Generator().manual_seed(0)
+
+    def random(*size, dtype=dtype):
+        return torch.randn(size, generator=g).to(device, dtype)
+
+    means, x_proj, step_proj = random(2, B, S, D), random(2, R + 32, D) / D**0.5, random(2, D, R) / R**0.5
+    A = -random(2, D, 16, dtype=torch.float32).exp() if recurrence == "selective" else None
+    bias = random(2, D, dtype=torch.float32)
+    assert scan_lines.fits(means, x_proj, step_proj)
+    assert not scan_lines.fits(means.repeat(1, 133, 1, 1), x_proj, step_proj)  # too many images
+    (found, states), (again, _) = (
+        scan_lines.scan_lines(recurrence, means, x_proj, step_proj, A, bias) for _ in range(2)
+    )
+    assert torch.equal(found, again)
+    assert states.shape == (2, B, 0, 16, D)
+    exactly = [t if t is None else t.double() for t in (means, x_proj, step_proj, A, bias)]
+    truth, _ = scan_lines.plain(recurrence, *exactly)
+    close(found, truth, dtype, "conv_xproj")  # which rounds steps, keys and queries, too
 
 
 @pytest.fixture

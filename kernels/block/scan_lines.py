@@ -1,0 +1,69 @@
+"""Projections and scan of a pooled block's lines: one kernel for few images, else three products and the scan's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler, hardware
+from ..cuda.plan import place
+from ..scan import naive
+from ..scan.chunks import CHUNK
+from ..scan.launches import common_macros
+
+CHANNELS, MOST_LINES = 32, CHUNK  # of a CTA; more have states between chunks, which backward wants
+
+
+def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
+    """Whether `scan_lines` takes them: each CTA projects all channels of its image, which pays if there are few."""
+    (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
+    shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and R > 0 and S <= MOST_LINES
+    device = place(means_2BSD)
+    few = B * (D // CHANNELS) <= hardware.multiprocessors(device)
+    return shape and few and cta_bytes(S, P) <= hardware.shared_bytes(device)
+
+
+def scan_lines(
+    recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
+    step_bias_2D: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y_BSD of both directions, added up, and the states between chunks, of which there are none.
+
+    The first R of the P columns of x_proj are the step.
+    """
+    (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
+    y_BSD, macros = torch.empty_like(means_2BSD[0]), macros_of(recurrence, means_2BSD, P, R)
+    compiler.launch("block/scan_lines", "scan_lines", macros, B * (D // CHANNELS), 256, dict(
+        means=means_2BSD, x_proj=x_proj_2PD, step_proj=step_proj_2DR, A=A_2DN, step_bias=step_bias_2D, y=y_BSD, B=B,
+        lines=S,
+    ), macros["CTA_BYTES"])  # fmt: skip
+    return y_BSD, means_2BSD.new_empty((2, B, 0, (P - R) // 2, D), dtype=torch.float32)
+
+
+def macros_of(recurrence: str, means_2BSD: Tensor, P: int, R: int) -> dict:
+    *_, S, D = means_2BSD.shape
+    macros = common_macros(recurrence, means_2BSD, (P - R) // 2)
+    return macros | dict(LANE_STATES=4, LANE_CHANNELS=1, WIDTH=D, RANK=R, TILES=-(-S // 16), CTA_BYTES=cta_bytes(S, P))
+
+
+def cta_bytes(S: int, P: int) -> int:
+    return 4 * (8 * 16 * (P | 8) + 2 * -(-S // 16) * 16 * (P + 2 * CHANNELS))
+
+
+def plain(
+    recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
+    step_bias_2D: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition of `scan_lines`."""
+    P, R = x_proj_2PD.shape[1], step_proj_2DR.shape[2]
+    projected_2BSP = means_2BSD @ x_proj_2PD.mT[:, None]
+    step, k, q = projected_2BSP.split((R, (P - R) // 2, (P - R) // 2), dim=-1)
+    step_logits = step @ step_proj_2DR.mT[:, None]
+    y_BSD = torch.zeros_like(means_2BSD[0])
+    for g in (0, 1):
+        read = means_2BSD[g], step_logits[g], k[g], q[g], None, step_bias_2D[g]
+        if A_2DN is None:
+            y_BSD += naive.longhorn(*read, reverse=g == 1)
+        else:
+            y_BSD += naive.selective(*read[:2], A_2DN[g], *read[2:], reverse=g == 1)
+    return y_BSD, y_BSD.new_empty(0)
