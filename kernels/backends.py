@@ -49,7 +49,7 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
 
 def transformed() -> bool:
     """Whether a transformation of torch.func is to see the scan, which the reference alone has the rules for."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.maybe_current_level() is not None  # which torch.compile can ask, too
 
 
 def resolve(backend: str, device: torch.device) -> str:

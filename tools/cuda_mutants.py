@@ -254,7 +254,22 @@ TABLE = {
     "block/pool.cu": [
         ("a line's mean has the class token within it", "if (t == ⟦foreign→-1⟧) return;"),
         ("the second direction's skip is the first's", "skip_1 = load<V>(skip⟦ + D→⟧ + d)"),
-        ("the gradients of lines have the class token's", "if (⟦t != foreign→true⟧) sum = sum + one;"),
+    ],
+    "block/sum_lines.cu": [
+        ("patches behind the class token are taken from where it would not be", "(patch⟦ + (patch >= center)→⟧) * D"),
+        ("lines behind the class token are those before", "(pooled⟦ - (pooled > lines.class_token())→⟧) * lines"),
+    ],
+    "block/scan_lines.cu": [
+        ("the second 16 lines are the first", "x_proj + part * QUARTER, ⟦first→0⟧, S, lane);"),
+        ("a quarter of the channels is not added up", "for (int part = 1; part < ⟦4→3⟧; part++)"),
+        ("parts are written while they are added up",
+         "        add_parts(memory, first);\n        ⟦__syncthreads();→__syncwarp();⟧"),
+        ("both directions have the first one's step sizes",
+         "load<8>(step_proj + (⟦g * D + →⟧d + lane) * RANK + i * 8)"),
+        ("the second direction reads from the first line", "⟦            if (g) t = S - 1 - t;\n→⟧"),
+        ("y of two lines are exchanged", "int t = start + ⟦2 * odd + upper→odd + 2 * upper⟧;"),
+        ("the second direction's y is missing", "⟦ + load<2>(&memory.x[1][t][pair])→⟧;"),
+        ("Mamba's rates are those of other states", "A + (g * D + d + c) * N⟦ + lane % 4 * NL→⟧)"),
     ],
     "block/pooled_conv_backward.cu": [
         ("a mean's gradient is not shared", "float line_share = 1.f⟦ / length→⟧;"),

@@ -21,11 +21,12 @@ from .gate_outproj_sm90 import empty_tiles
 from .gate_outproj_sm90 import fits as runs_hopper_kernels
 from .norm_backward import norm_backward
 from .pack_weights import PackedWeights, pack_weights, packed_size
-from .pool import pool, sum_lines
+from .pool import pool
 from .pooled_conv_backward import pooled_conv_backward
 from .scan_lines import fits as scans_lines
 from .scan_lines import scan_lines
 from .step_proj_bwd import products_over_tokens, step_proj_backward
+from .sum_lines import sum_lines
 from .unpack_gradients import unflatten, unpack_gradients
 
 

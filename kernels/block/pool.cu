@@ -42,21 +42,3 @@ pool(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weig
     store(means, from_floats<Element>(sum_0));
     store(means + B * (count + 1) * D, from_floats<Element>(sum_1));
 }
-
-// The sum of e over each line
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 count, i64 length, i64 next,
-          i64 next_line) {
-    Lines lines = {int(count), int(length), int(next), int(next_line)};
-    __shared__ int table[TABLE];
-    Place at(lines, D);
-    write_table(table, lines, at.first);
-    Coming<V> token(e + at.token * D + at.d, D, table + BACK);
-    Floats<V> sum = {};
-    int foreign = at.foreign(lines);
-    for_line(lines, at, table, [&](int t, int i, const int *here) {
-        Floats<V> one = token.next(i, here[BACK + AHEAD]);
-        if (t != foreign) sum = sum + one;
-    });
-    if (at.writes) store(sums + at.pooled_token * D + at.d, from_floats<Element>(sum));
-}

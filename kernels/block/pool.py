@@ -23,29 +23,15 @@ def pool(
     B, L, D = u_BLD.shape
     means_2BSD = torch.empty(2, B, lines.S, D, device=u_BLD.device, dtype=u_BLD.dtype)
     skipped_BLD = torch.empty(B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    _launch("pool", conv_2DK.shape[2], lines, vector_width(VECTOR, u_BLD), dict(
+    vector = vector_width(VECTOR, u_BLD)
+    groups, threads = cta_shape(D, vector)
+    ctas, taps = WARPS * 32 // threads, conv_2DK.shape[2]
+    macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
+    compiler.launch("block/pool", "pool", macros, B * lines.S * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, skip=skip_2D, means=means_2BSD,
-        skipped=skipped_BLD, B=B, D=D,
+        skipped=skipped_BLD, B=B, D=D, **lines.arguments(),
     ))  # fmt: skip
     return means_2BSD, skipped_BLD
-
-
-def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
-    """The sums over lines (B, S, D) of tokens that are in memory row by row."""
-    B, _, D = e_BLD.shape
-    sums_BSD = torch.empty(B, lines.S, D, device=e_BLD.device, dtype=e_BLD.dtype)
-    _launch("sum_lines", 4, lines, vector_width(VECTOR, e_BLD), dict(e=e_BLD, sums=sums_BSD, D=D))
-    return sums_BSD
-
-
-def _launch(entry: str, taps: int, lines: Lines, vector: int, arguments: dict) -> None:
-    tokens = arguments["u" if entry == "pool" else "e"]
-    B, _, D = tokens.shape
-    groups, threads = cta_shape(D, vector)
-    ctas = WARPS * 32 // threads
-    macros = dict(INPUT=ELEMENT[tokens.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
-    arguments = {**arguments, **lines.arguments()}
-    compiler.launch("block/pool", entry, macros, B * lines.S * groups, threads, arguments)
 
 
 def plain_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:
@@ -60,9 +46,3 @@ def plain(
     v_2BLD = plain_v(u_BLD, conv_2DK, conv_bias_2D, lines)
     skipped_BLD = (skip_2D[:, None, None] * v_2BLD).sum(0)[:, lines.order().argsort().to(u_BLD.device)]
     return torch.stack([line_means(v_BLD, lines) for v_BLD in v_2BLD]), skipped_BLD
-
-
-def plain_sums(e_BLD: Tensor, lines: Lines) -> Tensor:
-    """The definition of `sum_lines`."""
-    pooled = lines.pooled_in_memory().to(e_BLD.device)
-    return e_BLD.new_zeros(e_BLD.shape[0], lines.S, e_BLD.shape[2]).index_add(1, pooled, e_BLD)

@@ -19,7 +19,7 @@ def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and R > 0 and S <= MOST_LINES
     device = place(means_2BSD)
-    few = B * (D // CHANNELS) <= hardware.multiprocessors(device)
+    few = hardware.multiprocessors(device) >= B * (D // CHANNELS)
     return shape and few and cta_bytes(S, P) <= hardware.shared_bytes(device)
 
 

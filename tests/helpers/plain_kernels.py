@@ -14,6 +14,7 @@ from vil.kernels.block import (
     pooled_conv_backward,
     scan_lines,
     step_proj_bwd,
+    sum_lines,
     unpack_gradients,
 )  # fmt: skip
 from vil.kernels.block.plain import gradients
@@ -22,7 +23,7 @@ from vil.kernels.block.plain import gradients
 class PlainKernels:
     """What forward and backward call, by the definitions beside the kernels; nothing is fused."""
 
-    Read, sum_lines = gate.Read, staticmethod(pool.plain_sums)
+    Read, sum_lines = gate.Read, staticmethod(sum_lines.plain)
     packed_size = staticmethod(pack_weights.packed_size)
     unflatten = staticmethod(unpack_gradients.unflatten)
     rms_norm, norm_backward = staticmethod(norm_backward.plain_norm), staticmethod(norm_backward.plain)

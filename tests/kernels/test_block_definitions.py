@@ -11,7 +11,14 @@ from emulator import EMULATED
 from plain_kernels import PlainKernels, in_tiles
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
-from vil.kernels.block import conv_backward, conv_xproj, gate_outproj_bwd_sm90, gate_outproj_sm90, step_proj_bwd
+from vil.kernels.block import (
+    conv_backward,
+    conv_xproj,
+    gate_outproj_bwd_sm90,
+    gate_outproj_sm90,
+    scan_lines,
+    step_proj_bwd,
+)
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.gate import Read
 from vil.kernels.block.lines import Lines
@@ -43,6 +50,11 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
         "block/conv": [dict(INPUT=dtype, TAPS=4, VECTOR=8 if small else 4)],
         "block/conv_backward": [conv_backward.macros_of(t, 8 if small else 4, 4, P) for P in (48, 56, 80, 144)],
         "block/conv_xproj": of_conv_xproj,
+        "block/scan_lines": [
+            scan_lines.macros_of(recurrence, torch.empty(2, 1, S, D, dtype=t, device="meta"), R + 32, R)
+            for recurrence in ("longhorn", "selective") for S, D, R in ((15, 384, 16), (15, 768, 24)) if small
+        ],
+        "block/sum_lines": [dict(INPUT=dtype, VECTOR=8 if small else 4, THREADS=192)],
         "block/step_proj_bwd": [step_proj_bwd.macros_of(t, D, R, 16) for D, R in ((384, 16), (768, 24)) if small],
         "block/gate_outproj": [dict(INPUT=dtype, WIDTH=C, POOLED=pooled) for C in widths for pooled in (0, 1)],
         "block/gate_outproj_sm90": [

@@ -296,9 +296,10 @@ def test_much_shared_memory_is_asked_for_and_too_much_named(gpu):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kernel_is_launched_over_tensors_on_one_gpu_alone(other, first):
     y, z = (torch.zeros(2), other) if first else (other, torch.zeros(2))
-    arguments = dict(y=y, z=z, z_stride=1, scales=None, gated=None, means=None, tokens=1, L=1, D=1)
-    with pytest.raises(ValueError, match=r"gate needs its tensors on one GPU; they are on .*cpu"):
-        compiler.launch("block/gate", "gate", dict(INPUT="float"), 1, 32, arguments)
+    arguments = dict(dgated=y, means=z, z_stride=1, dy_stride=1, dz_stride=1, tokens=1, L=1, D=1)
+    arguments |= dict.fromkeys(("z", "scales", "dy", "dz", "gated"))
+    with pytest.raises(ValueError, match=r"gate_backward needs its tensors on one GPU; they are on .*cpu"):
+        compiler.launch("block/gate", "gate_backward", dict(POOLED=0, INPUT="float"), 1, 32, arguments)
 
 
 # What is missing

@@ -147,10 +147,10 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
         normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
         options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper)
         yield options, True, Inputs(x, torch.rand(B), normed, weights).flat()
-        _, *after, uz, mean, states, packed, A, xhat, rstd = run_forward(
+        _, *after, uz, mean, states, packed, A, pooled, xhat, rstd = run_forward(
             options, True, Inputs(x, torch.rand(B), normed, weights).flat()
         )
-        saved = SavedForBackward(uz, mean, states, packed, A, *(normed or (xhat, rstd)))
+        saved = SavedForBackward(uz, mean, states, packed, A, pooled, *(normed or (xhat, rstd)))
         dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
         dy = dy[:, : 1 if class_token_only else L].contiguous()
         how = BackwardOptions(block.mixer.recurrence, class_token_only, given)

@@ -16,7 +16,7 @@ from blocks import (
 )
 from emulator import EMULATED
 from vil.kernels import backends
-from vil.kernels.block import pool, pooled_conv_backward, scan_lines
+from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
 
@@ -60,9 +60,9 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
         filters, skips = conv_backward(t["u"], t["e"], t["dmeans"], *weights, du, lines)
         return *pool(t["u"], *weights, lines), sum_lines(t["e"], lines), du, filters, skips
 
-    kernels = pool.pool, pool.sum_lines, pooled_conv_backward.pooled_conv_backward
+    kernels = pool.pool, sum_lines.sum_lines, pooled_conv_backward.pooled_conv_backward
     found, again = (run(t, *kernels) for _ in range(2))
-    truth = run(exact, pool.plain, pool.plain_sums, pooled_conv_backward.plain)
+    truth = run(exact, pool.plain, sum_lines.plain, pooled_conv_backward.plain)
     for i, (value, repeated, expected) in enumerate(zip(found, again, truth, strict=True)):
         assert torch.equal(value, repeated)
         if value.dim() - expected.dim() == 0 and len(value) != len(expected):

@@ -1,0 +1,35 @@
+// The sums of a tensor's tokens over each line of patches, and the class token: the gradients of what lines have read.
+//
+// Macros:
+//   INPUT    element type of the tensors: bf16, fp16 or float
+//   VECTOR   neighbouring channels that a thread takes, up to 16 bytes
+//   THREADS  of a CTA
+//
+// D channels    count, length, next, next_line: lines.cuh
+
+#include "lines.cuh"
+
+typedef INPUT Element;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 count, i64 length, i64 next,
+          i64 next_line) {
+    Lines lines = {int(count), int(length), int(next), int(next_line)};
+    int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1, center = lines.center();
+    unsigned place = blockIdx.x / groups;
+    int pooled = place % S, d = (blockIdx.x % groups * THREADS + threadIdx.x) * VECTOR;
+    if (d >= D) return;
+    e += i64(place / S) * lines.tokens() * D + d;
+    Floats<VECTOR> sum = {};
+    if (pooled == lines.class_token()) {
+        sum = to_floats(load<VECTOR>(e + center * D));
+    } else {
+        int first = (pooled - (pooled > lines.class_token())) * lines.next_line;
+#pragma unroll 8
+        for (int i = 0; i < lines.length; i++) {
+            int patch = first + i * lines.next;
+            sum = sum + to_floats(load<VECTOR>(e + (patch + (patch >= center)) * D));
+        }
+    }
+    store(sums + place * D + d, from_floats<Element>(sum));
+}

@@ -1,0 +1,28 @@
+"""Sums over lines of patches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda import compiler
+from ..cuda.elements import ELEMENT, vector_width
+from .lines import Lines, cta_shape
+
+
+def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
+    """The sums over lines (B, S, D) of tokens that are in memory row by row."""
+    B, _, D = e_BLD.shape
+    sums_BSD = torch.empty(B, lines.S, D, device=e_BLD.device, dtype=e_BLD.dtype)
+    vector = vector_width(16 // e_BLD.element_size(), e_BLD)
+    groups, threads = cta_shape(D, vector)
+    macros = dict(INPUT=ELEMENT[e_BLD.dtype], VECTOR=vector, THREADS=threads)
+    arguments = dict(e=e_BLD, sums=sums_BSD, D=D, **lines.arguments())
+    compiler.launch("block/sum_lines", "sum_lines", macros, B * lines.S * groups, threads, arguments)
+    return sums_BSD
+
+
+def plain(e_BLD: Tensor, lines: Lines) -> Tensor:
+    """The definition of `sum_lines`."""
+    pooled = lines.pooled_in_memory().to(e_BLD.device)
+    return e_BLD.new_zeros(e_BLD.shape[0], lines.S, e_BLD.shape[2]).index_add(1, pooled, e_BLD)
