@@ -29,7 +29,8 @@ class DirectionGradients(NamedTuple):
     filters: Tensor
     x_proj: Tensor
     step_proj: Tensor
-    channels: Tensor  # of skip and step_bias
+    skips: Tensor
+    step_bias: Tensor  # (2, D)
     A: Tensor  # (2, D, N); empty if there is none
 
 
@@ -103,7 +104,7 @@ def _through_directions(
     dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
     dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
     dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
-    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)
+    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels[None, :, 0], dchannels[:, 1], dA_2DN)
 
 
 def _through_lines(
@@ -124,8 +125,8 @@ def _through_lines(
     dfilters, dskips = kernels.pooled_conv_backward(
         u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, options.lines
     )
-    dchannels = torch.stack([dskips.sum(0), dchannels[:, 1]], 1)  # the scan has had no skip
-    return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels, dA_2DN)
+    # the scan has had no skip
+    return DirectionGradients(dfilters, dx_proj, dstep_proj, dskips, dchannels[:, 1], dA_2DN)
 
 
 def _through_in_proj(

@@ -10,6 +10,7 @@
 #include "lines.cuh"
 
 typedef INPUT Element;
+constexpr int TOGETHER = 8;  // tokens on their way at once
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 count, i64 length, i64 next,
@@ -25,10 +26,14 @@ sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 
         sum = to_floats(load<VECTOR>(e + center * D));
     } else {
         int first = (pooled - (pooled > lines.class_token())) * lines.next_line;
-#pragma unroll 8
-        for (int i = 0; i < lines.length; i++) {
-            int patch = first + i * lines.next;
-            sum = sum + to_floats(load<VECTOR>(e + (patch + (patch >= center)) * D));
+        for (int start = 0; start < lines.length; start += TOGETHER) {
+            Pack<Element, VECTOR> token[TOGETHER];
+            UNROLLED for (int i = 0; i < TOGETHER; i++) {
+                int patch = first + min(start + i, lines.length - 1) * lines.next;
+                token[i] = load<VECTOR>(e + (patch + (patch >= center)) * D);
+            }
+            UNROLLED for (int i = 0; i < TOGETHER; i++)
+                if (start + i < lines.length) sum = sum + to_floats(token[i]);
         }
     }
     store(sums + place * D + d, from_floats<Element>(sum));

@@ -27,7 +27,8 @@ DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
 extern "C" __global__ void __launch_bounds__(256)
 unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict__ in_proj,
                  const float *__restrict__ dfolded, const float *dfilters, const float *dx_projs, const float *dsteps,
-                 i64 filter_parts, i64 x_parts, i64 step_parts, const float *dchannels, PARAMETER *__restrict__ dnorm,
+                 i64 filter_parts, i64 x_parts, i64 step_parts, const float *dskips, i64 skip_parts, i64 next_part,
+                 i64 next_direction, const float *dstep_biases, i64 next_bias, PARAMETER *__restrict__ dnorm,
                  PARAMETER *__restrict__ din_proj, PAIR(PARAMETER, dconv), PAIR(PARAMETER, dconv_bias),
                  PAIR(PARAMETER, dx_proj), PAIR(PARAMETER, dstep), PAIR(PARAMETER, dstep_bias), PAIR(PARAMETER, dskip),
                  i64 channels, i64 projections_, i64 rank_, i64 padded_rank_) {
@@ -80,7 +81,7 @@ unpack_gradients(const PARAMETER *__restrict__ norm, const PARAMETER *__restrict
         put(tap < TAPS ? (g ? dconv_1 : dconv_0) + d * TAPS + tap : (g ? dconv_bias_1 : dconv_bias_0) + d, sum);
     } else if (is_among(i, 2 * D)) {
         unsigned g = i / D, d = i % D;
-        put((g ? dskip_1 : dskip_0) + d, dchannels[2 * g * D + d]);
-        put((g ? dstep_bias_1 : dstep_bias_0) + d, dchannels[(2 * g + 1) * D + d]);
+        put((g ? dskip_1 : dskip_0) + d, sum_of_parts(dskips + g * next_direction + d, skip_parts, next_part));
+        put((g ? dstep_bias_1 : dstep_bias_0) + d, dstep_biases[g * next_bias + d]);
     }
 }

@@ -14,7 +14,7 @@ from .weights import BlockWeights, Sizes
 
 def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, in_one: bool = False,
+    dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of norm_C, in_proj and each direction's first six weights, from those of what `pack_weights` makes.
 
@@ -25,7 +25,8 @@ def unpack_gradients(
         dfilters: (parts, 2, taps + 1, D), to be summed over parts, the bias behind the taps.
         dx_proj: (2, parts, padded R + 2N, D), to be summed over parts.
         dstep_proj: (2, other parts, D, padded R).
-        dchannels: (2, 2, D): of skip, then of the step's bias.
+        dskips: (parts, 2, D), to be summed over parts.
+        dstep_bias: (2, D).
         dtype: Of the products.
         in_one: All in one tensor, for `unflatten`.
     """
@@ -41,9 +42,11 @@ def unpack_gradients(
     dnorm, din_proj, *ddirections = gradients
     compiler.launch("block/unpack_gradients", "unpack_gradients", macros, blocks, 256, dict(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
-        filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1], dchannels=dchannels,
-        dnorm=dnorm, din_proj=din_proj, **by_direction("d", (ddirections[:6], ddirections[6:])), channels=D,
-        projections_=sizes.padded_P, rank_=R, padded_rank_=sizes.padded_R,
+        filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1],
+        dskips=dskips, skip_parts=dskips.shape[0], next_part=dskips.stride(0), next_direction=dskips.stride(1),
+        dstep_biases=dstep_bias, next_bias=dstep_bias.stride(0), dnorm=dnorm, din_proj=din_proj,
+        **by_direction("d", (ddirections[:6], ddirections[6:])), channels=D, projections_=sizes.padded_P,
+        rank_=R, padded_rank_=sizes.padded_R,
     ))  # fmt: skip
     return [memory] if in_one else gradients
 
@@ -55,7 +58,7 @@ def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 def plain(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dchannels: Tensor, dtype: torch.dtype, in_one: bool = False,
+    dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The definition of `unpack_gradients`."""
 
@@ -64,7 +67,7 @@ def plain(
         folded, _, *rest = plain_packed(weights, dtype)
         return torch.cat([t.flatten() for t in (folded, *rest)])
 
-    (dskip, dstep_bias), dfilters = dchannels.unbind(1), dfilters.sum(0)
+    dskip, dfilters = dskips.sum(0), dfilters.sum(0)
     dpacked = (
         dfolded, dx_proj.sum(1), dstep_proj.sum(1), dfilters[:, :-1].mT, dfilters[:, -1], dstep_bias, dskip
     )  # fmt: skip
