@@ -20,6 +20,10 @@ class Difference(NamedTuple):
     high: float
     p_value: float
 
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
     def __str__(self) -> str:
         return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
 

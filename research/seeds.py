@@ -131,16 +131,12 @@ def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.N
     if predictions:
         for run, right in zip(runs, predictions.right_NM.T):
             run["top1"] = 100 * float(right.mean())
-    machine = dict(
-        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, processes=options.processes,
-        jobs=options.jobs,
-    )  # fmt: skip
-    print(machine | dict(options=study["options"]), "\n\n" + report(runs))
+    where = machine() | dict(processes=options.processes, jobs=options.jobs)
+    print(where | dict(options=study["options"]), "\n\n" + report(runs))
     if predictions:
         print(compare_images(runs, predictions))
     if options.out and runs:
-        write_atomically(options.out, json.dumps(machine | study | dict(runs=runs), indent=1) + "\n")
+        write_atomically(options.out, json.dumps(where | study | dict(runs=runs), indent=1) + "\n")
         if predictions:
             predictions.write(predictions_of(options.out))
     if options.plot and runs:
@@ -285,7 +281,8 @@ def train(
         gpus.put(mine)
     stopped |= status == PREEMPTED  # by a signal that did not come from here
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
-    row |= dict(commit=git_commit(), processes=options.processes, jobs=options.jobs)
+    where = machine()
+    row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
     with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
@@ -424,6 +421,14 @@ def plot(runs: list[dict[str, Any]]) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     return png.getvalue()
+
+
+def machine() -> dict[str, Any]:
+    """What runs are done by and on."""
+    return dict(
+        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    )  # fmt: skip
 
 
 def processor() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import seeds, transfer
+from research import photographs, seeds, transfer
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -91,6 +91,11 @@ def image_by_image(name: str) -> str:
     return compare_images(runs_of(name), Judged.read(RESULTS / f"{name}.csv.gz"))
 
 
+def of_photographs(table: Callable[..., str], judged: bool = True) -> str:
+    runs, found = photographs.read(RESULTS / "photographs.json")
+    return table(runs, found) if judged else table(runs)
+
+
 def weights() -> str:
     """Mean ± deviation of every way to use the weights, by pixels a side and images a class."""
     table = [["pixels", "images a class", "draws", *transfer.SETTINGS, f"{transfer.FINE_TUNED} less from scratch"]]
@@ -107,6 +112,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparisons": comparisons,
     "equal-time": equal_time,
     "recall": recall,
+    "photographs-rates": partial(of_photographs, photographs.rates_table, judged=False),
+    "photographs": partial(of_photographs, photographs.models_table),
+    "photographs-differences": partial(of_photographs, photographs.differences_table),
+    "literature": lambda: seeds.report(photographs.read(RESULTS / "literature.json")[0]),
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),

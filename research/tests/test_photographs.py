@@ -1,0 +1,261 @@
+"""The study of photographs: its cells in the order of the protocol, what is counted and when, its statistics."""
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+import tarfile
+from statistics import mean, stdev
+
+import numpy as np
+import pytest
+import yaml
+from fixtures import CLASSES
+from scipy.stats import t as student
+
+from research import photographs, seeds, tiny_imagenet
+from research.photographs import Cell
+from research.predictions import Judged
+
+MODELS = VIL, VIM, POOLED, DEIT = ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "deit_tiny_patch16_224"]
+TRIED = {0.0005: 20.0, 0.001: 30.0, 0.002: 25.0}
+
+
+def a_run(cell, top1, speed=1000.0):
+    curves = dict(
+        images_per_second=[10.0, speed, speed], eval_top1=[1.0, 2.0, top1], eval_top1_ema=[0.0, 0.0, top1 + 1]
+    )
+    run = dict(parameters=5_000, images=600_000, top1=top1, curves=curves, machine=dict(gpu="H"))
+    return cell._asdict() | run
+
+
+def searched(**by_model):
+    """The runs that rates are chosen on, all as TRIED where no others are given."""
+    return [
+        a_run(Cell("rates", model, rate, 100), top1)
+        for model in MODELS
+        for rate, top1 in by_model.get(model, TRIED).items()
+    ]
+
+
+def with_seeds(runs, **top1):
+    """More runs: the study's seeds, with the given accuracies on the images to choose on."""
+    more = [a_run(Cell("seeds", model, 0.001, seed), value) for model in top1 for seed, value in enumerate(top1[model])]
+    return [*runs, a_run(Cell("compiled", DEIT, 0.001, 100), 1.0, speed=4000.0), *more]
+
+
+STEADY = {model: [50.0, 50.1, 50.2, 50.1, 50.0] for model in MODELS}
+
+
+def test_every_model_tries_all_rates_and_one_more_where_the_best_is_at_an_edge():
+    assert photographs.to_do([]) == [Cell("rates", model, rate, 100) for rate in TRIED for model in MODELS]
+    low, high = dict(zip(TRIED, (3.0, 2.0, 1.0))), dict(zip(TRIED, (1.0, 2.0, 3.0)))
+    runs = searched(vim_tiny=low, deit_tiny_patch16_224=high)
+    assert photographs.to_do(runs) == [Cell("rates", VIM, 0.00025, 100), Cell("rates", DEIT, 0.004, 100)]
+    runs += [a_run(Cell("rates", VIM, 0.00025, 100), 9.0), a_run(Cell("rates", DEIT, 0.004, 100), 2.9)]
+    assert photographs.to_do(runs) == [Cell("compiled", DEIT, 0.002, 100)]
+    runs += [a_run(Cell("compiled", DEIT, 0.002, 100), 1.0)]
+    chosen = {VIL: 0.001, VIM: 0.00025, POOLED: 0.001, DEIT: 0.002}
+    assert photographs.to_do(runs) == [Cell("seeds", m, chosen[m], seed) for seed in range(5) for m in MODELS]
+    lines = photographs.rates_table(runs).splitlines()
+    assert lines[0] == "| model | 0.00025 | 0.0005 | 0.001 | 0.002 | 0.004 | chosen |"
+    assert lines[3] == "| vim_tiny | 9.00 | 3.00 | 2.00 | 1.00 | - | 0.00025 |"
+    assert photographs.rates_table(searched()[:-1]).splitlines()[2].endswith("| 30.00 | 25.00 | - |")
+
+
+@pytest.mark.parametrize(("deviation", "more"), [(0.34, False), (0.35, True)])
+def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
+    """Half of the interval is 2.306 sqrt(2/5) deviations, 0.496 and 0.510 points, however far apart the means are."""
+    values = [-1.2, -0.4, 0.1, 0.3, 1.2]
+    values = [deviation * (value - mean(values)) / stdev(values) for value in values]
+    for gap in (0.0, 30.0):
+        runs = with_seeds(searched(), **STEADY | {VIL: [40 + v for v in values], VIM: [40 + gap - v for v in values]})
+        expected = [Cell("seeds", model, 0.001, seed) for seed in (5, 6, 7) for model in (VIL, VIM)]
+        assert photographs.to_do(runs) == (expected if more else [])
+
+
+def judged_as(runs, top1, images=1000):
+    """Predictions of which as many are right as `top1` says, by model and seed."""
+    names = [f"{run['model']}-{run['seed']}" for run in runs if run["stage"] == "seeds"]
+    right = [round(images / 100 * top1[name.rsplit("-", 1)[0]][int(name[-1])]) for name in names]
+    predicted = np.stack([np.arange(images) >= count for count in right], axis=1).astype(int)
+    return Judged(np.zeros(images, dtype=int), predicted, [str(i) for i in range(images)], names)
+
+
+TEST = {
+    VIL: [46.1, 45.2, 45.9, 46.4, 45.5],
+    VIM: [44.8, 45.0, 44.1, 44.6, 45.3],
+    POOLED: [45.9, 45.8, 46.0, 45.7, 46.2],
+    DEIT: [51.0, 52.5, 50.2, 52.4, 51.9],
+}
+
+
+def test_test_images_are_counted_when_the_last_run_is_there():
+    runs = with_seeds(searched(), **STEADY)
+    judged = judged_as(runs, TEST)
+    for table in (photographs.models_table, photographs.differences_table):
+        early = table(runs[:-1], judged_as(runs[:-1], TEST))
+        assert not any(f"{value:.2f}" in early for value in (mean(TEST[VIL]), *TEST[VIL], STEADY[VIL][2]))
+        assert table(runs, judged) != early
+    vil, _, _, deit, compiled = (
+        line.strip("| ").split(" | ") for line in photographs.models_table(runs, judged).splitlines()[2:]
+    )
+    assert vil[:4] == [VIL, "5,000", "0.001", "5"]
+    assert vil[4:6] == [f"{mean(TEST[VIL]):.2f} ± {stdev(TEST[VIL]):.2f}", "46.10 45.20 45.90 46.40 45.50"]
+    assert vil[6:8] == ["50.08 ± 0.08", "51.08 ± 0.08"]
+    assert vil[8:] == ["10.0 (H)", "1,000 (H)"]  # 600,000 images
+    assert (deit[8:], compiled[8:]) == (["10.0 (H)", "1,000 (H)"], ["2.5 (H)", "4,000 (H)"])
+
+
+def test_differences_are_by_welchs_test_and_holms_correction():
+    """Against the formulas of Welch and Satterthwaite; the corrected p-values step by step."""
+    runs = with_seeds(searched(), **STEADY)
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in photographs.differences_table(runs, judged_as(runs, TEST)).splitlines()[2:]
+    ]
+    p_values = []
+    for row, (first, second) in zip(rows, ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))):
+        errors = [stdev(TEST[model]) ** 2 / 5 for model in (first, second)]
+        freedom = sum(errors) ** 2 / sum(error**2 / 4 for error in errors)
+        gap, half = mean(TEST[first]) - mean(TEST[second]), student.ppf(0.975, freedom) * math.sqrt(sum(errors))
+        p_values.append(2 * student.sf(abs(gap) / math.sqrt(sum(errors)), freedom))
+        assert row[:3] == [first, second, f"{gap:+.2f} ({gap - half:+.2f} to {gap + half:+.2f})"]
+        assert row[3:5] == [f"{half:.2f}", f"{p_values[-1]:.2g}"]
+        assert row[6] == ("yes" if abs(gap) + half <= 1 else "no")
+    assert [row[6] for row in rows] == ["no", "yes", "no"]
+    assert p_values[2] < p_values[0] < p_values[1]
+    steps = [2 * p_values[0], p_values[1], 3 * p_values[2]]
+    steps[0] = max(steps[0], steps[2])
+    assert [row[5] for row in rows] == [f"{min(1, p):.2g}" for p in (steps[0], max(steps[0], steps[1]), steps[2])]
+
+
+@pytest.fixture
+def stubbed(tmp_path, image_folder, monkeypatch):
+    """A folder and the arguments of a study on small images, whose runs train nothing; and the words that each got."""
+    for split, name in (("train", "train"), ("choose", "val"), ("test", "val")):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / split).symlink_to(image_folder / name)
+    config = dict(data_dir=str(tmp_path / "images"), val_split="choose", img_size=16, epochs=30, global_batch_size=16)
+    config["model_kwargs"] = dict(depth=1, patch_size=8)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    started = []
+
+    def train(options, model, seed, words, folder, deadline, gpus):
+        if deadline.passed:
+            return
+        started.append((model, seed, words[:2] if words[0] == "--epochs" else [], float(words[-1])))
+        if model == VIM and words[-1] == "0.002":
+            raise SystemExit("vim_tiny-100 ended with status 1: the gradient's norm is nan at step 3 of epoch 2")
+        path = folder / f"{model}-{seed}"
+        path.mkdir(parents=True)
+        (path / "config.yaml").write_text(json.dumps(config | dict(epochs=1, num_classes=4)))
+        top1 = TRIED[float(words[-1])]
+        columns = dict(images_per_second=100.0, eval_images_per_second=9.0, eval_loss=2.0, eval_top1=top1)
+        columns |= dict(eval_top1_ema=top1, lr=1e-5, train_loss=1.0, grad_norm=1.0)
+        (path / "summary.csv").write_text(",".join(columns) + "\n" + ",".join(map(str, columns.values())) + "\n")
+
+    def judge(folder, runs, images):
+        names = [images.filename(i) for i in range(len(images))]
+        targets = np.array([CLASSES.index(name.split("/")[0]) for name in names])
+        return Judged(targets, np.ones((len(images), 1), int), names, [f"{runs[0]['model']}-{runs[0]['seed']}"])
+
+    monkeypatch.setattr(seeds, "train", train)
+    monkeypatch.setattr(seeds, "judge", judge)
+    command = ["photographs.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs"]
+    command += ["--earlier", tmp_path / "out.json", "--out", tmp_path / "out.json"]
+    return tmp_path, [str(word) for word in command], started
+
+
+def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder(stubbed, monkeypatch, capsys):
+    root, command, started = stubbed
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", [*command, *words])
+        photographs.main()
+
+    with pytest.raises(SystemExit) as stopped:
+        call("--minutes", "0")
+    assert stopped.value.code == 75
+    assert "not done yet: rates-0.0005/vil_tiny-100" in capsys.readouterr().err
+    assert not started
+    call()
+    assert len(started) == len(set(map(str, started))) == 12 + 1 + 20
+    assert [words for *_, words, _ in started[:12]] == [["--epochs", "8"]] * 12
+    assert started[12] == (DEIT, 100, ["--epochs", "2"], 0.001)
+    assert started[13:] == [(model, seed, [], 0.001) for seed in range(5) for model in MODELS]
+    found = json.loads((root / "out.json").read_text())
+    diverged = [run for run in found["runs"] if "diverged" in run]
+    assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(VIM, 0.002, 0.0)]
+    rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
+    assert (len(rows), rows[0].count(",")) == (29, 1 + 20)
+    assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
+    assert "25.00 ± 0.00" in shown  # a quarter of the images is of the class that all are taken for
+
+    (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
+    (root / "runs").rename(root / "gone")
+    call()  # on another machine: the last run alone
+    assert started[33:] == [(DEIT, 4, [], 0.001)]
+    assert len(json.loads((root / "out.json").read_text())["runs"]) == 33
+
+    config = root / "small.yaml"
+    config.write_text(config.read_text().replace("epochs: 30", "epochs: 3"))
+    with pytest.raises(SystemExit, match="out.json is of runs with other config"):
+        call()
+
+
+@pytest.mark.parametrize(("reason", "runs"), [("no space left on device", 0), ("the loss is nan at step 3", 13)])
+def test_what_fails_otherwise_or_diverges_with_a_seed_that_counts_ends_the_study(reason, runs, stubbed, monkeypatch):
+    root, command, _ = stubbed
+    succeed = seeds.train
+
+    def train(options, model, seed, words, *rest):
+        if seed < 5 or not runs:
+            raise SystemExit(f"{model}-{seed} ended with status 1: {reason}")
+        succeed(options, model, seed, words, *rest)
+
+    monkeypatch.setattr(seeds, "train", train)
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=reason):
+        photographs.main()
+    assert len(json.loads((root / "out.json").read_text())["runs"] if runs else []) == runs
+
+
+def test_tiny_imagenet_is_split_by_names_and_travels_in_parts(tmp_path, monkeypatch, capsys):
+    source, parts = tmp_path / "source", tmp_path / "parts"
+    rng, content = np.random.default_rng(0), {}
+    for label in ("n01", "n02"):
+        for i in range(60):
+            content[f"train/{label}/images/{label}_{i}.JPEG"] = rng.bytes(20_000)
+    for i, label in enumerate(("n02", "n01", "n02")):
+        content[f"val/images/val_{i}.JPEG"] = label.encode()
+    content["val/val_annotations.txt"] = b"val_0.JPEG\tn02\t0\t0\nval_1.JPEG\tn01\t1\t1\nval_2.JPEG\tn02\t2\t2\n"
+    for path, data in content.items():
+        (source / "tiny" / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / "tiny" / path).write_bytes(data)
+    git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "images"]):
+        subprocess.run([*git, *words], check=True)
+    command = ["tiny_imagenet.py", str(source), str(parts), "--part-megabytes", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    tiny_imagenet.main()
+    assert "train: 20 images\nchoose: 100 images\ntest: 3 images" in capsys.readouterr().out
+    assert len(list(parts.iterdir())) > 1
+    for part in parts.iterdir():
+        assert part.stat().st_size <= 1e6
+        with tarfile.open(part) as tar:
+            tar.extractall(tmp_path / "out", filter="data")
+    found = {str(path.relative_to(tmp_path / "out")): path.read_bytes() for path in (tmp_path / "out").rglob("*.JPEG")}
+    assert found.pop("test/n01/val_1.JPEG") == b"n01"
+    assert {name: found.pop(name) for name in list(found) if name.startswith("test/")} == {
+        "test/n02/val_0.JPEG": b"n02",
+        "test/n02/val_2.JPEG": b"n02",
+    }
+    assert len(found) == 120
+    for name, data in found.items():
+        _, label, file = name.split("/")
+        assert data == content[f"train/{label}/images/{file}"]
+    assert len([name for name in found if name.startswith("choose/n01/")]) == 50
+    with pytest.raises(SystemExit, match="parts exists"):
+        tiny_imagenet.main()
