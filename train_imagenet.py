@@ -44,7 +44,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timm.data import resolve_data_config
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import distribute_bn
@@ -76,8 +75,10 @@ from vil.processes import (
 )
 from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
+from vil.training.losses import Loss
 from vil.training.meter import Bottleneck, EpochMeter
 from vil.training.summary import Reporter, best_top1, epoch_line
+from vil.training.teacher import Teacher
 from vil.training.update import ListedEma, Update
 
 
@@ -172,6 +173,11 @@ class Trainer:
             {"img_size": config.img_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation},
             model=self.model,
         )
+        self.label_names = checkpoint.labels_of(class_names(train_set))
+        self.teacher = None
+        if config.teacher:
+            self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
+        self.loss_fn = Loss(config, num_classes, self.teacher)
         self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = evaluation_loader(
@@ -179,7 +185,6 @@ class Trainer:
             again=True,
         )  # fmt: skip
         self.augment = BatchAugmentation(config, num_classes, data_config)
-        self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
         self.optimizer = build_optimizer(config, self.model)
         self.scheduler, _ = create_scheduler_v2(
@@ -203,7 +208,6 @@ class Trainer:
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.batches.steps // 3)))
-        self.label_names = checkpoint.labels_of(class_names(train_set))
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
@@ -285,7 +289,7 @@ class Trainer:
         graphs = ", as a CUDA graph" if self.replayed and self.replayed.graph else ""
         return (
             f"{self.world_size} x {name}: {self.at_once} of {self.config.global_batch_size} images at once on each"
-            f"{graphs}; {describe(self.train_loader)}"
+            f"{graphs}; {describe(self.train_loader)}{f'; {self.teacher.cost}' if self.teacher else ''}"
         )
 
     def run(self) -> None:
@@ -342,7 +346,7 @@ class Trainer:
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
         """Adds the gradient of a part of this process's share of a global batch; returns its part of the loss."""
         with self.precision:
-            loss = self.loss_fn(self.network(images), targets) / self.accumulation
+            loss = self.loss_fn(self.network(images), targets, images) / self.accumulation
         self.gradients.add(self.scaler.scale(loss))
         return loss.detach()
 
@@ -410,6 +414,7 @@ class Trainer:
             "config": self.saved_config,
             "label_names": self.label_names or None,
             "num_images": self.batches.num_images,
+            "teacher": self.teacher.digest if self.teacher else None,
             "history": self.history,
             "progress": self.meter.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -439,6 +444,7 @@ class Trainer:
         middle = bool(saved["progress"].get("losses"))
         checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
         checkpoint.check_same_classes(saved, self.label_names, path)
+        checkpoint.check_same_teacher(saved, self.teacher.digest if self.teacher else None, path)
         if saved["num_images"] not in (0, images := self.batches.num_images):
             logging.warning("going on with %d training images, was %d", images, saved["num_images"])
         return [str(path), saved]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .options import FIELDS, Config, ConfigError, shown
-from .trust import confirm_dataset
+from .trust import confirm_dataset, confirm_teacher
 from .values import checked, kind_of, read_yaml, unknown_option
 
 
@@ -65,6 +65,7 @@ def load_config(
         folder = Path(resumed).resolve().parent  # it goes on where it is
         from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed)}
         confirm_dataset(from_file, given, resumed)
+        confirm_teacher(from_file, given, resumed)
     config = Config(**{**from_file, **given})
     config.experiment = config.experiment or (Path(path).stem if path else config.model)
     return config

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import timm
 from timm.data import create_transform
 from timm.optim import list_optimizers
 
@@ -116,7 +117,18 @@ class Config:
     cutmix: float = _option(1.0, "cutmix alpha", low=0)
     mixup_prob: float = _option(1.0, "probability of mixing", low=0, high=1)
     mixup_switch_prob: float = _option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    # loss
     smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
+    bce_loss: bool = _option(False, "timm's BinaryCrossEntropy, of each class for itself")
+    bce_target_thresh: float | None = _option(
+        None, "with bce_loss: targets above it are 1, the others 0; none to take them as they are", low=0, high=1
+    )
+    bce_sum: bool = _option(False, "with bce_loss: add up the classes, in place of their mean")
+    teacher: str | None = _option(None, "timm model to distil from: it classifies the same augmented images")
+    teacher_checkpoint: str | None = _option(None, "its weights; those that timm knows of if not given")
+    distillation: str = _option("hard", "learn a teacher's 'hard' decisions or 'soft' probabilities")
+    distillation_alpha: float = _option(0.5, "the teacher's share of the loss; the labels have the rest", low=0, high=1)
+    distillation_tau: float = _option(1.0, "temperature of soft distillation", above=0)
     # evaluation
     crop_pct: float | None = _option(
         None, "share of the image that evaluation sees; the model's default if not given", above=0
@@ -147,6 +159,11 @@ class Config:
             raise ConfigError(
                 f"checkpoint_interval {interval!r} is neither minutes ('30m') nor optimizer steps ('500')"
             )
+        if self.teacher_checkpoint and not self.teacher:
+            raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} is of no teacher: give --teacher MODEL")
+        if self.teacher and not timm.is_model(self.teacher):
+            close = nearest(self.teacher, timm.list_models())
+            raise ConfigError(f"teacher {self.teacher!r} is no model of timm or this package{close}")
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
         check_choices(vars(self))
@@ -175,6 +192,7 @@ def choices_of_options() -> dict[str, list[str]]:
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
         "remode": ["const", "rand", "pixel"],
+        "distillation": ["hard", "soft"],
     }
 
 
@@ -194,12 +212,17 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
     "amp": "mixed_precision use_amp bf16 fp16",
+    "bce_loss": "bce binary_cross_entropy",
+    "bce_target_thresh": "bce_target_threshold",
     "batch_size": "accum_iter accumulation_steps grad_accum_steps gradient_accumulation_steps micro_batch_size "
     "per_device_train_batch_size",
     "checkpoint_interval": "save_freq save_interval save_steps",
     "clip_grad": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
     "data_dir": "data data_path data_root dataset_dir dataset_path root train_dir",
     "device": "accelerator gpu gpus",
+    "distillation": "distill_type distillation_type kd_distill_type",
+    "distillation_alpha": "distill_alpha kd_alpha kd_loss_weight",
+    "distillation_tau": "distill_temperature kd_temperature temperature",
     "drop_path": "drop_path_rate stochastic_depth",
     "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
     "experiment": "exp_name name run_name",
@@ -225,6 +248,8 @@ SYNONYMS = {
     "sched": "lr_sched lr_scheduler lr_scheduler_type scheduler",
     "seed": "random_seed",
     "smoothing": "label_smoothing",
+    "teacher": "kd_model_name teacher_model teacher_name",
+    "teacher_checkpoint": "teacher_path teacher_weights",
     "torchcompile": "compile torch_compile",
     "warmup_epochs": "warmup",
     "weight_decay": "l2 wd",

@@ -12,7 +12,9 @@ from .options import DATASETS, FIELDS, ConfigError, choices_of_options, shown
 from .values import convert
 
 # what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what
-NOT_FROM_CHECKPOINTS = {"output", "experiment", "resume", "pretrained_path", "device", "log_tensorboard", "log_wandb"}
+NOT_FROM_CHECKPOINTS = {
+    "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
+}  # fmt: skip
 # the arguments of models that it may name, and how large they may be, or which words
 MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
@@ -34,8 +36,10 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{where} holds {type(values).__name__} in place of options")
     known = {name: value for name, value in values.items() if name in FIELDS and name not in NOT_FROM_CHECKPOINTS}
     options = {name: convert(name, value, where) for name, value in known.items()}
-    if "model" in options and not (re.fullmatch(r"[\w.]+", options["model"]) and timm.is_model(options["model"])):
-        raise ConfigError(f"{where} is of a model {shown(options['model'])}, which is none of timm's or this package's")
+    for name in ("model", "teacher"):
+        model = options.get(name)
+        if model is not None and not (re.fullmatch(r"[\w.]+", model) and timm.is_model(model)):
+            raise ConfigError(f"{where} is of a {name} {shown(model)}, which is none of timm's or this package's")
     for name, value in (options.get("model_kwargs") or {}).items():
         if (allowed := MODEL_KWARGS.get(name)) is None:
             raise ConfigError(
@@ -88,3 +92,11 @@ def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
         return
     confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
     raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")
+
+
+def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raises a ConfigError if a checkpoint alone says that a teacher's weights are to be fetched."""
+    teacher = saved.get("teacher")
+    if teacher and "teacher" not in given:
+        confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"
+        raise ConfigError(f"the checkpoint {path} is of a run with the teacher {teacher!r}: give {confirmation}")
