@@ -15,7 +15,7 @@ SHARED = dict(
     mixup_switch_prob=0.5, smoothing=0.1, aug_repeats=3, model_ema=True, model_ema_decay=0.99996, clip_grad=None,
     layer_decay=None, crop_pct=0.875, interpolation="bicubic", img_size=None, train_split="train",
     val_split="validation", pretrained_path=None, seed=0, grad_checkpointing=False, torchcompile=False, amp=True,
-    amp_dtype="bfloat16", synthetic=0, dataset="", data_dir=None, bce_loss=False, teacher=None,
+    amp_dtype="bfloat16", synthetic=0, dataset="", data_dir=None, bce_loss=False, teacher=None, phases=None,
 )  # fmt: skip
 TRAINED = dict(warmup_lr=1e-6, model_kwargs={}, batch_size=None, lr=1e-3)
 SIZES = {
@@ -43,7 +43,7 @@ def test_recipes_are_those_published_with_vim(name, size, recipe):
     assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # a recipe says itself what it is; no part of one:
         "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
         "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
-        "bce_loss", "teacher",
+        "bce_loss", "teacher", "phases",
     }  # fmt: skip
     baseline = load_config("", ["-c", str(path), "--model", f"vim_{size}", "--experiment", "baseline"])
     assert vars(baseline) == vars(config) | dict(model=f"vim_{size}", experiment="baseline")

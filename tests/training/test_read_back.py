@@ -28,7 +28,8 @@ OPTIONS = dict(
     train_interpolation="random", augment_on_device=False, reprob=0.1, remode="const", mixup=0.2, cutmix=0.3,
     mixup_prob=0.9, mixup_switch_prob=0.4, smoothing=0.2, bce_loss=True, bce_target_thresh=0.25, bce_sum=True,
     teacher="test_resnet", distillation="soft", distillation_alpha=0.3, distillation_tau=2.0, crop_pct=0.8,
-    interpolation="nearest", seed=3, checkpoint_interval="500", log_interval=5,
+    phases=[dict(scale=(0.5, 0.9), lr=0.5), dict(scale=(0.6, 0.9), lr=0.25)], interpolation="nearest", seed=3,
+    checkpoint_interval="500", log_interval=5,
 )  # fmt: skip
 
 

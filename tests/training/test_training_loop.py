@@ -13,6 +13,7 @@ from PIL import Image
 from processes import in_processes
 from tqdm import tqdm
 
+import train_imagenet
 from train_imagenet import Trainer
 from vil import checkpoint, processes
 from vil.config import Config
@@ -104,8 +105,8 @@ BINARY = dict(bce_loss=True, clip_grad=None)
     ids=["smoothed", "sums", "threshold", "mixed", "threshold of mixed"],
 )  # fmt: skip
 def test_binary_cross_entropy_is_what_the_formulas_make_of_it(folder, tmp_path, options):
-    trainer(folder, tmp_path, epochs=2, **options).run()
-    assert_same_run(tmp_path, train(folder, OPTIONS | dict(epochs=2) | options))
+    trainer(folder, tmp_path, epochs=1, **options).run()
+    assert_same_run(tmp_path, train(folder, OPTIONS | dict(epochs=1) | options))
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,24 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
     for parameter in teacher.parameters():
         parameter.data.mul_(1.5)  # so that its answers differ
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
-    run = trainer(folder, tmp_path, epochs=2, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
+    run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
     assert re.search(f"; teacher {options['teacher']}, [.0-9]+ GFLOPs an image beside some [.0-9]+ of tr", run.setup)
     run.run()
-    truth = train(folder, OPTIONS | dict(epochs=2) | options, options.get("batch_size"), teacher=teacher)
+    truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
     assert_same_run(tmp_path, truth)
     assert not any("teacher" in name for name in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["state_dict"])
+
+
+def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
+    """Two sizes of images, an optimizer and a schedule for each phase, an average over all."""
+    phases = [
+        dict(epochs=2, img_size=8, lr=2e-2),
+        dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
+    ]
+    kwargs = dict(embed_dim=16, depth=2, patch_size=4)
+    settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
+    train_imagenet.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
+    assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases))
 
 
 def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder, tmp_path):

@@ -79,6 +79,9 @@ class Config:
     torchcompile: bool = _option(False, "train through torch.compile, by which DeiT and its like gain, ViL hardly")
     # optimisation
     epochs: int = _option(300, "epochs", low=1)
+    phases: list | None = _option(
+        None, "phases of the run, one after the other: tables of the options that change, as '{epochs: 100, lr: 4e-4}'"
+    )
     global_batch_size: int = _option(1024, "images per optimizer step over all processes", low=1)
     batch_size: int | None = _option(
         None, "most images that a device holds at once; a larger share of the global batch is accumulated", low=1
@@ -177,6 +180,36 @@ class Config:
             if len(limits) != 2 or limits[0] > limits[1]:
                 raise ConfigError(f"{name} {limits} must be two numbers, the smaller one first")
 
+        self._fill_phases()
+
+    def _fill_phases(self) -> None:
+        """Has every phase say each option that one of them says, so that a phase's own `Config` has the same phases."""
+        phases = self.phases or []
+        names = dict.fromkeys(name for phase in phases for name in phase)
+        self.phases = [{name: phase.get(name, getattr(self, name)) for name in names} for phase in phases] or None
+        for number, phase in enumerate(self.phases or (), start=1):
+            try:
+                dataclasses.replace(self, phases=None, **phase)
+            except ConfigError as error:
+                raise ConfigError(f"phase {number}: {error}") from error
+
+    @property
+    def num_phases(self) -> int:
+        return len(self.phases or [{}])
+
+    def of_phase(self, number: int) -> Config:
+        """The options that hold in a phase, counted from 0; in a run that is one phase, these."""
+        return dataclasses.replace(self, **self.phases[number]) if self.phases else self
+
+    def epochs_of_phase(self, number: int) -> range:
+        """Which epochs of the whole run, counted from 0, are those of a phase."""
+        lengths = [phase.get("epochs", self.epochs) for phase in self.phases or [{}]]
+        return range(sum(lengths[:number]), sum(lengths[: number + 1]))
+
+    @property
+    def total_epochs(self) -> int:
+        return self.epochs_of_phase(self.num_phases - 1).stop
+
     @property
     def mixing(self) -> bool:
         return self.mixup_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
@@ -205,6 +238,14 @@ def check_choices(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
 
 
+# what may change from one phase of a run to the next
+PHASE_OPTIONS = (
+    "epochs", "img_size", "global_batch_size", "batch_size", "grad_checkpointing", "drop_path", "opt", "opt_betas",
+    "opt_eps", "lr", "weight_decay", "layer_decay", "clip_grad", "sched", "warmup_epochs", "warmup_lr", "min_lr",
+    "model_ema_decay", "scale", "ratio", "hflip", "color_jitter", "aa", "aug_repeats", "train_interpolation",
+    "reprob", "remode", "mixup", "cutmix", "mixup_prob", "mixup_switch_prob", "smoothing", "bce_loss",
+    "bce_target_thresh", "bce_sum", "distillation", "distillation_alpha", "distillation_tau", "crop_pct",
+)  # fmt: skip
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
@@ -242,6 +283,7 @@ SYNONYMS = {
     "opt_betas": "adam_betas betas",
     "opt_eps": "adam_epsilon eps",
     "output": "out out_dir output_dir save_dir work_dir",
+    "phases": "stages",
     "pretrained_path": "checkpoint finetune init_checkpoint initial_checkpoint load_from pretrained weights",
     "remode": "erasing_mode",
     "reprob": "random_erase random_erasing",

@@ -21,6 +21,7 @@ MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
     "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # of DeiT and its like
 }  # fmt: skip
+MOST_PHASES = 100
 MOST_RESIZED = 2**14  # pixels, of an image's side before it is cropped to img_size
 PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
 
@@ -61,6 +62,11 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
     if (options.get("img_size") or 224) > MOST_RESIZED * (options.get("crop_pct") or 1):
         raise ConfigError(f"{where} has crop_pct {options['crop_pct']}, for which images would be more than large")
+    phases = options.get("phases") or []
+    if len(phases) > MOST_PHASES:
+        raise ConfigError(f"{where} has {len(phases)} phases, and may have at most {MOST_PHASES}")
+    for phase in phases:
+        options_of_checkpoint({**values, "phases": None, **phase}, path)
     dataset = options.get("dataset", "")
     if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
         raise ConfigError(f"{where} has dataset {shown(dataset)}, which is no plain name of one")

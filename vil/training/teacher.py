@@ -62,7 +62,16 @@ class Teacher:
             for name in ("mean", "std")
         )
         self.scale, self.shift, self.layout = stds[0] / stds[1], (means[0] - means[1]) / stds[1], layout
-        self.cost = self._try_out(num_classes, data_config["input_size"], config.model, student)
+        for size in (phase.get("img_size") for phase in config.phases or ()):
+            if size:
+                self._try_out((3, size, size), num_classes)
+        own_cost = self._try_out(data_config["input_size"], num_classes)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            copy.deepcopy(student).to("meta").eval()(torch.zeros(1, *data_config["input_size"], device="meta"))
+        trained = 3 * counter.get_total_flops() / 1e9
+        self.cost = (
+            f"teacher {self.name}, {own_cost:.3g} GFLOPs an image beside some {trained:.3g} of training {config.model}"
+        )
 
     @torch.no_grad()
     def __call__(self, images_B3HW: Tensor) -> Tensor:
@@ -72,12 +81,11 @@ class Teacher:
             images_B3HW = F.interpolate(images_B3HW, self.size, mode="bicubic", antialias=True)
         return self.model(images_B3HW.contiguous(memory_format=self.layout)).float()
 
-    def _try_out(self, num_classes: int, input_size: tuple[int, ...], student_name: str, student: nn.Module) -> str:
-        """Looks at one image. Returns what that costs, in words."""
-        images = torch.zeros(1, *input_size, device=self.scale.device)
+    def _try_out(self, input_size: tuple[int, ...], num_classes: int) -> float:
+        """Looks at an image of a size of the student's. Returns how many GFLOPs that takes."""
         try:
             with FlopCounterMode(display=False) as counter:
-                logits = self(images)
+                logits = self(torch.zeros(1, *input_size, device=self.scale.device))
         except Exception as error:  # whatever a model says of a size that it is not made for
             height, width = input_size[1:]
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -87,10 +95,7 @@ class Teacher:
             ) from error
         if logits.shape != (1, num_classes):
             raise ConfigError(_other_classes(self.name, logits.shape[-1], num_classes))
-        with torch.no_grad(), FlopCounterMode(display=False) as of_student:
-            copy.deepcopy(student).to("meta").eval()(images.to("meta"))
-        own, beside = (c.get_total_flops() / 1e9 for c in (counter, of_student))
-        return f"teacher {self.name}, {own:.3g} GFLOPs an image beside some {3 * beside:.3g} of training {student_name}"
+        return counter.get_total_flops() / 1e9
 
 
 def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
