@@ -49,6 +49,25 @@ def test_recipes_are_those_published_with_vim(name, size, recipe):
     assert vars(baseline) == vars(config) | dict(model=f"vim_{size}", experiment="baseline")
 
 
+# the commands of Mamba-Reg's README, under our names; rates of 5e-4 and 2e-4 are per 512 images
+MAMBA_REG = [
+    dict(epochs=300, img_size=128, global_batch_size=8 * 128, lr=5e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
+    dict(epochs=100, img_size=224, global_batch_size=8 * 128, lr=2e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
+    dict(epochs=20, img_size=224, global_batch_size=8 * 64, lr=1e-5, weight_decay=0.1, aug_repeats=0, crop_pct=1.0),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recipes_that_reach_further_are_vims_but_for_what_they_say(size):
+    vims, phases, best = (
+        load_config("", ["-c", str(ROOT / f"configs/vil_{size}{name}.yaml")]) for name in ("", "_phases", "_best")
+    )
+    assert vars(best) == vars(vims) | dict(teacher="regnety_160.deit_in1k", experiment=f"vil_{size}_best")
+    common = dict(reprob=0.0, phases=phases.phases, experiment=f"vil_{size}_phases")
+    for number, published in enumerate(MAMBA_REG):
+        assert vars(phases.of_phase(number)) == vars(vims) | common | published
+
+
 def test_defaults_are_those_of_tiny():
     config = Config()
     expected = SHARED | SIZES["tiny"] | dict(model="vil_tiny", checkpoint_interval="30m", log_interval=50)

@@ -66,7 +66,7 @@ def told_to_stop_while_it_saves():
         (stopped_at(5), -9), (stopped_at(9), -9), (stopped_at(14), -9), (stopped_at(20, signal.SIGTERM), 75),
         (killed_while_it_begins, -9), (told_to_stop_while_it_saves, 75),
     ],
-    ids=["in the first", "before a step of the second", "in its second epoch", "in the third", "between", "saving an end"],
+    ids=["in the first", "before the second's", "in its second epoch", "in the third", "between", "saving an end"],
 )  # fmt: skip
 def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_one(
     tmp_path, options, undisturbed, prepare, status
