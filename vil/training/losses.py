@@ -21,7 +21,8 @@ class Loss:
         soft, equation 2:  (1 - alpha) labels + alpha tau^2 KL(softmax(t / tau), softmax(z / tau))
 
     There is no distillation token: the class token's head learns from both. KL is summed over classes, as in the
-    paper; DeiT's code takes the mean over them. Images that are mixed are so for the teacher, too.
+    paper (which takes tau 3 and alpha 0.1 for soft); DeiT's code takes the mean over them. Images that are mixed are so
+    for the teacher, too.
 
     Raises:
         ConfigError: `bce_target_thresh` makes all classes targets, or none.
