@@ -5,7 +5,8 @@
 
 A config file holds options under timm's names, and the command line overrides it. The recipe states the *global* batch:
 each process takes its share, in as many micro-batches as `batch_size` asks for, so any number of GPUs trains the same
-thing. The run's folder, OUTPUT/EXPERIMENT, gets config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
+thing. Its `phases`, if it has some, are trained one after the other. The run's folder, OUTPUT/EXPERIMENT, gets
+config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
 
 Ctrl-C, SIGTERM or SIGUSR1 makes it write a checkpoint and exit with status 75; `--resume auto` goes on as if nothing
 had happened, on as many processes as there are then. docs/reliability.md says what else it survives.
@@ -23,7 +24,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds: unti
     def end_at_once(*_):
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):
-                os.write(2, b"\nstopped by a signal before it trained anything\n")
+                os.write(2, b"\nstopped by a signal with nothing to save\n")
         os._exit(75)  # PREEMPTED
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):

@@ -5,7 +5,8 @@
     python benchmarks/hours.py configs/vil_tiny_best.yaml --teacher-checkpoint FILE    # options of train_imagenet.py
 
 Each phase is trained for two epochs of noise as users train, and the second one counts. A recipe's hours are those of
-all its epochs: of 1,281,167 images each, and an evaluation of 50,000. Loading images is no part of it.
+all its epochs: of 1,281,167 images each, and an evaluation of 50,000. Loading images is no part of it. The last columns
+compare with the first recipe: whole with whole, and epoch with epoch.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ TRAINING, VALIDATION = 1_281_167, 50_000  # images of ImageNet-1k
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="+", help="files; the last column compares with the first")
+    parser.add_argument("configs", nargs="+", help="files of configs/ or others")
     parser.add_argument("--gpus", type=int, default=1, help="of one machine")
     parser.add_argument("--images", type=int, default=65536, help="of an epoch that is measured")
     options, passed_on = parser.parse_known_args()
-    print("| config | phase | pixels | epochs | images/s | evaluation, images/s | GPU hours | of the first |")
-    print("|" + " --- |" * 8)
+    print(
+        "| config | phase | pixels | epochs | images/s | evaluation, images/s | GPU hours | of the first | an epoch |"
+    )
+    print("|" + " --- |" * 9)
     first = None
     for path in options.configs:
         config, hours = load_config("", ["-c", path]), []
@@ -40,10 +43,14 @@ def main() -> None:
             speeds = measure(path, config, number, options, passed_on)
             hours.append(gpu_hours(phase, *speeds, options.gpus))
             cells = [config.experiment, number + 1, phase.img_size or "model's", phase.epochs]
-            print(f"| {' | '.join(map(str, [*cells, *(f'{speed:.0f}' for speed in speeds)]))} | {hours[-1]:.1f} | |")
-        first = first or sum(hours)
-        total = f"{config.total_epochs} | | | {sum(hours):.1f} | {sum(hours) / first:.2f}"
-        print(f"| {config.experiment} | all | | {total} |", flush=True)
+            print(f"| {' | '.join(map(str, [*cells, *(f'{speed:.0f}' for speed in speeds)]))} | {hours[-1]:.1f} | | |")
+        first = first or (sum(hours), config.total_epochs)
+        share, epochs = sum(hours) / first[0], config.total_epochs
+        by_epoch = share * first[1] / epochs
+        print(
+            f"| {config.experiment} | all | | {epochs} | | | {sum(hours):.1f} | {share:.2f} | {by_epoch:.2f} |",
+            flush=True,
+        )
 
 
 def gpu_hours(phase: Config, images_per_second: float, evaluated_per_second: float, gpus: int) -> float:

@@ -38,5 +38,6 @@ def test_hours_are_those_of_all_epochs_of_all_phases_on_all_gpus(tmp_path, monke
     found = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     plain, first, second = 2 * 300 * (1000 + 1) / 3600, 2 * 100 * 100 / 3600, 2 * 10 * (1000 + 100) / 3600
     assert [line[6] for line in found if line[1] != "all"] == [f"{value:.1f}" for value in (plain, first, second)]
-    assert found[1][-2:] == [f"{plain:.1f}", "1.00"]
-    assert found[-1][-2:] == [f"{first + second:.1f}", f"{(first + second) / plain:.2f}"]
+    share = (first + second) / plain
+    assert found[1][-3:] == [f"{plain:.1f}", "1.00", "1.00"]
+    assert found[-1][-3:] == [f"{first + second:.1f}", f"{share:.2f}", f"{share * 300 / 110:.2f}"]

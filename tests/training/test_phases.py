@@ -4,14 +4,17 @@ A page of formulas says in test_training_loop.py what they train.
 """
 
 import csv
+import dataclasses
 import functools
+import gc
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
-from faults import Run, assert_same, before
+from faults import OPTIONS, Run, assert_same, before, result
 from processes import SMALL
 
 import train_imagenet
@@ -73,6 +76,22 @@ def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_
 ):
     assert Run(tmp_path, 1, prepare, **options).wait() == [status]
     assert_same(Run(tmp_path, 1, **options).finished(), undisturbed[1])
+
+
+def trainers_left():
+    """A phase's graphs and loaders are in the way of the next one's."""
+    return [thing for thing in gc.get_objects() if type(thing) is Trainer]
+
+
+def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(tmp_path, options, undisturbed, no_pictures):
+    first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
+    Trainer(first, CPU, 0, 1).run()
+    last = tmp_path / "run" / "last.pt"
+    elsewhere = dataclasses.replace(first, output=str(tmp_path / "elsewhere"), resume=str(last))
+    for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
+        train_imagenet.train(config, CPU, 0, 1)
+        assert not trainers_left()
+        assert_same(result(Path(config.output) / "run"), undisturbed[1])
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
@@ -170,3 +189,16 @@ def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, 
 def test_a_checkpoints_phases_are_judged_as_its_other_options(phases, message):
     with pytest.raises(ConfigError, match=message):
         options_of_checkpoint(dict(phases=phases), "x")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave_nothing_behind(tmp_path, options):
+    histories = []
+    for cuda_graphs in (True, False):
+        run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))
+        train_imagenet.train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
+        assert not trainers_left()
+        saved = checkpoint.read_checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt")
+        histories.append([row["train_loss"] for row in saved["history"]])
+    assert histories[0] == pytest.approx(histories[1], rel=1e-3)
