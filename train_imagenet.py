@@ -5,7 +5,8 @@
 
 A config file holds options under timm's names, and the command line overrides it. The recipe states the *global* batch:
 each process takes its share, in as many micro-batches as `batch_size` asks for, so any number of GPUs trains the same
-thing. The run's folder, OUTPUT/EXPERIMENT, gets config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
+thing. Its `phases`, if it has some, are trained one after the other. The run's folder, OUTPUT/EXPERIMENT, gets
+config.yaml, info.txt, summary.csv, curve.png, last.pt and best.pt.
 
 Ctrl-C, SIGTERM or SIGUSR1 makes it write a checkpoint and exit with status 75; `--resume auto` goes on as if nothing
 had happened, on as many processes as there are then. docs/reliability.md says what else it survives.
@@ -16,14 +17,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 
 if __name__ == "__main__":  # before the other imports, which take seconds: until a step is trained nothing is to save
 
     def end_at_once(*_):
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):
-                os.write(2, b"\nstopped by a signal before it trained anything\n")
+                os.write(2, b"\nstopped by a signal with nothing to save\n")
         os._exit(75)  # PREEMPTED
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
@@ -33,6 +34,8 @@ if __name__ == "__main__":  # before the other imports, which take seconds: unti
         signal.signal(signal.SIGHUP, end_at_once if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_IGN)
 
 import dataclasses
+import functools
+import gc
 import logging
 import math
 import traceback
@@ -44,11 +47,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timm.data import resolve_data_config
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import distribute_bn
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
@@ -63,7 +64,6 @@ from vil.data.splits import class_names, describe_split, open_splits
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
-from vil.factory import create_model
 from vil.files import FolderInUseError, FolderLock
 from vil.output import outlive_output
 from vil.processes import (
@@ -74,10 +74,15 @@ from vil.processes import (
     leave_processes,
     sum_over_processes,
 )
+from vil.training.building import build_model, build_optimizer
 from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
+from vil.training.losses import Loss
 from vil.training.meter import Bottleneck, EpochMeter
+from vil.training.phases import announce, check_phases, folder_of, phase_at_hand
+from vil.training.resumption import check_optimizer, check_progress, history_of
 from vil.training.summary import Reporter, best_top1, epoch_line
+from vil.training.teacher import Teacher
 from vil.training.update import ListedEma, Update
 
 
@@ -93,7 +98,7 @@ def main() -> None:
     status = 0
     try:
         config = load_config(__doc__, saved_options=checkpoint.saved_config)
-        Trainer(config, *join_processes(known_device(config.device))).run()
+        train(config, *join_processes(known_device(config.device)))
     except PreemptedError as notice:
         if is_first_process():
             print(notice, file=sys.stderr)
@@ -111,30 +116,16 @@ def main() -> None:
     sys.exit(status)
 
 
-def build_model(config: Config, num_classes: int) -> nn.Module:
-    size = {"img_size": config.img_size} if config.img_size else {}
-    arguments = size | dict(num_classes=num_classes, drop_path_rate=config.drop_path) | config.model_kwargs
-    model = create_model(config.model, config.pretrained_path, **arguments)
-    if config.grad_checkpointing:
-        model.set_grad_checkpointing()
-    return model
-
-
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    on_gpu = next(model.parameters()).is_cuda
-    fused = True if config.opt == "adamw" and on_gpu else None  # one kernel in place of a dozen
-    choices = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
-    optimizer = create_optimizer_v2(
-        model,
-        opt=config.opt,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        layer_decay=config.layer_decay,
-        **{name: value for name, value in choices.items() if value is not None},
-    )
-    for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
-        group["params"].sort(key=torch.Tensor.numel, reverse=True)
-    return optimizer
+def train(config: Config, device: torch.device, rank: int, world_size: int) -> None:
+    """Goes through the phases of a run that are not done; most runs are one."""
+    lock, first = None, from_first_process(functools.partial(phase_at_hand, config))
+    for phase in range(first, config.num_phases):
+        trainer = Trainer(config, device, rank, world_size, phase, lock)
+        trainer.run()
+        lock, config = trainer.lock, dataclasses.replace(config, resume="auto")
+        del trainer
+        gc.collect()  # its graphs and loaders, before the next phase has its own
+        torch.cuda.empty_cache()
 
 
 def options_to_save(config: Config, num_classes: int, folder: Path) -> dict[str, Any]:
@@ -154,24 +145,40 @@ def options_to_save(config: Config, num_classes: int, folder: Path) -> dict[str,
 
 
 class Trainer:
-    """One process of a run: `run` goes through the epochs, `train_one_epoch` through the global batches of one."""
+    """One process of a run: `run` goes through the epochs, `train_one_epoch` through the global batches of one.
 
-    def __init__(self, config: Config, device: torch.device, rank: int, world_size: int):
-        self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
-        self.folder = Path(config.output) / config.experiment
+    Of a run with phases it is one phase, counted from 0, which goes on from the folder; `lock` is that of the phase
+    before.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device, rank: int, world_size: int, phase: int = 0,
+        lock: FolderLock | None = None,
+    ):  # fmt: skip
+        self.config = config = config.of_phase(phase)
+        self.phase, self.epochs = phase, config.epochs_of_phase(phase)
+        self.device, self.rank, self.world_size = device, rank, world_size
+        self.folder = folder_of(config)
         micro_batch, _ = split_global_batch(config, world_size)
         train_set, val_set, num_classes = open_splits(config)
+        check_phases(config, world_size, len(train_set), num_classes)
 
         self.saved_config = options_to_save(config, num_classes, self.folder)
         if config.resume not in (None, "auto"):
             from_first_process(lambda: self.compare_size(config.resume, num_classes))
         share_cores(device, config.workers)
         seed_everything(config.seed)
-        self.model = build_model(config, num_classes).to(device)
+        fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
+        self.model = build_model(fresh, num_classes).to(device)
         data_config = resolve_data_config(
             {"img_size": config.img_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation},
             model=self.model,
         )
+        self.label_names = checkpoint.labels_of(class_names(train_set))
+        self.teacher = None
+        if config.teacher:
+            self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
+        self.loss_fn = Loss(config, num_classes, self.teacher)
         self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = evaluation_loader(
@@ -179,7 +186,6 @@ class Trainer:
             again=True,
         )  # fmt: skip
         self.augment = BatchAugmentation(config, num_classes, data_config)
-        self.loss_fn = SoftTargetCrossEntropy() if config.mixing else LabelSmoothingCrossEntropy(config.smoothing)
 
         self.optimizer = build_optimizer(config, self.model)
         self.scheduler, _ = create_scheduler_v2(
@@ -194,16 +200,16 @@ class Trainer:
         if rank == 0 and not config.synthetic:
             logging.warning("%s", describe_split(config.train_split, train_set))
             logging.warning("%s", describe_split(config.val_split, val_set))
-        self.warn_of_a_short_run()
+        if rank == 0:
+            announce(config, phase, self.batches)
         self.precision = autocast(device, config.amp, config.amp_dtype)
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 
-        self.lock: AbstractContextManager = nullcontext()  # the first process has the folder's
+        self.lock = lock  # the first process has the folder's
         self.history: list[dict] = []  # a row for each epoch done: summary.csv
         self.meter = EpochMeter()  # the steps done in the epoch at hand
         self.bottleneck = Bottleneck(max(1, min(config.log_interval, self.batches.steps // 3)))
-        self.label_names = checkpoint.labels_of(class_names(train_set))
         if resumed := from_first_process(self.take_folder):
             self.restore(*resumed)
         self.timer = CheckpointTimer(config.checkpoint_interval, self.steps)
@@ -222,27 +228,11 @@ class Trainer:
         """Refuses a file of another model before one of the size that it says takes memory."""
         saved = checkpoint.read_checkpoint(path, whole=False)
         decisive = {name: value for name, value in saved["config"].items() if name in checkpoint.DECISIVE}
-        checkpoint.check_same_run(decisive, self.saved_config, path)
+        wrote = self.config.of_phase(self.phase - self.begins(saved))
+        checkpoint.check_same_run(decisive, options_to_save(wrote, num_classes, self.folder), path)
         with torch.device("meta"):
-            model = build_model(dataclasses.replace(self.config, pretrained_path=None), num_classes)
+            model = build_model(dataclasses.replace(wrote, pretrained_path=None), num_classes)
         checkpoint.load_weights(model, saved["state_dict"], path)
-
-    def warn_of_a_short_run(self) -> None:
-        epochs, warmup_epochs = self.config.epochs, self.config.warmup_epochs
-        if self.rank == 0:
-            logging.warning("%s", self.batches.described(epochs))
-        if self.rank == 0 and warmup_epochs >= epochs and self.config.warmup_lr < self.config.lr:
-            logging.warning(
-                "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",
-                warmup_epochs, epochs, self.config.lr,
-            )  # fmt: skip
-        steps, decay = epochs * self.batches.steps, self.config.model_ema_decay
-        if self.ema and self.rank == 0 and steps * (1 - decay) < 1:
-            logging.warning(
-                "model_ema_decay %s averages over some %.0f steps, and this run has %d: its average will hardly leave "
-                "what it begins with. --model-ema-decay %.4g averages over a tenth of the run",
-                decay, 1 / (1 - decay), steps, max(0.5, 1 - 10 / steps),
-            )  # fmt: skip
 
     def fit_to_device(self, input_size: tuple[int, ...], num_classes: int) -> None:
         """Chooses how many images are trained on at once, and has a GPU do that as a CUDA graph."""
@@ -285,7 +275,7 @@ class Trainer:
         graphs = ", as a CUDA graph" if self.replayed and self.replayed.graph else ""
         return (
             f"{self.world_size} x {name}: {self.at_once} of {self.config.global_batch_size} images at once on each"
-            f"{graphs}; {describe(self.train_loader)}"
+            f"{graphs}; {describe(self.train_loader)}{f'; {self.teacher.cost}' if self.teacher else ''}"
         )
 
     def run(self) -> None:
@@ -294,23 +284,31 @@ class Trainer:
             report = Reporter(self.folder, self.config, self.saved_config, self.setup)
             report.catch_up(self.history)
             logging.warning(self.setup)
-        epochs, batch = self.config.epochs, self.config.global_batch_size
+        epochs, batch = self.config.total_epochs, self.config.global_batch_size
+        last = self.epochs.stop == epochs
         quiet = None if self.rank == 0 else True  # None: where nobody watches, one line an epoch will do
-        sizes = dict(total=epochs * self.batches.steps * batch, initial=self.steps * batch)
-        with self.lock, tqdm(**sizes, unit="img", unit_scale=True, disable=quiet) as bar:
-            for epoch in range(len(self.history), epochs):
-                bar.set_description(f"epoch {epoch + 1}/{epochs}")
+        sizes = dict(total=len(self.epochs) * self.batches.steps * batch, initial=self.steps * batch)
+        phase = {"phase": self.phase + 1} if self.config.phases else {}
+        with ExitStack() as stack, tqdm(**sizes, unit="img", unit_scale=True, disable=quiet) as bar:
+            if self.lock:
+                stack.enter_context(self.lock)
+            for epoch in range(len(self.history), self.epochs.stop):
+                bar.set_description(f"epoch {epoch + 1}/{epochs}{f', phase {self.phase + 1}' if phase else ''}")
                 self.train_one_epoch(epoch, bar)
-                row = {"epoch": epoch + 1, "lr": self.rate, **self.meter.summary(batch), **self.evaluate()}
+                row = {"epoch": epoch + 1, **phase, "lr": self.rate, **self.meter.summary(batch), **self.evaluate()}
                 self.checkpoint_if_due()  # a signal cuts an evaluation short: then that is repeated on resuming
                 self.history.append(row)
                 self.meter = EpochMeter()
-                self.scheduler.step(epoch + 1)
+                self.scheduler.step(epoch + 1 - self.epochs.start)
                 self.save()
                 if report:
                     report(self.history)
                     tqdm.write(epoch_line(self.history, epochs))
-        if report:
+            if not last:
+                self.timer.give_back()
+                self.checkpoint_if_due()  # a signal that came since the last look
+                stack.pop_all()  # the next phase has the lock
+        if report and last:
             tqdm.write(report.closing_line(self.history))
 
     def train_one_epoch(self, epoch: int, bar: tqdm) -> None:
@@ -342,7 +340,7 @@ class Trainer:
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
         """Adds the gradient of a part of this process's share of a global batch; returns its part of the loss."""
         with self.precision:
-            loss = self.loss_fn(self.network(images), targets) / self.accumulation
+            loss = self.loss_fn(self.network(images), targets, images) / self.accumulation
         self.gradients.add(self.scaler.scale(loss))
         return loss.detach()
 
@@ -369,7 +367,8 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        return len(self.history) * self.batches.steps + self.meter.steps
+        """Those of this phase that are done."""
+        return (len(self.history) - self.epochs.start) * self.batches.steps + self.meter.steps
 
     def check_finite(self) -> None:
         """Looks at the steps since the last look; only here does the host wait for the device."""
@@ -410,6 +409,7 @@ class Trainer:
             "config": self.saved_config,
             "label_names": self.label_names or None,
             "num_images": self.batches.num_images,
+            "teacher": self.teacher.digest if self.teacher else None,
             "history": self.history,
             "progress": self.meter.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -425,7 +425,7 @@ class Trainer:
     def take_folder(self) -> list | None:
         """Keeps other runs out of the folder, and returns the file that this one goes on from with what it holds."""
         try:
-            self.lock = FolderLock(self.folder)
+            self.lock = self.lock or FolderLock(self.folder)
         except OSError as error:
             raise ConfigError(
                 f"cannot write in {self.folder}: {error}. --output and --experiment name others"
@@ -437,68 +437,54 @@ class Trainer:
             return None
         path, saved = found
         middle = bool(saved["progress"].get("losses"))
-        checkpoint.check_same_run(saved["config"], self.saved_config, path, middle)
+        wrote = self.config.of_phase(self.phase - self.begins(saved))
+        options = options_to_save(wrote, self.saved_config["num_classes"], self.folder)
+        checkpoint.check_same_run(saved["config"], options, path, middle)
         checkpoint.check_same_classes(saved, self.label_names, path)
+        checkpoint.check_same_teacher(saved, self.teacher.digest if self.teacher else None, path)
         if saved["num_images"] not in (0, images := self.batches.num_images):
             logging.warning("going on with %d training images, was %d", images, saved["num_images"])
         return [str(path), saved]
 
+    def begins(self, saved: dict) -> bool:
+        """Whether a checkpoint is the end of the phase before this one."""
+        return self.phase > 0 and len(saved["history"]) == self.epochs.start and not saved["progress"].get("losses")
+
     def restore(self, path: str, saved: dict) -> None:
         """Goes on from a checkpoint: with what it learned, but with the options of this run where they differ."""
+        begins, parts = self.begins(saved), self.parts()
         try:
-            for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
-                group.update({k: v for k, v in chosen.items() if k != "params"})
-            for name, part in self.parts().items():
+            if begins:  # all else starts anew
+                parts = {name: part for name, part in parts.items() if name.startswith("state_dict")}
+                for name in parts:
+                    model = build_model(self.config, self.saved_config["num_classes"], saved[name])
+                    saved[name] = model.state_dict()  # resampled
+            else:
+                for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
+                    group.update({k: v for k, v in chosen.items() if k != "params"})
+            for name, part in parts.items():
                 part.load_state_dict(saved[name])
-            self.history = [{str(name): as_number(value) for name, value in row.items()} for row in saved["history"]]
+            self.history = history_of(saved["history"])
             self.meter.load_state_dict(saved["progress"])
-            self.check_restored()
+            check_progress(self.meter)
+            check_optimizer(self.optimizer, self.config.opt)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise checkpoint.CheckpointError(f"{path} does not fit this run: {reason}") from error
-        if self.history:
-            self.scheduler.step(len(self.history))
+        if done := len(self.history) - self.epochs.start:
+            self.scheduler.step(done)
         if self.rank == 0:
-            steps, epochs = self.batches.steps, self.config.epochs
+            steps, epochs = self.batches.steps, self.config.total_epochs
             if len(self.history) < epochs:
                 place = f"step {self.meter.steps} of {steps} of epoch {len(self.history) + 1} of {epochs}"
                 logging.warning("going on after %s, from %s", place, path)
             else:
                 logging.warning("%s has trained its %d epochs: --epochs N trains on", path, len(self.history))
 
-    def check_restored(self) -> None:
-        """Raises a ValueError or KeyError if the history or the optimizer's state is none that a run leaves."""
-        for epoch, row in enumerate(self.history, start=1):
-            if row["epoch"] != epoch or math.isnan(best_top1(row)) or not all(name.isidentifier() for name in row):
-                raise ValueError(f"the history has no row of epoch {epoch} as training writes it")
-        if len(self.meter.losses) != len(self.meter.norms):
-            raise ValueError("the epoch's progress has not a loss and a norm for each step")
-        for parameter, state in self.optimizer.state.items():
-            shape, tensors = parameter.shape, {name: t for name, t in state.items() if isinstance(t, Tensor)}
-            found = {name: (t.shape, t.dtype) for name, t in tensors.items()}
-            moment = shape, torch.float32
-            if self.config.opt == "adamw" and found != {
-                "step": ((), torch.float32),
-                "exp_avg": moment,
-                "exp_avg_sq": moment,
-            }:
-                raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is not that of AdamW")
-            if any(
-                t.dim() and t.shape != shape for name, t in tensors.items() if name in ("exp_avg", "momentum_buffer")
-            ):
-                raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} has another shape")
-            if not all(t.isfinite().all() for t in tensors.values()) or not 0 <= float(state.get("step", 0)) < 2**53:
-                raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is none that training reaches")
-
     def parts(self) -> dict:
         """The parts that learn, which a checkpoint holds under timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer, "amp_scaler": self.scaler}
         return parts | ({"state_dict_ema": self.ema.module} if self.ema else {})
-
-
-def as_number(value: float) -> float:
-    """A value of a row that a checkpoint holds; a count stays one."""
-    return int(float(value)) if isinstance(value, int) else float(value)
 
 
 if __name__ == "__main__":

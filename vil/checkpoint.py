@@ -35,7 +35,7 @@ VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters
 HARMLESS: tuple[str, ...]
 HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
 HARMLESS += ("log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device")
-DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema")  # whose change makes it another run
+DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")  # a change: another run
 PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
     "num_images": int,
@@ -380,6 +380,15 @@ def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> N
                 f"{path} is of a run whose class {number} is {was!r}, here it is {now!r}: give the folders of the "
                 "classes their names back, or start another run with --experiment NAME"
             )
+
+
+def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:
+    """Raises a CheckpointError if the digest of the teacher's weights is another than that of a checkpoint's run."""
+    if str(saved.get("teacher")) != str(teacher):
+        raise CheckpointError(
+            f"{path} is of a run whose teacher had other weights: give the --teacher-checkpoint that it had, or start "
+            "another run with --experiment NAME"
+        )
 
 
 def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:

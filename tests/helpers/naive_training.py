@@ -1,7 +1,7 @@
 """Training and evaluation once more, from the formulas: AdamW, cosine, clipping, EMA and the losses, one line each.
 
-Independent of `vil.training` and of train_imagenet.py: only the model is shared, and the rule by which seeds follow
-from a place in the run. Images are of the model's size already, so that crops and resizing leave them as they are.
+Independent of `vil.training` and of train_imagenet.py: only the models are shared, and the rule by which seeds follow
+from a place in the run. Crops are whole images.
 """
 
 import copy
@@ -16,11 +16,12 @@ from PIL import Image
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def read_split(folder):
+def read_split(folder, size):
     """Normalised images (N, 3, H, W) and targets (N,): classes, and images within a class, in the order of names."""
     paths = sorted(folder.glob("*/*.png"))
     classes = sorted({path.parent.name for path in paths})
-    pixels = torch.stack([torch.tensor(np.array(Image.open(path).convert("RGB"))) for path in paths])
+    resized = [Image.open(path).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for path in paths]
+    pixels = torch.stack([torch.tensor(np.array(image)) for image in resized])
     images = (pixels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
     return images.permute(0, 3, 1, 2).contiguous(), torch.tensor([classes.index(path.parent.name) for path in paths])
 
@@ -60,6 +61,36 @@ def mixed(images, targets, classes, place, o):
     return tuple(torch.cat(part) for part in zip(*parts))
 
 
+def loss_of_labels(logits, shares, o):
+    """Cross-entropy; or for each class the negative log-likelihood of its being one, with a target of 0 to 1."""
+    if not o.bce_loss:
+        return -(shares * logits.log_softmax(1)).sum(1).mean()
+    targets = shares if o.bce_target_thresh is None else (shares > o.bce_target_thresh).float()
+    p = logits.sigmoid()
+    each = -(targets * p.log() + (1 - targets) * (1 - p).log())
+    return each.sum(1).mean() if o.bce_sum else each.sum(1).mean() / logits.shape[1]
+
+
+def distilled(logits, taught, o):
+    """Touvron et al. (2021): equation 3, the teacher's decision as label, or 2, the divergence of softened answers."""
+    if o.distillation == "hard":
+        return -logits.log_softmax(1)[torch.arange(len(logits)), taught.argmax(1)].mean()
+    ours, theirs = (x / o.distillation_tau for x in (logits, taught))
+    p = theirs.exp() / theirs.exp().sum(1, keepdim=True)
+    return o.distillation_tau**2 * (p * (p.log() - ours.log_softmax(1))).sum(1).mean()
+
+
+def answers(teacher, images):
+    """A teacher's logits for images that are normalised for the student: its own mean and std, its size if fixed."""
+    cfg = teacher.pretrained_cfg
+    pixels = images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
+    if cfg["fixed_input_size"]:
+        size = cfg["input_size"][1:]
+        pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+    with torch.no_grad():
+        return teacher((pixels - torch.tensor(cfg["mean"])[:, None, None]) / torch.tensor(cfg["std"])[:, None, None])
+
+
 @torch.no_grad()
 def adamw(model, gradients, moments, rate, t, o):
     """The step numbered t, from 1, with decoupled weight decay."""
@@ -87,55 +118,81 @@ def evaluated(model, images, targets):
     }
 
 
-def train(folder, options, micro_batch=None, changes=(0, {})):
+def grown(source, model):
+    """The model with the weights of one for images of another size; the class token's position is the middle one."""
+    weights = source.state_dict()
+    rows, middle, tokens = weights["pos_embed"][0], len(weights["pos_embed"][0]) // 2, model.pos_embed.shape[1]
+    sides = [math.isqrt(len(rows) - 1), math.isqrt(tokens - 1)]
+    grid = torch.cat([rows[:middle], rows[middle + 1 :]]).T.reshape(1, -1, sides[0], sides[0])
+    grid = torch.nn.functional.interpolate(grid, [sides[1]] * 2, mode="bicubic", antialias=True, align_corners=False)
+    resampled = grid[0].flatten(1).T
+    middle = len(resampled) // 2
+    weights["pos_embed"] = torch.cat([resampled[:middle], rows[None, len(rows) // 2], resampled[middle:]])[None]
+    model.load_state_dict(weights)
+    return model
+
+
+def train(folder, options, micro_batch=None, changes=(0, {}), teacher=None, phases=({},)):
     """A run of train_imagenet.py with these options on the splits of `folder`.
 
     `changes`: from this step on, counted from 0, other options hold, as of a run that is resumed with them.
+    `phases`: the options of each; a phase begins with the weights and the average of the one before, and nothing else.
 
     Returns:
         A row for each epoch as in summary.csv, the loss and the gradient's norm of every step, and for every epoch the
         weights and their average at its end.
     """
-    o = SimpleNamespace(**options)
-    (images, targets), validation = read_split(folder / "train"), read_split(folder / "val")
-    classes = int(targets.max()) + 1
-    torch.manual_seed(o.seed)
-    model = timm.create_model(
-        o.model, num_classes=classes, img_size=o.img_size, drop_path_rate=o.drop_path, **o.model_kwargs
-    )
-    average = copy.deepcopy(model)
+    found = SimpleNamespace(rows=[], losses=[], norms=[], weights=[], averages=[])
+    models = None
+    for phase in phases:
+        o = SimpleNamespace(**options | phase)
+        torch.manual_seed(o.seed)
+        classes, arguments = len([*(folder / "train").iterdir()]), dict(img_size=o.img_size, drop_path_rate=o.drop_path)
+        made = [timm.create_model(o.model, num_classes=classes, **arguments, **o.model_kwargs)]
+        made += [copy.deepcopy(made[0])]
+        models = [grown(*pair) for pair in zip(models, made)] if models else made
+        train_phase(folder, o, micro_batch, changes, teacher, *models, found)
+    return found
+
+
+def train_phase(folder, o, micro_batch, changes, teacher, model, average, found):
+    (images, targets), validation = (read_split(folder / split, o.img_size) for split in ("train", "val"))
+    classes, first = int(targets.max()) + 1, len(found.rows)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
     batch = o.global_batch_size
     micro_batch, steps = micro_batch or batch, len(images) // batch
     unique = math.ceil(batch / max(1, o.aug_repeats))  # images of a batch, each of which is in it so many times
-    found = SimpleNamespace(rows=[], losses=[], norms=[], weights=[], averages=[])
-    for epoch in range(o.epochs):
+    for epoch in range(first, first + o.epochs):
         order = np.random.default_rng((o.seed, epoch)).permutation(len(images))
         for step in range(steps):
-            if (t := epoch * steps + step) == changes[0]:
+            if (t := (epoch - first) * steps + step) == changes[0]:
                 vars(o).update(changes[1])
+            rate = rate_of(epoch - first, o)
             chosen = torch.tensor([order[step * unique + place % unique] for place in range(batch)])
             losses = []
             for start in range(0, batch, micro_batch):
                 place, part = (o.seed, epoch, step * batch + start), chosen[start : start + micro_batch]
                 x, y = mixed(images[part], targets[part], classes, place, o)
                 torch.manual_seed(seed_of(*place, 2))  # of stochastic depth
-                losses.append(-(y * model.train()(x).log_softmax(1)).sum(1).mean())
+                logits = model.train()(x)
+                losses.append(loss_of_labels(logits, y, o))
+                if teacher:
+                    share, taught = o.distillation_alpha, answers(teacher, x)
+                    losses[-1] = (1 - share) * losses[-1] + share * distilled(logits, taught, o)
             loss = sum(losses) / len(losses)
             gradients = dict(zip(moments, torch.autograd.grad(loss, list(model.parameters()))))
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
             scale = min(1, o.clip_grad / norm) if o.clip_grad else 1
-            adamw(model, {name: g * scale for name, g in gradients.items()}, moments, rate_of(epoch, o), t + 1, o)
+            adamw(model, {name: g * scale for name, g in gradients.items()}, moments, rate, t + 1, o)
             with torch.no_grad():
                 for p, a in zip(model.parameters(), average.parameters()):
                     a.copy_(o.model_ema_decay * a + (1 - o.model_ema_decay) * p)
             found.losses.append(loss.item())
             found.norms.append(norm)
         means = [sum(values[-steps:]) / steps for values in (found.losses, found.norms)]
-        row = {"epoch": epoch + 1, "lr": rate_of(epoch, o), "train_loss": means[0], "grad_norm": means[1]}
+        row = {"epoch": epoch + 1, "lr": rate_of(epoch - first, o), "train_loss": means[0], "grad_norm": means[1]}
         for suffix, evaluated_model in (("", model), ("_ema", average)):
             row |= {f"eval_{k}{suffix}": v for k, v in evaluated(evaluated_model, *validation).items()}
         found.rows.append(row)
         found.weights.append(copy.deepcopy(model.state_dict()))
         found.averages.append(copy.deepcopy(average.state_dict()))
-    return found

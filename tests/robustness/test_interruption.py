@@ -142,7 +142,7 @@ def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folde
     while signal.SIGUSR1 not in signals(process.pid, "SigCgt"):
         assert process.poll() is None
     time.sleep(seconds)
-    assert press(process).strip() == "stopped by a signal before it trained anything"
+    assert press(process).strip() == "stopped by a signal with nothing to save"
     assert process.returncode == PREEMPTED
     assert not (tmp_path / "run" / "last.pt").exists()
 

@@ -1,5 +1,8 @@
 """The parts of the benchmarks that decide what their tables say."""
 
+import sys
+
+import hours
 import pytest
 import throughput
 
@@ -20,3 +23,21 @@ import throughput
 )
 def test_a_kernel_counts_in_one_group(kernel, group):
     assert throughput.group_of(kernel) == group
+
+
+def test_hours_are_those_of_all_epochs_of_all_phases_on_all_gpus(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plain.yaml").write_text("epochs: 300\nglobal_batch_size: 1000\n")
+    (tmp_path / "phases.yaml").write_text(
+        "phases: [{epochs: 100, img_size: 128}, {epochs: 10}]\nglobal_batch_size: 1\n"
+    )
+    speeds = iter([(1281.0, 50_000.0), (12_811.67, 1e9), (1281.167, 500.0)])
+    monkeypatch.setattr(hours, "measure", lambda *_: next(speeds))
+    paths = [str(tmp_path / name) for name in ("plain.yaml", "phases.yaml")]
+    monkeypatch.setattr(sys, "argv", ["hours.py", *paths, "--gpus", "2"])
+    hours.main()
+    found = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    plain, first, second = 2 * 300 * (1000 + 1) / 3600, 2 * 100 * 100 / 3600, 2 * 10 * (1000 + 100) / 3600
+    assert [line[6] for line in found if line[1] != "all"] == [f"{value:.1f}" for value in (plain, first, second)]
+    share = (first + second) / plain
+    assert found[1][-3:] == [f"{plain:.1f}", "1.00", "1.00"]
+    assert found[-1][-3:] == [f"{first + second:.1f}", f"{share:.2f}", f"{share * 300 / 110:.2f}"]

@@ -15,7 +15,7 @@ SHARED = dict(
     mixup_switch_prob=0.5, smoothing=0.1, aug_repeats=3, model_ema=True, model_ema_decay=0.99996, clip_grad=None,
     layer_decay=None, crop_pct=0.875, interpolation="bicubic", img_size=None, train_split="train",
     val_split="validation", pretrained_path=None, seed=0, grad_checkpointing=False, torchcompile=False, amp=True,
-    amp_dtype="bfloat16", synthetic=0, dataset="", data_dir=None,
+    amp_dtype="bfloat16", synthetic=0, dataset="", data_dir=None, bce_loss=False, teacher=None, phases=None,
 )  # fmt: skip
 TRAINED = dict(warmup_lr=1e-6, model_kwargs={}, batch_size=None, lr=1e-3)
 SIZES = {
@@ -43,9 +43,29 @@ def test_recipes_are_those_published_with_vim(name, size, recipe):
     assert set(SHARED) - set(yaml.safe_load(path.read_text())) <= {  # a recipe says itself what it is; no part of one:
         "scale", "ratio", "hflip", "clip_grad", "layer_decay", "img_size", "train_split", "val_split", "data_dir",
         "pretrained_path", "seed", "grad_checkpointing", "torchcompile", "amp", "amp_dtype", "synthetic", "dataset",
+        "bce_loss", "teacher", "phases",
     }  # fmt: skip
     baseline = load_config("", ["-c", str(path), "--model", f"vim_{size}", "--experiment", "baseline"])
     assert vars(baseline) == vars(config) | dict(model=f"vim_{size}", experiment="baseline")
+
+
+# the commands of Mamba-Reg's README, under our names; rates of 5e-4 and 2e-4 are per 512 images
+MAMBA_REG = [
+    dict(epochs=300, img_size=128, global_batch_size=8 * 128, lr=5e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
+    dict(epochs=100, img_size=224, global_batch_size=8 * 128, lr=2e-4 * 2, weight_decay=0.05, smoothing=0.0, aa="3a"),
+    dict(epochs=20, img_size=224, global_batch_size=8 * 64, lr=1e-5, weight_decay=0.1, aug_repeats=0, crop_pct=1.0),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recipes_that_reach_further_are_vims_but_for_what_they_say(size):
+    vims, phases, best = (
+        load_config("", ["-c", str(ROOT / f"configs/vil_{size}{name}.yaml")]) for name in ("", "_phases", "_best")
+    )
+    assert vars(best) == vars(vims) | dict(teacher="regnety_160.deit_in1k", experiment=f"vil_{size}_best")
+    common = dict(reprob=0.0, phases=phases.phases, experiment=f"vil_{size}_phases")
+    for number, published in enumerate(MAMBA_REG):
+        assert vars(phases.of_phase(number)) == vars(vims) | common | published
 
 
 def test_defaults_are_those_of_tiny():
@@ -125,6 +145,7 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, message):
         ("num_workers", "workers", "loader processes"),
         ("gradient_accumulation_steps", "batch_size", "most images that a device holds at once; .* is accumulated"),
         ("image_size", "img_size", "image size"),
+        ("teacher_path", "teacher_checkpoint", "its weights"),
         ("no_ema", "model_ema", "keep an exponential moving average"),
         ("pretrained", "pretrained_path", "start from these weights"),
         ("Learning_Rate", "lr", "peak learning rate, for the global batch"),

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import timm
 import torch
 from processes import SMALL
 
@@ -25,8 +26,10 @@ OPTIONS = dict(
     model_ema=False, model_ema_decay=0.9, amp=False, amp_dtype="float16",
     scale=(0.5, 0.9), ratio=(0.9, 1.1), hflip=0.4, color_jitter=None, aa="3a", aug_repeats=2,
     train_interpolation="random", augment_on_device=False, reprob=0.1, remode="const", mixup=0.2, cutmix=0.3,
-    mixup_prob=0.9, mixup_switch_prob=0.4, smoothing=0.2, crop_pct=0.8, interpolation="nearest",
-    seed=3, checkpoint_interval="500", log_interval=5,
+    mixup_prob=0.9, mixup_switch_prob=0.4, smoothing=0.2, bce_loss=True, bce_target_thresh=0.25, bce_sum=True,
+    teacher="test_resnet", distillation="soft", distillation_alpha=0.3, distillation_tau=2.0, crop_pct=0.8,
+    phases=[dict(scale=(0.5, 0.9), lr=0.5), dict(scale=(0.6, 0.9), lr=0.25)], interpolation="nearest", seed=3,
+    checkpoint_interval="500", log_interval=5,
 )  # fmt: skip
 
 
@@ -46,10 +49,11 @@ def read_back(path, *words):
 
 
 def test_every_option_is_read_back(tmp_path):
+    torch.save(timm.create_model("test_resnet", num_classes=5).state_dict(), tmp_path / "teacher.pth")
     options = OPTIONS | dict(data_dir=str(tmp_path))
     assert options.keys() == FIELDS.keys() - NOT_FROM_CHECKPOINTS - {"dataset"}
-    path = written(tmp_path, **options)
-    found, default = (dataclasses.asdict(c) for c in (read_back(path), Config()))
+    path = written(tmp_path, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
+    found, default = (dataclasses.asdict(c) for c in (read_back(path, "--teacher", "test_resnet"), Config()))
     for name, value in options.items():
         assert found[name] == value != default[name]
 

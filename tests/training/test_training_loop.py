@@ -1,9 +1,11 @@
 """The training loop against `naive_training`: every number that a run writes, for options away from their defaults."""
 
+import re
 import signal
 
 import numpy as np
 import pytest
+import timm
 import torch
 from faults import Run
 from naive_training import train
@@ -11,6 +13,7 @@ from PIL import Image
 from processes import in_processes
 from tqdm import tqdm
 
+import train_imagenet
 from train_imagenet import Trainer
 from vil import checkpoint, processes
 from vil.config import Config
@@ -27,7 +30,8 @@ OPTIONS = PLAIN | dict(
     model="vil_tiny", model_kwargs=dict(embed_dim=16, depth=2, patch_size=8), img_size=16, drop_path=0.0, seed=3,
     epochs=4, global_batch_size=16, lr=2e-2, min_lr=3e-3, warmup_epochs=1, warmup_lr=4e-3, weight_decay=0.3,
     opt_betas=(0.85, 0.97), opt_eps=1e-4, layer_decay=None, clip_grad=None, smoothing=0.2, mixup=0.0, cutmix=0.0,
-    mixup_prob=0.9, aug_repeats=0, model_ema_decay=0.8,
+    mixup_prob=0.9, aug_repeats=0, model_ema_decay=0.8, bce_loss=False, bce_target_thresh=None, bce_sum=False,
+    distillation="hard", distillation_alpha=0.4, distillation_tau=1.7,
 )  # fmt: skip
 EVERYTHING = dict(
     layer_decay=0.6, clip_grad=0.7, mixup=0.8, drop_path=0.4, aug_repeats=2, warmup_epochs=2, epochs=5, seed=11
@@ -87,6 +91,57 @@ def test_a_run_is_what_the_formulas_make_of_it(folder, tmp_path, options, micro_
     assert len({row["eval_top1"] for row in truth.rows} | {row["eval_top1_ema"] for row in truth.rows}) > 2
     assert any(row["eval_top1"] < row["eval_top5"] < 100 for row in truth.rows)
     assert max(truth.norms) > options.get("clip_grad", 0)
+
+
+BINARY = dict(bce_loss=True, clip_grad=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BINARY, BINARY | dict(bce_sum=True), BINARY | dict(bce_target_thresh=0.3, smoothing=0.1),
+        BINARY | dict(mixup=0.8), BINARY | dict(mixup=0.8, bce_target_thresh=0.2, bce_sum=True, smoothing=0.0),
+    ],
+    ids=["smoothed", "sums", "threshold", "mixed", "threshold of mixed"],
+)  # fmt: skip
+def test_binary_cross_entropy_is_what_the_formulas_make_of_it(folder, tmp_path, options):
+    trainer(folder, tmp_path, epochs=1, **options).run()
+    assert_same_run(tmp_path, train(folder, OPTIONS | dict(epochs=1) | options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(teacher="test_vit", distillation="hard", mixup=0.8),  # of another size, mean and standard deviation
+        dict(teacher="test_vit", distillation="soft", mixup=0.8),
+        dict(teacher="test_resnet", distillation="soft", bce_loss=True, bce_sum=True, batch_size=4),
+    ],
+    ids=["hard", "soft", "beside bce, accumulated"],
+)
+def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, options):
+    torch.manual_seed(5)
+    teacher = timm.create_model(options["teacher"], num_classes=CLASSES).eval()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(1.5)  # so that its answers differ
+    torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
+    run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
+    assert re.search(f"; teacher {options['teacher']}, [.0-9]+ GFLOPs an image beside some [.0-9]+ of tr", run.setup)
+    run.run()
+    truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
+    assert_same_run(tmp_path, truth)
+    assert not any("teacher" in name for name in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")["state_dict"])
+
+
+def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
+    """Two sizes of images, an optimizer and a schedule for each phase, an average over all."""
+    phases = [
+        dict(epochs=2, img_size=8, lr=2e-2),
+        dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
+    ]
+    kwargs = dict(embed_dim=16, depth=2, patch_size=4)
+    settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
+    train_imagenet.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
+    assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases))
 
 
 def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .options import FIELDS, Config, ConfigError, shown
-from .trust import confirm_dataset
+from .trust import confirm_dataset, confirm_teacher
 from .values import checked, kind_of, read_yaml, unknown_option
 
 
@@ -41,7 +41,8 @@ def load_config(
         saved_options: Reads those of a checkpoint, which hold where `--resume FILE` is given and no `-c`.
 
     Raises:
-        ConfigError: An option or value is wrong; the message names the option, and the nearest that exists.
+        ConfigError: An option or value is wrong; the message names the option, and the nearest that exists. Or the
+            phases of the file say it as well.
     """
     # one option for each field; the values are checked like those of the file, by `checked`
     formatter = argparse.RawDescriptionHelpFormatter
@@ -54,7 +55,7 @@ def load_config(
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
             bare = field.metadata["bare"]
-            nargs = "+" if kind in (tuple, dict) else "?" if bare else None
+            nargs = "+" if kind in (tuple, dict, list) else "?" if bare else None
             parser.add_argument(flag, nargs=nargs, const=bare, metavar="VALUE", help=help)
     values = vars(parser.parse_args(arguments))
     path = values.pop("config")
@@ -65,6 +66,11 @@ def load_config(
         folder = Path(resumed).resolve().parent  # it goes on where it is
         from_file = {"output": str(folder.parent), "experiment": folder.name, **saved_options(resumed)}
         confirm_dataset(from_file, given, resumed)
+        confirm_teacher(from_file, given, resumed)
+    for phase in () if "phases" in given else from_file.get("phases") or ():
+        if decided := phase.keys() & given:
+            flag = "--" + min(decided).replace("_", "-")
+            raise ConfigError(f"{flag} would change nothing: the phases of {path or resumed} say it. Give --phases")
     config = Config(**{**from_file, **given})
     config.experiment = config.experiment or (Path(path).stem if path else config.model)
     return config

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import timm
 from timm.data import create_transform
 from timm.optim import list_optimizers
 
@@ -78,6 +79,9 @@ class Config:
     torchcompile: bool = _option(False, "train through torch.compile, by which DeiT and its like gain, ViL hardly")
     # optimisation
     epochs: int = _option(300, "epochs", low=1)
+    phases: list | None = _option(
+        None, "phases of the run, one after the other: tables of the options that change, as '{epochs: 100, lr: 4e-4}'"
+    )
     global_batch_size: int = _option(1024, "images per optimizer step over all processes", low=1)
     batch_size: int | None = _option(
         None, "most images that a device holds at once; a larger share of the global batch is accumulated", low=1
@@ -116,7 +120,18 @@ class Config:
     cutmix: float = _option(1.0, "cutmix alpha", low=0)
     mixup_prob: float = _option(1.0, "probability of mixing", low=0, high=1)
     mixup_switch_prob: float = _option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    # loss
     smoothing: float = _option(0.1, "label smoothing", low=0, high=1)
+    bce_loss: bool = _option(False, "timm's BinaryCrossEntropy, of each class for itself")
+    bce_target_thresh: float | None = _option(
+        None, "with bce_loss: targets above it are 1, the others 0; none to take them as they are", low=0, high=1
+    )
+    bce_sum: bool = _option(False, "with bce_loss: add up the classes, in place of their mean")
+    teacher: str | None = _option(None, "timm model to distil from: it classifies the same augmented images")
+    teacher_checkpoint: str | None = _option(None, "its weights; those that timm knows of if not given")
+    distillation: str = _option("hard", "learn a teacher's 'hard' decisions or 'soft' probabilities")
+    distillation_alpha: float = _option(0.5, "the teacher's share of the loss; the labels have the rest", low=0, high=1)
+    distillation_tau: float = _option(1.0, "temperature of soft distillation", above=0)
     # evaluation
     crop_pct: float | None = _option(
         None, "share of the image that evaluation sees; the model's default if not given", above=0
@@ -147,6 +162,11 @@ class Config:
             raise ConfigError(
                 f"checkpoint_interval {interval!r} is neither minutes ('30m') nor optimizer steps ('500')"
             )
+        if self.teacher_checkpoint and not self.teacher:
+            raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} is of no teacher: give --teacher MODEL")
+        if self.teacher and not timm.is_model(self.teacher):
+            close = nearest(self.teacher, timm.list_models())
+            raise ConfigError(f"teacher {self.teacher!r} is no model of timm or this package{close}")
         if self.amp_dtype not in ("bfloat16", "float16"):
             raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
         check_choices(vars(self))
@@ -159,6 +179,36 @@ class Config:
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
                 raise ConfigError(f"{name} {limits} must be two numbers, the smaller one first")
+
+        self._fill_phases()
+
+    def _fill_phases(self) -> None:
+        """Has every phase say each option that one of them says, so that a phase's own `Config` has the same phases."""
+        phases = self.phases or []
+        names = dict.fromkeys(name for phase in phases for name in phase)
+        self.phases = [{name: phase.get(name, getattr(self, name)) for name in names} for phase in phases] or None
+        for number, phase in enumerate(self.phases or (), start=1):
+            try:
+                dataclasses.replace(self, phases=None, **phase)
+            except ConfigError as error:
+                raise ConfigError(f"phase {number}: {error}") from error
+
+    @property
+    def num_phases(self) -> int:
+        return len(self.phases or [{}])
+
+    def of_phase(self, number: int) -> Config:
+        """The options that hold in a phase, counted from 0; in a run that is one phase, these."""
+        return dataclasses.replace(self, **self.phases[number]) if self.phases else self
+
+    def epochs_of_phase(self, number: int) -> range:
+        """Which epochs of the whole run, counted from 0, are those of a phase."""
+        lengths = [phase.get("epochs", self.epochs) for phase in self.phases or [{}]]
+        return range(sum(lengths[:number]), sum(lengths[: number + 1]))
+
+    @property
+    def total_epochs(self) -> int:
+        return self.epochs_of_phase(self.num_phases - 1).stop
 
     @property
     def mixing(self) -> bool:
@@ -175,6 +225,7 @@ def choices_of_options() -> dict[str, list[str]]:
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
         "remode": ["const", "rand", "pixel"],
+        "distillation": ["hard", "soft"],
     }
 
 
@@ -187,6 +238,14 @@ def check_choices(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
 
 
+# what may change from one phase of a run to the next
+PHASE_OPTIONS = (
+    "epochs", "img_size", "global_batch_size", "batch_size", "grad_checkpointing", "drop_path", "opt", "opt_betas",
+    "opt_eps", "lr", "weight_decay", "layer_decay", "clip_grad", "sched", "warmup_epochs", "warmup_lr", "min_lr",
+    "model_ema_decay", "scale", "ratio", "hflip", "color_jitter", "aa", "aug_repeats", "train_interpolation",
+    "reprob", "remode", "mixup", "cutmix", "mixup_prob", "mixup_switch_prob", "smoothing", "bce_loss",
+    "bce_target_thresh", "bce_sum", "distillation", "distillation_alpha", "distillation_tau", "crop_pct",
+)  # fmt: skip
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
@@ -194,12 +253,17 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
     "amp": "mixed_precision use_amp bf16 fp16",
+    "bce_loss": "bce binary_cross_entropy",
+    "bce_target_thresh": "bce_target_threshold",
     "batch_size": "accum_iter accumulation_steps grad_accum_steps gradient_accumulation_steps micro_batch_size "
     "per_device_train_batch_size",
     "checkpoint_interval": "save_freq save_interval save_steps",
     "clip_grad": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
     "data_dir": "data data_path data_root dataset_dir dataset_path root train_dir",
     "device": "accelerator gpu gpus",
+    "distillation": "distill_type distillation_type kd_distill_type",
+    "distillation_alpha": "distill_alpha kd_alpha kd_loss_weight",
+    "distillation_tau": "distill_temperature kd_temperature temperature",
     "drop_path": "drop_path_rate stochastic_depth",
     "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
     "experiment": "exp_name name run_name",
@@ -219,12 +283,15 @@ SYNONYMS = {
     "opt_betas": "adam_betas betas",
     "opt_eps": "adam_epsilon eps",
     "output": "out out_dir output_dir save_dir work_dir",
+    "phases": "stages",
     "pretrained_path": "checkpoint finetune init_checkpoint initial_checkpoint load_from pretrained weights",
     "remode": "erasing_mode",
     "reprob": "random_erase random_erasing",
     "sched": "lr_sched lr_scheduler lr_scheduler_type scheduler",
     "seed": "random_seed",
     "smoothing": "label_smoothing",
+    "teacher": "kd_model_name teacher_model teacher_name",
+    "teacher_checkpoint": "teacher_path teacher_weights",
     "torchcompile": "compile torch_compile",
     "warmup_epochs": "warmup",
     "weight_decay": "l2 wd",

@@ -12,13 +12,16 @@ from .options import DATASETS, FIELDS, ConfigError, choices_of_options, shown
 from .values import convert
 
 # what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what
-NOT_FROM_CHECKPOINTS = {"output", "experiment", "resume", "pretrained_path", "device", "log_tensorboard", "log_wandb"}
+NOT_FROM_CHECKPOINTS = {
+    "output", "experiment", "resume", "pretrained_path", "teacher_checkpoint", "device", "log_tensorboard", "log_wandb",
+}  # fmt: skip
 # the arguments of models that it may name, and how large they may be, or which words
 MODEL_KWARGS: dict[str, int | tuple[str, ...]] = {
     "embed_dim": 8192, "depth": 512, "patch_size": 512, "stride": 512, "in_chans": 1024, "dynamic_img_size": 1,
     "drop_rate": 1, "drop_path_rate": 1, "img_size": 8192, "global_pool": ("", "token", "avg"),
     "num_heads": 512, "mlp_ratio": 64, "qkv_bias": 1,  # of DeiT and its like
 }  # fmt: skip
+MOST_PHASES = 100
 MOST_RESIZED = 2**14  # pixels, of an image's side before it is cropped to img_size
 PLAIN_NAMES = "letters, digits, spaces and . _ + - in names, which / joins"
 
@@ -34,8 +37,10 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{where} holds {type(values).__name__} in place of options")
     known = {name: value for name, value in values.items() if name in FIELDS and name not in NOT_FROM_CHECKPOINTS}
     options = {name: convert(name, value, where) for name, value in known.items()}
-    if "model" in options and not (re.fullmatch(r"[\w.]+", options["model"]) and timm.is_model(options["model"])):
-        raise ConfigError(f"{where} is of a model {shown(options['model'])}, which is none of timm's or this package's")
+    for name in ("model", "teacher"):
+        model = options.get(name)
+        if model is not None and not (re.fullmatch(r"[\w.]+", model) and timm.is_model(model)):
+            raise ConfigError(f"{where} is of a {name} {shown(model)}, which is none of timm's or this package's")
     for name, value in (options.get("model_kwargs") or {}).items():
         if (allowed := MODEL_KWARGS.get(name)) is None:
             raise ConfigError(
@@ -57,6 +62,11 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
     if (options.get("img_size") or 224) > MOST_RESIZED * (options.get("crop_pct") or 1):
         raise ConfigError(f"{where} has crop_pct {options['crop_pct']}, for which images would be more than large")
+    phases = options.get("phases") or []
+    if len(phases) > MOST_PHASES:
+        raise ConfigError(f"{where} has {len(phases)} phases, and may have at most {MOST_PHASES}")
+    for phase in phases:
+        options_of_checkpoint({**values, "phases": None, **phase}, path)
     dataset = options.get("dataset", "")
     if not re.fullmatch(rf"|({'|'.join(DATASETS)})/[\w./-]+(:[\w.*-]+)?", dataset, re.IGNORECASE):
         raise ConfigError(f"{where} has dataset {shown(dataset)}, which is no plain name of one")
@@ -88,3 +98,11 @@ def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
         return
     confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
     raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")
+
+
+def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raises a ConfigError if a checkpoint alone says that a teacher's weights are to be fetched."""
+    teacher = saved.get("teacher")
+    if teacher and "teacher" not in given:
+        confirmation = f"--teacher {teacher}, and its --teacher-checkpoint if any"
+        raise ConfigError(f"the checkpoint {path} is of a run with the teacher {teacher!r}: give {confirmation}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from .options import FIELDS, SYNONYMS, Config, ConfigError, nearest, shown
+from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, nearest, shown
 
 _TYPES = typing.get_type_hints(Config)
 
@@ -104,8 +104,10 @@ def kind_of(name: str) -> tuple[type, bool]:
 
 def convert(name: str, value: Any, source: str) -> Any:
     kind, optional = kind_of(name)
-    if optional and (value is None or value in ("none", "null")):
+    if optional and (value is None or value in ("none", "null") or value == ["none"]):
         return None
+    if kind is list:
+        return _checked_phases(value, source)
     if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
         return parse_key_values(value)
     converted: Any = None
@@ -128,6 +130,22 @@ def convert(name: str, value: Any, source: str) -> Any:
         if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
             raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {shown(value)}")
     return converted
+
+
+def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
+    """Tables of options, or words of a command line that are such in YAML."""
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"option 'phases' in {source} must be a list of tables of options, not {shown(value)}")
+    phases = []
+    for number, phase in enumerate(value, start=1):
+        where = f"phase {number} in {source}"
+        phase = _parse_yaml(phase, where) if isinstance(phase, str) else phase
+        if not isinstance(phase, dict):
+            raise ConfigError(f"{where} must be a table as {{epochs: 100, lr: 4e-4}}, not {shown(phase)}")
+        if of_run := [name for name in phase if name in FIELDS and name not in PHASE_OPTIONS]:
+            raise ConfigError(f"{where} has {of_run[0]!r}, an option of the whole run: give it beside the phases")
+        phases.append(checked(phase, where))
+    return phases
 
 
 def _out_of_range(number: float, low: float, high: float, above: float) -> str | None:

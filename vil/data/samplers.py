@@ -65,10 +65,10 @@ class TrainingBatches:
     def steps(self) -> int:
         return self.num_images // self.global_batch
 
-    def described(self, epochs: int) -> str:
-        """The steps of a run in a line, with advice where they are few."""
+    def described(self, epochs: int, whole: str = "the run") -> str:
+        """The steps of a run, or what it is called, in a line, with advice where they are few."""
         left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
-        line = f"an epoch is {self.steps} steps of {self.global_batch} images, the run {self.steps * epochs}"
+        line = f"an epoch is {self.steps} steps of {self.global_batch} images, {whole} {self.steps * epochs}"
         if left_out:
             line += f"; an epoch leaves out {left_out} of {self.num_images} images, others each time"
         if self.steps >= FEW or self.steps * epochs >= FEW**3:

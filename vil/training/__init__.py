@@ -1,1 +1,1 @@
-"""Parts of `train_imagenet.py`: gradients in one piece of memory, interruption, measurements, summary."""
+"""Parts of `train_imagenet.py`: losses, a teacher, gradients in one piece of memory, phases, summary."""

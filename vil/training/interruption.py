@@ -38,8 +38,7 @@ class CheckpointTimer:
         self.steps = float("inf") if in_minutes else number
         self.stop = self.signalled = False
         self._restart(step)
-        for number in SIGNALS:
-            signal.signal(number, self._note)
+        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def due(self, step: int) -> bool:
         """Whether to write a checkpoint now, after `step` steps; then `stop` says whether to stop as well.
@@ -54,6 +53,11 @@ class CheckpointTimer:
         if late:
             self._restart(step)
         return late or self.stop
+
+    def give_back(self) -> None:
+        """Has signals go where they went before; one that came meanwhile stays noted."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _restart(self, step: int) -> None:
         self._time, self._step = time.monotonic(), step

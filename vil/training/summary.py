@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,11 @@ def epoch_line(history: list[dict[str, Any]], epochs: int) -> str:
     row = history[-1]
     average = f" (EMA {row['eval_top1_ema']:.2f}%)" if "eval_top1_ema" in row else ""
     unreadable = f", {row['unreadable_images']:.0f} images could not be read" if row.get("unreadable_images") else ""
+    phase = f", phase {row['phase']:.0f}" if "phase" in row else ""
     return (
-        f"epoch {row['epoch']:.0f}/{epochs}: loss {row['train_loss']:.4f}, in validation {row['eval_loss']:.4f}, top-1 "
-        f"{row['eval_top1']:.2f}%{average}, best {_best(history)}, {row['images_per_second']:.0f} images/s{unreadable}"
+        f"epoch {row['epoch']:.0f}/{epochs}{phase}: loss {row['train_loss']:.4f}, in validation "
+        f"{row['eval_loss']:.4f}, top-1 {row['eval_top1']:.2f}%{average}, best {_best(history)}, "
+        f"{row['images_per_second']:.0f} images/s{unreadable}"
     )
 
 
@@ -185,7 +188,10 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
     axes = list(figure.subplots(rows, 3, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.remove()
+    begun = [row["epoch"] for before, row in pairwise(history) if row.get("phase") != before.get("phase")]
     for axis, (title, columns) in zip(axes, panels):
+        for epoch in begun:  # of a phase
+            axis.axvline(epoch - 0.5, color="grey", linewidth=0.8)
         for name, label in columns.items():
             if name in history[-1]:
                 values = [row.get(name, math.nan) for row in history]

@@ -1,0 +1,80 @@
+"""GPU hours of recipes on ImageNet-1k, projected from the measured speed of each of their phases.
+
+    python benchmarks/hours.py configs/vil_tiny.yaml configs/vil_tiny_phases.yaml
+    python benchmarks/hours.py configs/vil_tiny.yaml configs/vil_tiny_best.yaml --gpus 8
+    python benchmarks/hours.py configs/vil_tiny_best.yaml --teacher-checkpoint FILE    # options of train_imagenet.py
+
+Each phase is trained for two epochs of noise as users train, and the second one counts. A recipe's hours are those of
+all its epochs: of 1,281,167 images each, and an evaluation of 50,000. Loading images is no part of it. The last columns
+compare with the first recipe: whole with whole, and epoch with epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from vil.config import Config, load_config
+
+ROOT = Path(__file__).parents[1]
+TRAINING, VALIDATION = 1_281_167, 50_000  # images of ImageNet-1k
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", help="files of configs/ or others")
+    parser.add_argument("--gpus", type=int, default=1, help="of one machine")
+    parser.add_argument("--images", type=int, default=65536, help="of an epoch that is measured")
+    options, passed_on = parser.parse_known_args()
+    print(
+        "| config | phase | pixels | epochs | images/s | evaluation, images/s | GPU hours | of the first | an epoch |"
+    )
+    print("|" + " --- |" * 9)
+    first = None
+    for path in options.configs:
+        config, hours = load_config("", ["-c", path]), []
+        for number in range(config.num_phases):
+            phase = config.of_phase(number)
+            speeds = measure(path, config, number, options, passed_on)
+            hours.append(gpu_hours(phase, *speeds, options.gpus))
+            cells = [config.experiment, number + 1, phase.img_size or "model's", phase.epochs]
+            print(f"| {' | '.join(map(str, [*cells, *(f'{speed:.0f}' for speed in speeds)]))} | {hours[-1]:.1f} | | |")
+        first = first or (sum(hours), config.total_epochs)
+        share, epochs = sum(hours) / first[0], config.total_epochs
+        by_epoch = share * first[1] / epochs
+        print(
+            f"| {config.experiment} | all | | {epochs} | | | {sum(hours):.1f} | {share:.2f} | {by_epoch:.2f} |",
+            flush=True,
+        )
+
+
+def gpu_hours(phase: Config, images_per_second: float, evaluated_per_second: float, gpus: int) -> float:
+    """Of all epochs of a phase; images/s are those of all GPUs together."""
+    trained = TRAINING // phase.global_batch_size * phase.global_batch_size
+    return gpus * phase.epochs * (trained / images_per_second + VALIDATION / evaluated_per_second) / 3600
+
+
+def measure(
+    path: str, config: Config, number: int, options: argparse.Namespace, passed_on: list[str]
+) -> tuple[float, float]:
+    """Images/s of training and evaluation in a phase."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+    chosen = ["--epochs", "2"]
+    if config.phases:
+        chosen = ["--phases", json.dumps(config.phases[number] | dict(epochs=2))]
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, *(launcher if options.gpus > 1 else []), str(ROOT / "train_imagenet.py"), "-c", path]
+        command += ["--synthetic", str(options.images), "--output", output, "--experiment", "hours", *chosen]
+        subprocess.run([*command, *passed_on], check=True, stdout=subprocess.DEVNULL)
+        with open(Path(output) / "hours" / "summary.csv") as file:
+            row = list(csv.DictReader(file))[-1]
+    return float(row["images_per_second"]), float(row["eval_images_per_second"])
+
+
+if __name__ == "__main__":
+    main()

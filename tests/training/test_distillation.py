@@ -1,0 +1,148 @@
+"""Teachers of distilled runs: which are refused and why, and what a run that goes on must have in common.
+
+That the losses are the paper's is in test_training_loop.py.
+"""
+
+import functools
+import signal
+
+import pytest
+import timm
+import torch
+from fixtures import CLASSES
+from processes import SMALL
+
+from train_imagenet import Trainer
+from vil import checkpoint
+from vil.checkpoint import CheckpointError
+from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+from vil.training.interruption import PreemptedError
+from vil.training.losses import Loss
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+CPU = torch.device("cpu")
+
+
+def weights_of(path, name="test_resnet", seed=0, **options):
+    torch.manual_seed(seed)
+    torch.save(timm.create_model(name, **dict(num_classes=len(CLASSES)) | options).state_dict(), path)
+    return str(path)
+
+
+def trainer(image_folder, output, device=CPU, **options):
+    settings = dict(data_dir=str(image_folder), output=str(output), experiment="run", workers=0, epochs=1)
+    return Trainer(Config(**SMALL | settings | options), device, 0, 1)
+
+
+def own_run(folder, names, **config):
+    """A checkpoint of this package."""
+    weights = timm.create_model("vil_tiny", num_classes=len(CLASSES), img_size=16, **SMALL["model_kwargs"]).state_dict()
+    config = dict(model="vil_tiny", model_kwargs=SMALL["model_kwargs"], img_size=16, num_classes=len(CLASSES)) | config
+    state = dict(config=config, history=[], progress={}, scheduler={}, optimizer={}, state_dict=weights)
+    checkpoint.save_checkpoint(state | dict(label_names=names), folder / "own.pt")
+    return str(folder / "own.pt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(teacher="resnet5000"), "teacher 'resnet5000' is no model of timm or this package; did you mean 'resnet"),
+        (dict(teacher="hf-hub:timm/resnet50"), "teacher 'hf-hub:timm/resnet50' is no model of timm"),
+        (dict(teacher="vil_tiny"), "teacher vil_tiny has no weights that timm knows of: give --teacher-checkpoint"),
+        (dict(teacher="test_vit"), "teacher test_vit knows 1000 classes, and the run has 4: it takes one"),
+        (dict(teacher="test_vit", synthetic=64, num_classes=1000), "teacher test_vit could not be fetched; .*offline"),
+        (dict(teacher="test_vit", teacher_checkpoint="no.pth"), "^there is no checkpoint no.pth$"),
+        (dict(teacher="test_vit", teacher_checkpoint="OTHER"), "resnet.pth does not fit the model: .*Missing key"),
+        (dict(teacher="test_resnet", teacher_checkpoint="MORE"), "more.pth does not fit the model: .*size mismatch"),
+        (dict(teacher="vil_tiny", teacher_checkpoint="OWN7"), "teacher .*own.pt knows 7 classes, and the run has 4"),
+        (dict(teacher="vil_tiny", teacher_checkpoint="OWN"), "class 1 of the teacher .*own.pt is 'wasp', .* 'bee'"),
+        (dict(teacher="inception_v3", teacher_checkpoint="LARGE"), "no images of 16 x 16 pixels .*another --img-size"),
+        (dict(distillation="firm"), "distillation 'firm' is unknown; there are hard, soft"),
+        (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth is of no teacher: give --teacher MODEL"),
+    ],
+)
+def test_a_teacher_that_will_not_do_is_refused_before_work_starts(
+    image_folder, tmp_path, monkeypatch, options, message
+):
+    def offline(*args, **kwargs):
+        raise ConnectionError("it is\noffline")
+
+    files = dict(
+        OTHER=lambda: weights_of(tmp_path / "resnet.pth"),
+        MORE=lambda: weights_of(tmp_path / "more.pth", num_classes=9),
+        OWN7=lambda: own_run(tmp_path, None, num_classes=7),
+        OWN=lambda: own_run(tmp_path, ["ant", "wasp", "cat", "dog"]),
+        LARGE=lambda: weights_of(tmp_path / "large.pth", "inception_v3", aux_logits=False),
+    )
+    if (given := options.get("teacher_checkpoint")) in files:
+        options = options | dict(teacher_checkpoint=files[given]())
+    monkeypatch.setattr("timm.models._builder.load_pretrained", offline)
+    with pytest.raises((ConfigError, CheckpointError), match=message) as refused:
+        trainer(image_folder, tmp_path, **options)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("threshold", "smoothing", "ok"), [(0.0, 0.0, True), (0.02, 0.1, False), (0.2, 0.1, True), (0.95, 0.1, False)]
+)
+def test_a_threshold_is_between_the_targets_of_right_and_wrong_classes(threshold, smoothing, ok):
+    config = Config(bce_loss=True, bce_target_thresh=threshold, smoothing=smoothing)
+    if ok:
+        Loss(config, 4)
+        return
+    with pytest.raises(ConfigError, match=f"bce_target_thresh {threshold} tells no right class .* 0.925 and 0.025;"):
+        Loss(config, 4)
+
+
+def test_a_distilled_run_goes_on_bit_for_bit_and_with_the_same_teacher_alone(image_folder, tmp_path, monkeypatch):
+    options = dict(teacher="test_resnet", teacher_checkpoint=weights_of(tmp_path / "a.pth"), epochs=2)
+    trainer(image_folder, tmp_path / "whole", **options).run()
+    first = trainer(image_folder, tmp_path, **options)
+    update = first.update
+    monkeypatch.setattr(first, "update", lambda: (signal.raise_signal(signal.SIGTERM), update())[1])
+    with pytest.raises(PreemptedError):
+        first.run()
+    last = tmp_path / "run" / "last.pt"
+    other = dict(teacher="test_resnet", teacher_checkpoint=weights_of(tmp_path / "b.pth", seed=1), epochs=2)
+    for changed, message in ((other, "is of a run whose teacher had other weights"), ({}, "teacher 'test_resnet'")):
+        with pytest.raises(CheckpointError, match=message):
+            trainer(image_folder, tmp_path, resume="auto", **changed)
+    trainer(image_folder, tmp_path, resume="auto", **options).run()
+    ended, whole = (checkpoint.read_checkpoint(path) for path in (last, tmp_path / "whole" / "run" / "last.pt"))
+    for part in ("state_dict", "state_dict_ema"):
+        assert all(torch.equal(tensor, ended[part][name]) for name, tensor in whole[part].items())
+
+
+def test_a_checkpoint_alone_has_no_teacher_fetched(image_folder, tmp_path):
+    path = weights_of(tmp_path / "a.pth")
+    trainer(image_folder, tmp_path, teacher="test_resnet", teacher_checkpoint=path).run()
+    last = tmp_path / "run" / "last.pt"
+    with pytest.raises(ConfigError, match="run with the teacher 'test_resnet': give --teacher test_resnet, and"):
+        load_config("", ["--resume", str(last), "--lr", "1"], checkpoint.saved_config)
+    words = ["--resume", str(last), "--teacher", "test_resnet"]
+    config = load_config("", words, checkpoint.saved_config)
+    assert (config.teacher, config.teacher_checkpoint) == ("test_resnet", None)  # which is a path
+    with pytest.raises(ConfigError, match="is of a teacher '/etc/x', which is none of timm's"):
+        options_of_checkpoint(dict(teacher="/etc/x"), "x")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_a_teacher_is_part_of_the_cuda_graph_which_has_eager_modes_losses(image_folder, tmp_path, name, kind):
+    options = dict(teacher=name, teacher_checkpoint=weights_of(tmp_path / "a.pth", name), distillation=kind)
+    losses, calls = [], []
+    for cuda_graphs in (True, False):
+        run = trainer(
+            image_folder, tmp_path / str(cuda_graphs), torch.device("cuda", 0), epochs=2, cuda_graphs=cuda_graphs,
+            amp=False, drop_path=0.0, **options,
+        )  # fmt: skip
+        assert bool(run.replayed and run.replayed.graph) is cuda_graphs
+        run.teacher.model.register_forward_hook(functools.partial(lambda graphs, *_: calls.append(graphs), cuda_graphs))
+        run.run()
+        losses.append([row["train_loss"] for row in run.history])
+    assert set(calls) == {False}  # what is replayed runs no Python
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,204 @@
+"""Runs of several phases: what each begins with, how they are interrupted, and which are refused.
+
+A page of formulas says in test_training_loop.py what they train.
+"""
+
+import csv
+import dataclasses
+import functools
+import gc
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from faults import OPTIONS, Run, assert_same, before, result
+from processes import SMALL
+
+import train_imagenet
+from train_imagenet import Trainer
+from vil import checkpoint
+from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+from vil.training import summary
+
+CPU = torch.device("cpu")
+# eight, then four, then eight steps an epoch; a model whose position embedding and augmentation change
+PHASES = [
+    dict(epochs=1, img_size=16, global_batch_size=8, lr=1e-3, mixup=0.8),
+    dict(epochs=2, img_size=24, global_batch_size=16, lr=5e-4, mixup=0.0, cutmix=0.0, warmup_epochs=0),
+    dict(epochs=1, img_size=16, global_batch_size=8, lr=1e-4, mixup=0.8, layer_decay=0.7),
+]
+
+
+@pytest.fixture(scope="module")
+def options(image_folder):
+    return dict(data_dir=str(image_folder), phases=PHASES, workers=0, model_ema_decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, options):
+    """Its run, and the results."""
+    run = Run(tmp_path_factory.mktemp("undisturbed"), 1, **options)
+    return run, run.finished()
+
+
+def get(number):
+    os.kill(os.getpid(), number)
+
+
+def stopped_at(call, number=signal.SIGKILL):
+    """Has the first process die, or get a signal, before this of its updates."""
+    return functools.partial(before, train_imagenet.Trainer, "update", functools.partial(get, number), call)
+
+
+def killed_while_it_begins():
+    """Between two phases: the last checkpoint is the end of one."""
+    before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGKILL))
+
+
+def told_to_stop_while_it_saves():
+    """The end of the first phase: nobody looks at the signal until the phase is over."""
+    before(train_imagenet.Trainer, "save", functools.partial(get, signal.SIGTERM), call=9)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "status"),
+    [
+        (stopped_at(5), -9), (stopped_at(9), -9), (stopped_at(14), -9), (stopped_at(20, signal.SIGTERM), 75),
+        (killed_while_it_begins, -9), (told_to_stop_while_it_saves, 75),
+    ],
+    ids=["in the first", "before the second's", "in its second epoch", "in the third", "between", "saving an end"],
+)  # fmt: skip
+def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_one(
+    tmp_path, options, undisturbed, prepare, status
+):
+    assert Run(tmp_path, 1, prepare, **options).wait() == [status]
+    assert_same(Run(tmp_path, 1, **options).finished(), undisturbed[1])
+
+
+def trainers_left():
+    """A phase's graphs and loaders are in the way of the next one's."""
+    return [thing for thing in gc.get_objects() if type(thing) is Trainer]
+
+
+def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(tmp_path, options, undisturbed, no_pictures):
+    first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
+    Trainer(first, CPU, 0, 1).run()
+    last = tmp_path / "run" / "last.pt"
+    elsewhere = dataclasses.replace(first, output=str(tmp_path / "elsewhere"), resume=str(last))
+    for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
+        train_imagenet.train(config, CPU, 0, 1)
+        assert not trainers_left()
+        assert_same(result(Path(config.output) / "run"), undisturbed[1])
+
+
+def test_two_processes_go_through_phases_together(tmp_path, options):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    for folder in (whole, again):
+        folder.mkdir()
+    truth = Run(whole, 2, **options).finished()
+    assert sorted(Run(again, 2, stopped_at(9), **options).wait())[0] == -9
+    assert_same(Run(again, 2, **options).finished(), truth)
+
+
+def test_progress_summary_and_files_show_the_phases(undisturbed):
+    run, ended = undisturbed
+    assert [row["phase"] for row in ended["history"]] == [1, 2, 2, 3]
+    assert [row["lr"] for row in ended["history"]] == [1e-6, 5e-4, pytest.approx(2.55e-4), 1e-6]
+    said = run.said()
+    for number, (phase, steps) in enumerate(zip(PHASES, (8, 8, 8)), start=1):
+        assert re.search(f"phase {number} of 3: .*epochs {phase['epochs']}, .*img_size {phase['img_size']}, lr ", said)
+        assert f"images, the phase {steps}" in said
+    assert [*map(int, re.findall(r"^epoch \d/4, phase (\d): loss", said, re.M))] == [1, 2, 2, 3]
+    assert said.count("best: top-1") == 1
+    with open(run.folder / "summary.csv") as file:
+        assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
+    assert (run.folder / "info.txt").read_text().count("images at once on each") == 3
+    saved = checkpoint.read_checkpoint(run.folder / "last.pt")
+    assert saved["config"]["img_size"] == 16  # whoever loads it makes the last phase's model
+    written = load_config("", ["-c", str(run.folder / "config.yaml")])
+    assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
+
+
+def test_the_curve_marks_where_a_phase_begins(monkeypatch):
+    from matplotlib.axes import Axes
+
+    marked, draw = [], Axes.axvline
+    monkeypatch.setattr(Axes, "axvline", lambda self, x, **how: marked.append((x, how)) or draw(self, x, **how))
+    common = dict(train_loss=1.0, eval_loss=1.0, eval_top1=1.0, lr=0.1)
+    summary.plot_history([dict(epoch=n + 1, phase=phase, **common) for n, phase in enumerate((1, 1, 2, 2))])
+    assert {x for x, how in marked if "linewidth" in how} == {2.5}
+
+
+def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them():
+    config = Config(phases=[dict(epochs=3), dict(lr=1e-4)], epochs=7, lr=1e-3)
+    assert config.phases == [dict(epochs=3, lr=1e-3), dict(epochs=7, lr=1e-4)]
+    assert [config.epochs_of_phase(n) for n in range(2)] == [range(3), range(3, 10)]
+    assert config.of_phase(1).of_phase(0) == config.of_phase(0)  # a checkpoint of any phase says them all
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--phases {seed: 1}", "phase 1 in the command line has 'seed', an option of the whole run: give it beside"),
+        (
+            "--phases {lr: 1} {smooth: 1}",
+            "unknown option 'smooth' in phase 2 in the command line; did you mean 'smoothing'",
+        ),
+        ("--phases {lr: 1} {epochs: 0}", "option 'epochs' in phase 2 in the command line must be at least 1, not 0"),
+        ("--phases {aa: x}", "phase 1: aa 'x' is no policy that timm knows"),
+        ("--phases 5", "phase 1 in the command line must be a table as {epochs: 100, lr: 4e-4}, not 5"),
+        ("-c FILE --lr 1", "--lr would change nothing: the phases of .*c.yaml say it. Give --phases"),
+    ],
+)
+def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
+    (tmp_path / "c.yaml").write_text("epochs: 3\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
+    words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
+    with pytest.raises(ConfigError, match=message):
+        load_config("", words)
+    assert load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--phases", "none"]).total_epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        (dict(img_size=17), "phase 2: cannot create the model vil_tiny: .*17"),
+        (dict(global_batch_size=7), "phase 2: mixup pairs images, but a process's 7 of global_batch_size 7"),
+        (dict(global_batch_size=100), "phase 2: the training split has 64 images, less than one global batch of 100"),
+        (dict(bce_loss=True, bce_target_thresh=0.001), "phase 2: bce_target_thresh 0.001 tells no right class from"),
+    ],
+)
+def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, phase, message):
+    config = Config(**SMALL, synthetic=64, num_classes=4, phases=[{}, phase], output=str(tmp_path), experiment="run")
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config, CPU, 0, 1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([dict(img_size=10**6)], "has img_size 1000000, and may have at most 8192"),
+        ([dict(resume="x")], "phase 1 in the checkpoint x has 'resume', an option of the whole run"),
+        ([{}] * 101, "has 101 phases, and may have at most 100"),
+        ({}, "'phases' in the checkpoint x must be a list of tables"),
+    ],
+)
+def test_a_checkpoints_phases_are_judged_as_its_other_options(phases, message):
+    with pytest.raises(ConfigError, match=message):
+        options_of_checkpoint(dict(phases=phases), "x")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave_nothing_behind(tmp_path, options):
+    histories = []
+    for cuda_graphs in (True, False):
+        run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))
+        train_imagenet.train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
+        assert not trainers_left()
+        saved = checkpoint.read_checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt")
+        histories.append([row["train_loss"] for row in saved["history"]])
+    assert histories[0] == pytest.approx(histories[1], rel=1e-3)

@@ -1,0 +1,52 @@
+"""The model and the optimizer that the options of a run ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
+
+from ..config import Config
+from ..factory import create_model
+
+
+def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | None = None) -> nn.Module:
+    """The model of a run, from scratch or from `pretrained_path`.
+
+    Args:
+        config: Its options.
+        num_classes: Its classes.
+        weights: Those that it starts from in place of a file's: of the same model, resampled to this image size.
+
+    Raises:
+        ConfigError, CheckpointError: As `vil.factory.create_model`.
+    """
+    arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
+    arguments |= dict(num_classes=num_classes, drop_path_rate=config.drop_path) | (config.model_kwargs or {})
+    if weights is not None:
+        overlay = dict(state_dict=dict(weights), num_classes=num_classes)
+        arguments |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
+    model: Any = create_model(config.model, None if weights else config.pretrained_path, **arguments)
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing()
+    return model
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """timm's optimizer of a run, fused where that is AdamW on a GPU."""
+    on_gpu = next(model.parameters()).is_cuda
+    fused = True if config.opt == "adamw" and on_gpu else None  # one kernel in place of a dozen
+    choices: dict[str, Any] = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
+    optimizer = create_optimizer_v2(
+        model,
+        opt=config.opt,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        layer_decay=config.layer_decay,
+        **{name: value for name, value in choices.items() if value is not None},
+    )
+    for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
+        group["params"].sort(key=torch.Tensor.numel, reverse=True)
+    return optimizer

@@ -1,0 +1,72 @@
+"""Runs of several phases, each with a schedule of its own: which one is at hand, and whether all can be trained.
+
+A phase begins where the one before has ended: with the weights and their average, resampled to its image size, and the
+history. Optimizer, loss scaler and schedule start anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+
+from .. import checkpoint
+from ..config import Config, ConfigError
+from ..data.samplers import TrainingBatches, split_global_batch
+from .building import build_model
+from .losses import Loss
+
+_logger = logging.getLogger(__name__)
+
+
+def phase_at_hand(config: Config) -> int:
+    """The first phase that has epochs to train, counted from 0, by the checkpoint that a run is to go on from.
+
+    Raises:
+        CheckpointError: As `checkpoint.find_resumed`.
+    """
+    if not config.phases or not (found := checkpoint.find_resumed(config.resume, folder_of(config))):
+        return 0
+    done = len(found[1]["history"])
+    return next((n for n in range(config.num_phases) if done < config.epochs_of_phase(n).stop), config.num_phases - 1)
+
+
+def folder_of(config: Config) -> Path:
+    """Where a run writes."""
+    return Path(config.output) / str(config.experiment)
+
+
+def check_phases(config: Config, world_size: int, num_images: int, num_classes: int) -> None:
+    """Raises a ConfigError if a later phase could not be trained: it would be found after days."""
+    for number in range(config.num_phases if config.phases else 0):
+        phase = dataclasses.replace(config.of_phase(number), pretrained_path=None)
+        try:
+            micro_batch, _ = split_global_batch(phase, world_size)
+            TrainingBatches(num_images, phase, micro_batch, 0, world_size)
+            Loss(phase, num_classes)
+            with torch.device("meta"):
+                build_model(phase, num_classes)
+        except ConfigError as error:
+            raise ConfigError(f"phase {number + 1}: {error}") from error
+
+
+def announce(config: Config, phase: int, batches: TrainingBatches) -> None:
+    """Says what a phase is, and warns where it is too short for its schedule or its average."""
+    if config.phases:
+        options = ", ".join(f"{name} {value}" for name, value in config.phases[phase].items())
+        _logger.warning("phase %d of %d: %s", phase + 1, config.num_phases, options)
+    _logger.warning("%s", batches.described(config.epochs, "the phase" if config.phases else "the run"))
+    if config.warmup_epochs >= config.epochs and config.warmup_lr < config.lr:
+        _logger.warning(
+            "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",
+            config.warmup_epochs, config.epochs, config.lr,
+        )  # fmt: skip
+    steps, decay = config.epochs * batches.steps, config.model_ema_decay
+    if config.model_ema and steps * (1 - decay) < 1:
+        _logger.warning(
+            "model_ema_decay %s averages over some %.0f steps, and this run has %d: its average will hardly leave what "
+            "it begins with. --model-ema-decay %.4g averages over a tenth of the run",
+            decay, 1 / (1 - decay), steps, max(0.5, 1 - 10 / steps),
+        )  # fmt: skip
