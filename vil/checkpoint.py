@@ -86,7 +86,8 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
     """Reads a checkpoint of `save_checkpoint`; unless the `whole`, its tensors have shapes alone, on the meta device.
 
     Raises:
-        CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part.
+        CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part, as best.pt
+            does.
         ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
     checkpoint = _content(path, whole)
@@ -99,6 +100,11 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
             f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
         )
     checkpoint.setdefault("num_images", 0)  # first versions did not say it
+    if "best" in checkpoint and "optimizer" not in checkpoint:
+        raise CheckpointError(
+            f"{path} holds weights without the optimizer's state: --resume {Path(path).with_name('last.pt')} goes on "
+            f"with the run, --pretrained-path {path} starts another one from its weights"
+        )
     for name, kind in PARTS.items():
         part = checkpoint.get(name)
         losses = part.get("losses", []) if name == "progress" and isinstance(part, dict) else []
