@@ -209,6 +209,7 @@ def _content(path: str | Path, whole: bool = True) -> Any:
     Raises:
         CheckpointError: It is missing, corrupt, or made to become much more than it is.
     """
+    path = file_of(path)
     with _reading(path):
         content = _read_safetensors(path, whole) if str(path).endswith(".safetensors") else _read_pickled(path, whole)
         _refuse_growth(content, Path(path).stat().st_size)
@@ -217,6 +218,11 @@ def _content(path: str | Path, whole: bool = True) -> Any:
             if name in content and digest(content[name], content.get("metadata")) != said:
                 raise zipfile.BadZipFile(f"the checksum of its {name} is wrong")
     return content
+
+
+def file_of(path: str | Path) -> Path:
+    """The file that is meant: of a folder of `vil.export`, its weights."""
+    return Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
 
 
 @contextmanager
@@ -399,7 +405,7 @@ def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any
         CheckpointError: The file is missing or corrupt.
     """
     content = _content(path)
-    with _reading(path):
+    with _reading(file_of(path)):
         if use_ema is None:
             use_ema = _average_is_best(content) is not False
         names = ("state_dict_ema", "model_ema") * use_ema + ("state_dict", "model")
