@@ -417,9 +417,9 @@ class Trainer:
         }
         if self.meter.steps == 0 and best_top1(self.history[-1]) >= max(map(best_top1, self.history)):
             better_average = self.ema and self.history[-1]["eval_top1_ema"] >= self.history[-1]["eval_top1"]
-            state["best"] = "state_dict_ema" if better_average else "state_dict"
-            checkpoint.save_checkpoint(state, self.folder / "best.pt")
-            del state["best"]
+            best = {"best": "state_dict_ema" if better_average else "state_dict"}
+            best |= {name: part for name, part in state.items() if name != "optimizer"}  # which is twice the weights
+            checkpoint.save_checkpoint(best, self.folder / "best.pt")
         checkpoint.save_checkpoint(state, self.folder / "last.pt", previous=self.folder / "previous.pt")
 
     def take_folder(self) -> list | None:

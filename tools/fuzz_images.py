@@ -35,13 +35,13 @@ from PIL import Image, ImageCms, PngImagePlugin, features
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # as pytest has it
 from processes import CONTEXT
 
-from vil import viz
 from vil.config import Config, ConfigError
 from vil.data import guard, images, readers
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split
+from vil.viz import __main__ as viz
 
 AT_ONCE = 100  # files on the disk
 PATHS = ("training", "device", "evaluation")

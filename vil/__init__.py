@@ -2,11 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .block import Longhorn
 from .factory import from_checkpoint
 from .predict import predict
 from .vision_longhorn import VisionLonghorn
 
-__all__ = ["VisionLonghorn", "from_checkpoint", "predict"]
+__all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
 
 try:
     __version__ = version("vision-longhorn")

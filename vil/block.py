@@ -235,6 +235,44 @@ class LonghornMixer(BidirectionalMixer):
         return bidirectional_longhorn_scan(v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip_2D, self.step_bias())
 
 
+class Longhorn(nn.Module):
+    """Longhorn as a layer of any network, tokens (B, L, C) to tokens (B, L, C): a `LonghornMixer`, or its causal half.
+
+    It is composed of PyTorch's operators around the scan, which alone is fused. A bidirectional layer takes the weights
+    of a block's mixer.
+
+    Args:
+        d_model: Width C.
+        bidirectional: Read tokens from both ends; otherwise a token sees itself and those before it alone.
+        expand: Inner width D as a multiple of C.
+        state_size: States N of a channel.
+        conv_width: Tokens that the convolution before the recurrence sees.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        bidirectional: bool = False,
+        expand: int = 2,
+        state_size: int = 16,
+        conv_width: int = 4,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        mixer = LonghornMixer(d_model, expand, state_size, conv_width, device=device, dtype=dtype)
+        self.in_proj, self.out_proj = mixer.in_proj, mixer.out_proj
+        self.directions = mixer.directions if bidirectional else mixer.directions[:1]
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        u_BLD, z_BLD = self.in_proj(x_BLC).chunk(2, dim=-1)
+        y_GBLD = torch.stack([
+            longhorn_scan(*way(u_BLD), way.skip, way.step_proj.bias, reverse=way.conv1d.reverse)
+            for way in self.directions
+        ])  # fmt: skip
+        return self.out_proj(y_GBLD.mean(0) * F.silu(z_BLD))
+
+
 class MambaMixer(BidirectionalMixer):
     """Mamba's selective state space (Gu & Dao, 2023) in both directions, as in Vision Mamba (Zhu et al., 2024)."""
 

@@ -86,7 +86,8 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
     """Reads a checkpoint of `save_checkpoint`; unless the `whole`, its tensors have shapes alone, on the meta device.
 
     Raises:
-        CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part.
+        CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part, as best.pt
+            does.
         ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
     checkpoint = _content(path, whole)
@@ -99,6 +100,11 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
             f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
         )
     checkpoint.setdefault("num_images", 0)  # first versions did not say it
+    if "best" in checkpoint and "optimizer" not in checkpoint:
+        raise CheckpointError(
+            f"{path} holds weights without the optimizer's state: --resume {Path(path).with_name('last.pt')} goes on "
+            f"with the run, --pretrained-path {path} starts another one from its weights"
+        )
     for name, kind in PARTS.items():
         part = checkpoint.get(name)
         losses = part.get("losses", []) if name == "progress" and isinstance(part, dict) else []
@@ -203,6 +209,7 @@ def _content(path: str | Path, whole: bool = True) -> Any:
     Raises:
         CheckpointError: It is missing, corrupt, or made to become much more than it is.
     """
+    path = file_of(path)
     with _reading(path):
         content = _read_safetensors(path, whole) if str(path).endswith(".safetensors") else _read_pickled(path, whole)
         _refuse_growth(content, Path(path).stat().st_size)
@@ -211,6 +218,11 @@ def _content(path: str | Path, whole: bool = True) -> Any:
             if name in content and digest(content[name], content.get("metadata")) != said:
                 raise zipfile.BadZipFile(f"the checksum of its {name} is wrong")
     return content
+
+
+def file_of(path: str | Path) -> Path:
+    """The file that is meant: of a folder of `vil.export`, its weights."""
+    return Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
 
 
 @contextmanager
@@ -402,7 +414,7 @@ def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any
         CheckpointError: The file is missing or corrupt.
     """
     content = _content(path)
-    with _reading(path):
+    with _reading(file_of(path)):
         if use_ema is None:
             use_ema = _average_is_best(content) is not False
         names = ("state_dict_ema", "model_ema") * use_ema + ("state_dict", "model")

@@ -118,8 +118,8 @@ def from_checkpoint(
     where the file says them.
 
     Args:
-        path: A checkpoint of train_imagenet.py or a file of weights of `vil.export`, which say their model with its
-            arguments, or any other file of weights.
+        path: A checkpoint of train_imagenet.py or a file or folder of weights of `vil.export`, which say their model
+            with its arguments, or any other file of weights.
         model: timm's name of the model, where the file does not say it.
         use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
         arguments: The model's, in place of what the file says; with `img_size` it is fitted to images of another size,
@@ -130,8 +130,6 @@ def from_checkpoint(
             take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
-    if Path(path).is_dir():  # as vil.export writes one; the file in it says its model
-        path = Path(path) / "model.safetensors"
     saved = checkpoint.saved_config(path)
     name = model or saved.get("model")
     if not name:

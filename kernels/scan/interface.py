@@ -43,7 +43,8 @@ def longhorn_scan(
     and `reverse` holds one bool for each.
 
     Args:
-        x_BLD: What is remembered. float16, bfloat16, float32 or float64, like every tensor here.
+        x_BLD: What is remembered. float16, bfloat16, float32 or float64, like every tensor here; those per token
+            are computed on in float32 if they differ.
         beta_logits_BLD: Logits of beta, the weight of recalling the new pair against keeping the state.
         k_BLN: Keys, shared by the channels.
         q_BLN: Queries, shared by the channels.
@@ -99,7 +100,8 @@ def selective_scan(
     and `reverse` holds one bool for each.
 
     Args:
-        x_BLD: Input of the state space. float16, bfloat16, float32 or float64, like every tensor here.
+        x_BLD: Input of the state space. float16, bfloat16, float32 or float64, like every tensor here; those per token
+            are computed on in float32 if they differ.
         dt_logits_BLD: Time step before the softplus.
         A_DN: Rate of each state; negative, so that it decays.
         b_BLN: Input projection, shared by the channels.

@@ -69,6 +69,17 @@ def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name
     torch.testing.assert_close(model.eval()(x), naive_model.model(x, weights), rtol=0, atol=1e-11)
 
 
+def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
+    x = random_images(2, 9, 16, dtype=torch.float64)
+    both, mixer = randomised(vil.Longhorn(16, bidirectional=True)), LonghornMixer(16).double()
+    mixer.load_state_dict(both.state_dict())
+    torch.testing.assert_close(both(x), mixer(x), rtol=1e-9, atol=1e-12)
+    causal = randomised(vil.Longhorn(16))
+    u, z = causal.in_proj(x).chunk(2, dim=-1)
+    y = naive_model.direction(u, dict(causal.named_parameters(prefix="mixer")), naive_model.OURS["directions"][0])
+    torch.testing.assert_close(causal(x), causal.out_proj(y * F.silu(z)), rtol=1e-9, atol=1e-12)
+
+
 def test_pooling():
     x = random_images(2, 3, 48, 48)
     token = small().eval()

@@ -1,5 +1,6 @@
 """vil.viz: what it shows is what the model computes."""
 
+import io
 import sys
 
 import models
@@ -14,10 +15,21 @@ from models import random_images, with_random_parameters
 from PIL import Image
 from torchvision import transforms
 
-from vil import viz
 from vil.checkpoint import save_checkpoint
 from vil.config import Config
-from vil.viz import effective_receptive_field, patch_maps, plot_receptive_fields, plot_scans, trace_scans
+from vil.viz import __main__ as viz
+from vil.viz import (
+    class_evidence,
+    deletion_curve,
+    effective_receptive_field,
+    patch_maps,
+    patch_sums,
+    plot_receptive_fields,
+    plot_scans,
+    plot_why,
+    reading,
+    trace_scans,
+)
 
 # An odd number of patches and an even one of tokens: the class token is at another place from either end.
 GRID, TOKENS, CLASS_TOKEN = (3, 5), 16, 7
@@ -33,35 +45,65 @@ def images():
     return random_images(2, 3, 24, 40, dtype=torch.float64)
 
 
+def lines_of(pool):
+    """The tokens that a block's scans read together, in their order: each by itself, or the patches of a line."""
+    if pool is None:
+        return [[token] for token in range(TOKENS)]
+    patches = torch.tensor([token for token in range(TOKENS) if token != CLASS_TOKEN]).view(GRID)
+    lines = (patches.T if pool == "columns" else patches).tolist()
+    return [*lines[: len(lines) // 2], [CLASS_TOKEN], *lines[len(lines) // 2 :]]
+
+
 def expected_trace(model, block, g, images):
     """Relevance, step and state norm of one direction by leaving out tokens and asking for each state."""
     w = {name: p.detach() for name, p in model.named_parameters()}
-    tokens, names = naive_model.residual_stream(images, w, stride=8)[block], naive_model.OURS["directions"][g]
+    lines, names = lines_of(model.blocks[block].pool), naive_model.OURS["directions"][g]
+    if model.pooled:  # tests/model/test_pooled.py has their blocks
+        tokens = model.embed(images).detach()
+        for earlier in model.blocks[:block]:
+            tokens = earlier(tokens, grid=GRID).detach()
+    else:
+        tokens = naive_model.residual_stream(images, w, stride=8)[block]
     w = list(naive_model.block_weights(w))[block]
     u, _ = F.linear(naive_model.rms_norm(tokens, w["norm.weight"]), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
-    v, logits, k, q, rates = naive_model.recurrence_inputs(u.flip(1) if g else u, w, names)
-    place = TOKENS - 1 - CLASS_TOKEN if g else CLASS_TOKEN
+    order = [token for line in lines for token in line if token != CLASS_TOKEN]
+    order.insert(CLASS_TOKEN, CLASS_TOKEN)
+    u = u[:, order]
+    v, _, _, _, rates = naive_model.recurrence_inputs(u.flip(1) if g else u, w, names)
+    v = (v.flip(1) if g else v)[:, torch.tensor(order).argsort()]
+    v = torch.stack([v[:, line].mean(1) for line in (reversed(lines) if g else lines)], dim=1)
+    b, k, q = F.linear(v, w[names["x_proj"]]).split([w[names["step"] + ".weight"].shape[1], 16, 16], dim=-1)
+    logits = F.linear(b, w[names["step"] + ".weight"], w[names["step"] + ".bias"])
+    place = (list(reversed(lines)) if g else lines).index([CLASS_TOKEN])
     relevance = []
-    for token in torch.eye(TOKENS, dtype=v.dtype):  # both recurrences are linear in v
-        alone = naive_model.scan(token[:, None] * v, logits, k, q, rates)
+    for line in torch.eye(len(lines), dtype=v.dtype):  # both recurrences are linear in v
+        alone = naive_model.scan(line[:, None] * v, logits, k, q, rates)
         relevance.append(alone[:, place].norm(dim=-1))
     states = [naive_model.scan(v, logits, k, n.expand_as(q), rates) for n in torch.eye(q.shape[-1], dtype=v.dtype)]
     step = torch.sigmoid(logits) if rates is None else torch.log1p(logits.exp())
     found = torch.stack(relevance, dim=1), step.mean(-1), torch.stack(states).square().sum((0, 3)).sqrt()
-    return [values.flip(1) if g else values for values in found]
+    of_lines = [values.flip(1) if g else values for values in found]
+    line_of = [next(i for i, line in enumerate(lines) if token in line) for token in range(TOKENS)]
+    return [values[:, line_of] for values in of_lines]
 
 
-@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "vim_tiny_pooled"])
 def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
+    """In a pooled model, whose first block reads rows and whose second one columns, of each line."""
     model = small(name)
     traces = trace_scans(model, images)
     assert len(traces) == 2
+    read = 0
     for block, trace in enumerate(traces):
         for g in range(2):
             expected = expected_trace(model, block, g, images)
             for found, truth in zip((trace.relevance, trace.step, trace.state_norm), expected):
                 assert found.shape == (2, 2, TOKENS)
                 torch.testing.assert_close(found[:, g], truth, rtol=1e-9, atol=1e-12)
+        relevance = patch_maps(model, trace.relevance, images.shape).sum(1)
+        read = read + relevance / relevance.sum((1, 2), keepdim=True) / 2
+    torch.testing.assert_close(reading(model, images), read)
+    assert read.sum((1, 2)).tolist() == pytest.approx([1, 1])
 
 
 def test_maps_are_rows_of_patches_without_the_class_token():
@@ -90,11 +132,52 @@ def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(si
     assert not found.requires_grad
 
 
+class SeesOnePixel(torch.nn.Module):
+    """Whose first class is the likelier, the redder pixel (9, 33), and the greener every other one."""
+
+    def forward(self, images):
+        logits = 3 * images[:, 0, 9, 33] + images[:, 1].mean((1, 2))
+        return torch.stack([logits, torch.zeros_like(logits)], dim=1)
+
+
+def test_evidence_is_where_the_model_looks_and_adds_up_to_the_gain_in_probability(images):
+    blank = images.mean((2, 3), keepdim=True).expand_as(images)
+    for model, classes in ((SeesOnePixel(), torch.tensor([0, 1])), (small(), None)):
+        found = class_evidence(model, images, classes, steps=300)
+        assert found.shape == (2, 24, 40)
+        numbers = model(images).argmax(-1) if classes is None else classes
+        gain = (model(images).softmax(-1) - model(blank).softmax(-1)).gather(1, numbers[:, None])[:, 0]
+        torch.testing.assert_close(found.sum((1, 2)), gain.detach(), rtol=1e-3, atol=1e-5)
+    found = class_evidence(SeesOnePixel(), images).abs()
+    assert found.flatten(1).argmax(1).tolist() == [9 * 40 + 33] * 2
+    assert patch_sums(small(), class_evidence(SeesOnePixel(), images)).abs().flatten(1).argmax(1).tolist() == [9] * 2
+    values = torch.rand(2, 24, 40, dtype=torch.float64)
+    torch.testing.assert_close(
+        patch_sums(small(), values), values.unflatten(2, (5, 8)).unflatten(1, (3, 8)).sum((2, 4))
+    )
+
+
+def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_colour(images):
+    model, maps = small(), torch.rand(2, *GRID)
+    curve = deletion_curve(model, images, maps, torch.tensor([2, 0]), steps=5)
+    for i, number in enumerate((2, 0)):
+        hidden, expected = images[i : i + 1].clone(), []
+        ranked = maps[i].flatten().argsort(descending=True).tolist()
+        for step in range(6):
+            for cell in ranked[max(0, 3 * step - 3) : 3 * step]:
+                row, column = divmod(cell, GRID[1])
+                part = slice(8 * row, 8 * row + 8), slice(8 * column, 8 * column + 8)
+                hidden[0, :, part[0], part[1]] = images[i].mean((1, 2))[:, None, None]
+            expected.append(model(hidden).softmax(-1)[0, number].item())
+        assert curve[i].tolist() == pytest.approx(expected)
+
+
 def test_looking_leaves_the_model_as_it_was(images):
     model = small().requires_grad_(False)
     before = model(images)
     trace_scans(model, images)
     effective_receptive_field(model, images, "class")
+    class_evidence(model, images)
     assert torch.equal(model(images), before)
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(ValueError, match="the image is"):
@@ -102,22 +185,28 @@ def test_looking_leaves_the_model_as_it_was(images):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def maps_of(figure):
+    """The axes of a figure that are no colour bars."""
+    return [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+
+
 def panels(figure):
     """What each panel shows, as the numbers that its colours stand for, and their scale."""
-    drawn = [axis.get_images()[0] for axis in figure.axes]
-    assert all(axis.get_xticks().size == axis.get_yticks().size == 0 for axis in figure.axes)
+    axes = maps_of(figure)
+    drawn = [axis.get_images()[0] for axis in axes]
+    assert all(axis.get_xticks().size == axis.get_yticks().size == 0 for axis in axes)
     return [np.asarray(image.get_array()) for image in drawn], [image.get_clim() for image in drawn]
 
 
 @pytest.mark.parametrize(("name", "step", "blocks"), [("vil_tiny", "beta", None), ("vim_tiny", "dt", [1])])
 def test_the_picture_of_the_scans_shows_each_image_beside_its_traces(name, step, blocks, images):
     model, shown = small(name), images.float().sigmoid()
-    figure = plot_scans(model, images, shown, blocks)
+    figure = plot_scans(model, images, shown, ["$1 and 2$", "other"], blocks)
     arrays, limits = panels(figure)
     rows = [(i, b) for i in range(2) for b in blocks or (0, 1)]
     assert len(arrays) == 7 * len(rows)
     for row, (i, b) in enumerate(rows):
-        axes = figure.axes[7 * row : 7 * row + 7]
+        axes = maps_of(figure)[7 * row : 7 * row + 7]
         assert axes[0].get_ylabel() == f"block {b}"
         np.testing.assert_array_equal(arrays[7 * row], shown[i].permute(1, 2, 0))
         forwards, backwards = (expected_trace(model, b, g, images) for g in range(2))
@@ -128,22 +217,47 @@ def test_the_picture_of_the_scans_shows_each_image_beside_its_traces(name, step,
                 panel = 7 * row + 1 + 2 * field + g
                 np.testing.assert_allclose(arrays[panel], pair[g].view(GRID), rtol=1e-6, atol=1e-12)
                 np.testing.assert_allclose(limits[panel], (least, most), rtol=1e-6, atol=1e-12)
-            assert axes[1 + 2 * field].get_xlabel() == f"{least:.3g} to {most:.3g}"
-    titles = [axis.get_title().replace("\n", " ") for axis in figure.axes[1:7]]
+    assert len(figure.axes) == 10 * len(rows)  # with a bar for each pair
+    titles = [axis.get_title().replace("\n", " ") for axis in maps_of(figure)[1:7]]
     ways = ("first to last", "last to first")
     assert titles == [f"{field}, {way}" for field in ("relevance", step, "state norm") for way in ways]
-    assert not any(axis.get_title() for axis in figure.axes[7:])
+    others = [axis.get_title() for axis in maps_of(figure)[7:]]
+    assert maps_of(figure)[0].get_title() == "$1 and 2$"
+    assert [title for title in others if title] == ["other"]
+    figure.savefig(io.BytesIO())  # whatever a file is called
+
+
+def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
+    shown, maps = torch.rand(2, 3, 24, 40), {"signed": torch.randn(2, *GRID), "positive": torch.rand(2, *GRID)}
+    maps["signed"][:, 0, 0] = -0.1
+    curves = {"signed": torch.rand(2, 11), "chance": torch.rand(2, 11)}
+    figure = plot_why(shown, ["a/$1.png", "b/$2.png"], maps, curves)
+    axes = maps_of(figure)
+    assert [axis.get_title() for axis in axes] == ["a/$1.png", "signed", "positive", "", "b/$2.png", "", "", ""]
+    for i in range(2):
+        row = axes[4 * i : 4 * i + 4]
+        np.testing.assert_array_equal(row[0].get_images()[0].get_array(), shown[i].permute(1, 2, 0))
+        for axis, (name, values) in zip(row[1:], maps.items()):
+            below, above = axis.get_images()
+            assert below.get_extent() == above.get_extent()
+            np.testing.assert_array_equal(above.get_array(), values[i])
+            most = values[i].abs().max().item()
+            assert above.get_clim() == pytest.approx((-most if name == "signed" else 0, most))
+        for line, (name, values) in zip(row[3].get_lines(), curves.items()):
+            assert line.get_label() == name
+            np.testing.assert_allclose(line.get_xydata(), [[10 * n, y] for n, y in enumerate(values[i].tolist())])
+    figure.savefig(io.BytesIO())
 
 
 def test_the_picture_of_receptive_fields_spans_four_decades_of_each():
     fields = {"one": torch.tensor([[1e-9, 2.0, 3.0], [5.0, 1e-3, 0.0]]), "other": torch.tensor([[0.5, 0.25]])}
     figure = plot_receptive_fields(fields)
     arrays, limits = panels(figure)
-    assert [axis.get_title() for axis in figure.axes] == ["one", "other"]
+    assert [axis.get_title() for axis in maps_of(figure)] == ["one", "other"]
     np.testing.assert_allclose(arrays[0], [[5e-4, 2, 3], [5, 1e-3, 5e-4]])
     np.testing.assert_allclose(arrays[1], [[0.5, 0.25]])
     np.testing.assert_allclose(limits, [(5e-4, 5), (0.5e-4, 0.5)])
-    assert all(type(axis.get_images()[0].norm) is LogNorm for axis in figure.axes)
+    assert all(type(axis.get_images()[0].norm) is LogNorm for axis in maps_of(figure))
 
 
 def checkpoint_of_a_run(path, weights, **options):
@@ -189,21 +303,28 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     images = (shown - mean) / std
     torch.manual_seed(0)
     untrained = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
-    scans = plot_scans(model, images[:1], shown[:1], blocks)
+    count = len(shown[: 1 if "--count" in words else 3])
+    with torch.no_grad():
+        best = model(images[:count]).softmax(-1).max(-1)
+    titles = [f"{name[2:]}\n{number} ({p:.1%})" for name, p, number in zip(files, *map(torch.Tensor.tolist, best))]
+    scans = plot_scans(model, images[:count], shown[:count], titles, blocks)
+    why, said = viz.why(model, images[:count], shown[:count], titles)
     fields = {
         f"{name}, {token}": effective_receptive_field(m, images, token)
         for name, m in (("untrained", untrained), ("trained", model))
         for token in ("centre", "class")
     }
-    assert {path.name for path in out.iterdir()} == {"scans.png", "fields.png"}
-    for name, figure in (("scans.png", scans), ("fields.png", plot_receptive_fields(fields))):
+    figures = {"scans.png": scans, "fields.png": plot_receptive_fields(fields), "why.png": why}
+    assert {path.name for path in out.iterdir()} == figures.keys()
+    for name, figure in figures.items():
         figure.savefig(tmp_path / name, dpi=110)
         found, expected = (np.asarray(Image.open(folder / name)).astype(int) for folder in (out, tmp_path))
         assert found.shape == expected.shape
         assert (abs(found - expected).max(-1) > 3).mean() < 1e-3  # rounding may take a colour to the next
-    said = capsys.readouterr().out
-    assert "scans.png: 1 images" in said
-    assert f"fields.png: over {len(files)} images" in said
+    printed = capsys.readouterr().out
+    assert f"why.png: 1 images; {said}\n" in printed
+    assert "hidden: evidence 0." in said
+    assert f"fields.png: over {len(files)} images" in printed
 
 
 def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeypatch, capsys):

@@ -89,6 +89,43 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
     assert f"{len(weights) - 2} of {len(weights)} tensors as they are; new: head.weight, head.bias" in caplog.text
 
 
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessing(best, tmp_path, of_a_run):
+    if of_a_run:
+        path, state = best(img_size=32)
+        state["label_names"] = [f"class {number}" for number in range(7)]
+        checkpoint.save_checkpoint(state, path)
+        model = vil.from_checkpoint(path)
+    else:
+        model = timm.create_model("resnet10t", num_classes=7).eval()
+        model.pretrained_cfg = model.pretrained_cfg | {"label_names": ["x"] * 7, "crop_pct": 0.6}
+    folder = tmp_path / "mine"
+    report = export_model(model, f"{folder}/", metadata={"commit": "0012"})
+    assert report.path == folder
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    size = (32, 32) if of_a_run else (176, 176)
+    images = torch.randn(2, 3, *size)
+    for found in (timm.create_model(f"local-dir:{folder}", pretrained=True).eval(), vil.from_checkpoint(folder)):
+        assert list(found.pretrained_cfg["label_names"]) == model.pretrained_cfg["label_names"]
+        config, expected = resolve_model_data_config(found), resolve_model_data_config(model)
+        assert {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()} == expected
+        with torch.inference_mode():
+            torch.testing.assert_close(found(images), model(images), rtol=0, atol=1e-2)
+    picture = np.zeros((*size, 3), np.uint8)
+    assert vil.predict(str(folder), picture) == vil.predict(found, picture)
+    card = (folder / "README.md").read_text()
+    assert "library_name: timm\n" in card
+    assert f"{'vil_tiny' if of_a_run else 'resnet10t'}, 7 classes, images of {size[0]}x{size[1]} pixels\n" in card
+    assert "- commit: 0012\n" in card
+    assert '"local-dir:mine", pretrained=True' in card
+    assert "license" not in (folder / "config.json").read_text()
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ExportError, match="a file is a file, and would become the other"):
+        export_model(model, tmp_path / "a file")
+    with pytest.raises(ExportError, match="mine has weights, not outputs: features are"):
+        export_model(model, folder, features=[0])
+
+
 def test_the_weights_that_are_shipped_are_those_of_their_card(request):
     folder = request.config.rootpath / "weights"
     cells = r"`(\S+)` \| `(\w+)`, (\d+) pixels, ([\d,]+) classes \| ([\d,]+) \| ([\d.]+) MB \| `(\w+)`"

@@ -131,7 +131,7 @@ def test_of_two_runs_started_on_one_folder_one_trains_and_the_other_says_why_not
     log = runs[0].said()
     assert log.count("is in use: process") == 1
     assert "Traceback" not in log
-    for name in ("last.pt", "previous.pt", "best.pt"):
+    for name in ("last.pt", "previous.pt"):
         checkpoint.read_checkpoint(runs[0].folder / name)
     assert len(checkpoint.read_checkpoint(runs[0].folder / "last.pt")["history"]) == 4
 

@@ -28,11 +28,12 @@ import train_imagenet
 import validate
 import vil
 from train_imagenet import FORESEEN, Trainer
-from vil import checkpoint, viz
+from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
 from vil.factory import create_model
+from vil.viz import __main__ as viz
 
 COUNT = int(os.environ.get("FUZZ", 60))
 KWARGS = SMALL["model_kwargs"]

@@ -23,7 +23,6 @@ from PIL import EpsImagePlugin, Image, PngImagePlugin, features
 from processes import ROOT
 from timm.data.dataset import ImageDataset
 
-from vil import viz
 from vil.config import Config, ConfigError
 from vil.data import decoder, device_loader, encoded, guard, images
 from vil.data.draws import Draws
@@ -33,6 +32,7 @@ from vil.data.loaders import evaluation_loader, micro_batches, training_loader, 
 from vil.data.readers import EncodedReader, ImageReader
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split, open_splits
+from vil.viz import __main__ as viz
 
 CPU = torch.device("cpu")
 Y, X = np.mgrid[:24, :32]

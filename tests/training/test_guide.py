@@ -13,7 +13,7 @@ from processes import ROOT
 
 import validate
 import vil.export.__main__
-import vil.viz
+import vil.viz.__main__
 from train_imagenet import Trainer
 from vil.config import load_config
 from vil.predict.__main__ import parse_options
@@ -109,7 +109,7 @@ def parsed(*_):
 def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_path):
     lines = [words for words in command_lines(document) if words[0] in ("python", "torchrun")]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(vil.viz, "draw", lambda options: None)
+    monkeypatch.setattr(vil.viz.__main__, "draw", lambda options: None)
     monkeypatch.setattr(vil.export.__main__, "check_options", parsed)  # the first that is done with them
     for words in lines:
         words = [word for word in words[1:] if not word.startswith("--nproc_per_node")]
@@ -122,7 +122,7 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
         elif program == "validate.py":
             assert validate.parse_options().checkpoint
         elif program == "vil.viz":
-            vil.viz.main()
+            vil.viz.__main__.main()
         elif program == "vil.predict":
             assert parse_options().images
         elif program == "vil.export":

@@ -65,9 +65,11 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert all(0 < row["train_loss"] < 10 and 0 <= row["eval_top1"] <= 100 for row in rows)
     assert {"eval_top1_ema", "eval_loss_ema", "lr", "unreadable_images", "grad_norm", *MEASURED} < set(rows[0])
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("last.pt", "best.pt"):
-        saved = checkpoint.read_checkpoint(folder / name)
-        assert {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"} < set(saved)
+    parts = {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"}
+    assert parts < set(checkpoint.read_checkpoint(folder / "last.pt"))
+    assert parts - set(torch.load(folder / "best.pt", weights_only=True)) == {"optimizer"}
+    with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt goes on .* --pretrained"):
+        checkpoint.read_checkpoint(folder / "best.pt")
     assert not list(folder.glob(".*.tmp"))
 
 

@@ -59,7 +59,7 @@ def trainer(folder, output, **options):
 
 def assert_same_run(output, truth, rtol=1e-4):
     """That the files of a run hold what `train` found."""
-    last, best = (checkpoint.read_checkpoint(output / "run" / name) for name in ("last.pt", "best.pt"))
+    last, best = (torch.load(output / "run" / name, weights_only=True) for name in ("last.pt", "best.pt"))
     assert len(last["history"]) == len(truth.rows)
     for row, expected in zip(last["history"], truth.rows):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=rtol)
@@ -224,7 +224,7 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     run.evaluator = evaluate
     run.run()
     path = tmp_path / "run" / "best.pt"
-    saved = checkpoint.read_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
     weights = checkpoint.read_weights(path)  # as fine-tuning starts from
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())

@@ -3,9 +3,11 @@
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
+    python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out my_model/
 
 The ending says the format; a .safetensors file has weights alone, in half precision, and says of which model they are:
-`vil.from_checkpoint` needs nothing else. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say;
+`vil.from_checkpoint` needs nothing else. A name without an ending is a folder with such a file, for timm's `local-dir:`
+and the hub. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say;
 the outputs are `logits` (B, classes) and, for each block N asked for, `features_N` (B, C, h, w). B is free, H and W are
 the model's. The file's outputs are compared with the model's before it is written. docs/export.md says what reads it.
 """
@@ -23,7 +25,8 @@ from torch import nn
 
 from .. import checkpoint
 from ..files import write_atomically
-from .formats import OPSET, Run, onnx_packages, to_onnx, to_pt2, to_safetensors
+from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
+from .hub import card_of, config_of
 from .traced import (
     Exported,
     ExportError,
@@ -37,6 +40,7 @@ from .traced import (
 
 __all__ = ["ExportError", "Report", "export_model"]
 
+WEIGHTS = (".safetensors", "")  # a file, or a folder with one
 RUNTIMES = ("any", "onnxruntime")
 TOLERANCE = 1e-4  # of an output's largest magnitude, or absolute where that is below 1
 TOLERANCE_OF_HALVES = 2e-2  # the same for weights in half precision
@@ -83,6 +87,7 @@ def export_model(
     Args:
         model: A model of timm, which is left as it is; exported in fp32, as in evaluation.
         path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
+            Without an ending it is a folder, which gets model.safetensors, config.json and README.md.
         features: Numbers of blocks whose maps are outputs too.
         runtime: Who reads an ONNX file: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
             `com.microsoft.LinearAttention` then runs the recurrence.
@@ -103,28 +108,39 @@ def export_model(
         raise ExportError(f"{', '.join(sorted(taken))} in the metadata is for the model itself to say (pretrained_cfg)")
     described |= metadata or {}
     tolerance = TOLERANCE
-    if path.suffix == ".safetensors":
+    others: dict[str, str] = {}
+    if path.suffix in WEIGHTS:
         content, run = to_safetensors(model, described)
         tolerance = TOLERANCE_OF_HALVES
+        if not path.suffix:
+            others["config.json"] = config_of(model, described, arguments_of(model))
+            others["README.md"] = card_of(path.name, described, metadata or {})
     elif path.suffix == ".onnx":
         content, run = to_onnx(exported.program(), exported.outputs, described, opset)
     else:
         content, run = to_pt2(exported.program(), described)
     found = compare(model, exported, run, tolerance)
-    write_atomically(path, content)
+    if others:
+        path.mkdir(exist_ok=True)
+    for name, text in others.items():
+        write_atomically(path / name, text)
+    write_atomically(path / "model.safetensors" if others else path, content)
     return Report(path, len(content), *found)
 
 
 def check_options(path: Path, runtime: str, opset: int, features: Sequence[int] = ()) -> None:
-    if path.suffix not in (".onnx", ".pt2", ".safetensors"):
+    if path.suffix not in (".onnx", ".pt2", *WEIGHTS):
         raise ExportError(
-            f"{path} must end with .onnx for ONNX, .pt2 for PyTorch's exported program, or .safetensors for weights"
+            f"{path} must end with .onnx for ONNX, .pt2 for PyTorch's exported program, or .safetensors for weights; "
+            "a folder has no ending"
         )
+    if path.is_dir() if path.suffix else path.is_file():
+        raise ExportError(f"{path} is a {'folder' if path.suffix else 'file'}, and would become the other")
     if runtime not in RUNTIMES:
         raise ExportError(f"runtime {runtime!r} is none of {', '.join(RUNTIMES)}")
     if path.suffix != ".onnx" and (runtime, opset) != ("any", OPSET):
         raise ExportError(f"runtime and opset are of ONNX files, and {path} is none")
-    if path.suffix == ".safetensors" and features:
+    if path.suffix in WEIGHTS and features:
         raise ExportError(f"{path} has weights, not outputs: features are of .onnx and .pt2 files")
     if not path.parent.is_dir():
         raise ExportError(f"there is no folder {path.parent}")

@@ -30,7 +30,9 @@ def main() -> None:
         "--metadata", nargs="+", type=_key_and_text, default=[], metavar="KEY=TEXT",
         help="what else the file is to say of itself",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="*.onnx, *.pt2 or *.safetensors")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE|FOLDER", help="*.onnx, *.pt2, *.safetensors or a folder"
+    )
     options = parser.parse_args()
     try:
         check_options(options.out, options.runtime, options.opset, options.features)

@@ -141,6 +141,11 @@ def to_pt2(program: ExportedProgram, metadata: dict[str, Any]) -> tuple[bytes, R
     return content, torch.export.load(io.BytesIO(content)).module()
 
 
+def arguments_of(model: Any) -> dict[str, Any]:
+    """Those with which a model of `vil.from_checkpoint` was built."""
+    return {k: v for k, v in model.pretrained_cfg.get("model_args", {}).items() if k in MODEL_KWARGS}
+
+
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
     """The content of a file of weights in half precision, and what runs the model that it says.
 
@@ -152,7 +157,7 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
     weights = {name: t.half() if t.is_floating_point() else t for name, t in as_evaluated(model).state_dict().items()}
     if too_large := [name for name, t in weights.items() if not t.isfinite().all()]:
         raise ExportError(f"half precision cannot hold {', '.join(too_large[:3])}: values must be below 65504")
-    built = {k: v for k, v in model.pretrained_cfg.get("model_args", {}).items() if k in MODEL_KWARGS}
+    built = arguments_of(model)
     options = {name: metadata[name] for name in ("model", "num_classes", "crop_pct", "interpolation")}
     if isinstance(built.get("img_size"), int):  # of two numbers it is no option of a run
         options["img_size"] = built.pop("img_size")

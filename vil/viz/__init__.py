@@ -1,0 +1,18 @@
+"""Seeing inside a ViL or ViM: why it sees a class, what its scans read, write and keep, and what a pixel can reach.
+
+    python -m vil.viz --checkpoint output/digits/last.pt --images data/digits/validation/3 --out output/viz
+
+Needs matplotlib for the pictures (`pip install -e ".[viz]"`), not for the numbers. docs/seeing-inside.md reads them.
+
+    B images    G = 2 directions, first token to last and last to first    L tokens    D channels    N states
+    T tokens in the order in which a direction reads them    H, W image    h, w grid of patches
+"""
+
+from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
+from .pictures import plot_receptive_fields, plot_scans, plot_why
+from .traces import Trace, patch_maps, reading, trace_scans
+
+__all__ = [
+    "Trace", "class_evidence", "deletion_curve", "effective_receptive_field", "patch_maps", "patch_sums",
+    "plot_receptive_fields", "plot_scans", "plot_why", "reading", "trace_scans",
+]  # fmt: skip

@@ -1,0 +1,137 @@
+"""The command line of `python -m vil.viz`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
+from torch import Tensor
+
+from ..checkpoint import CheckpointError, label_of, saved_config
+from ..config import ConfigError
+from ..data.folders import list_images
+from ..data.images import read_image
+from ..factory import create_model, from_checkpoint
+from ..predict import predict
+from ..vision_longhorn import VisionLonghorn
+from . import __doc__ as description
+from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
+from .pictures import plot_receptive_fields, plot_scans, plot_why
+from .traces import reading
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, help="checkpoint of train_imagenet.py")
+    parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders of them")
+    parser.add_argument("--count", type=int, default=3, help="images in why.png and scans.png (default: 3)")
+    parser.add_argument("--blocks", type=int, nargs="+", help="blocks in scans.png (default: first, middle, last)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("output/viz"), help="folder of why.png, scans.png and fields.png"
+    )
+    options = parser.parse_args()
+    try:
+        draw(options)
+    except (ConfigError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draws the pictures that the command line asks for.
+
+    Raises:
+        ConfigError, CheckpointError: The checkpoint is not one of train_imagenet.py or broken, a block does not exist,
+            or an image cannot be read.
+    """
+    if options.count < 1:
+        raise ConfigError(f"--count must be at least 1, not {options.count}")
+    config = saved_config(options.checkpoint)
+    if not config.get("model"):
+        raise ConfigError(f"{options.checkpoint} is not a checkpoint of train_imagenet.py, and does not say its model")
+    arguments = {name: config[name] for name in ("num_classes", "img_size") if config.get(name)}
+    arguments |= config.get("model_kwargs") or {}
+    model = from_checkpoint(options.checkpoint)  # first: it may be of another size than it says
+    torch.manual_seed(0)
+    untrained = create_model(config["model"], **arguments).eval()
+    if not isinstance(model, VisionLonghorn):
+        raise ConfigError(f"{options.checkpoint} is of {config['model']}, which has no scans to look into")
+    depth = len(model.blocks)
+    blocks = options.blocks or sorted({0, depth // 2, depth - 1})
+    for block in blocks:
+        if not 0 <= block < depth:
+            raise ConfigError(f"--blocks: there is no block {block}; the model has 0 to {depth - 1}")
+    data_config = resolve_model_data_config(model)
+    transform = create_transform(**data_config)
+    files = image_files(options.images)
+    opened = [read_picture(path) for path in files[:64]]
+    images = torch.stack([transform(image) for image in opened])
+    mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    count = options.count
+    shown = (images[:count] * std + mean).clamp(0, 1)
+    titles = [
+        f"{label_of('/'.join(path.parts[-2:]))[-30:]}\n{label_of(best.label)[:30]} ({best.probability:.1%})"
+        for path, (best,) in zip(files, predict(model, opened[:count], topk=1))
+    ]
+    figure, said = why(model, images[:count], shown, titles)
+    figure.savefig(options.out / "why.png", dpi=110)
+    plot_scans(model, images[:count], shown, titles, blocks).savefig(options.out / "scans.png", dpi=110)
+    fields = {
+        f"{name}, {token}": effective_receptive_field(m, images, token)
+        for name, m in (("untrained", untrained), ("trained", model))
+        for token in ("centre", "class")
+    }
+    plot_receptive_fields(fields).savefig(options.out / "fields.png", dpi=110)
+    print(f"{options.out / 'why.png'}: {len(shown)} images; {said}")
+    print(f"{options.out / 'scans.png'}: {len(shown)} images; {options.out / 'fields.png'}: over {len(images)} images")
+
+
+def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str]) -> tuple[Figure, str]:
+    """The picture of why a model sees the classes that it does, and in a line how far that is to be believed."""
+    maps = {
+        "evidence for the class": patch_sums(model, class_evidence(model, images)),
+        "what the class token reads": reading(model, images),
+    }
+    evidence, read = maps.values()
+    curves = {"evidence": deletion_curve(model, images, evidence), "most read": deletion_curve(model, images, read)}
+    draws = torch.rand(4, *read.shape, generator=torch.Generator().manual_seed(0))
+    curves["at random"] = torch.stack([deletion_curve(model, images, draw) for draw in draws]).mean(0)
+    fifths = ", ".join(f"{name} {curve[:, 2].mean():.2f}" for name, curve in curves.items())
+    said = (
+        f"probability of the class {curves['evidence'][:, 0].mean():.2f}, with a fifth of the patches hidden: {fifths}"
+    )
+    return plot_why(shown, titles, maps, curves), said
+
+
+def image_files(paths: list[Path]) -> list[Path]:
+    """Files, and those of folders: one of each folder, then the next of each.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    folders = [sorted(map(Path, list_images(str(path), str(path)))) if path.is_dir() else [path] for path in paths]
+    files = [path for files in zip(*folders) for path in files]
+    if not files:
+        raise ConfigError("--images: there are no images in " + " ".join(map(str, paths)))
+    return files
+
+
+def read_picture(path: Path) -> Image.Image:
+    """Raises a ConfigError if the file is missing or cannot be decoded."""
+    try:
+        return read_image(path)
+    except Exception as error:  # PIL's decoders have no common type of error
+        raise ConfigError(f"--images: {str(path)!r} cannot be read as an image: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a model's output follows from, by gradients, and what hiding patches does to it.
+
+`vil.viz` has the letters of the shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..vision_longhorn import VisionLonghorn, split_class_token
+from .traces import check_model
+
+
+@torch.no_grad()
+def class_evidence(model: nn.Module, images: Tensor, classes: Tensor | None = None, steps: int = 16) -> Tensor:
+    """How much each pixel adds to the probability of a class, (B, H, W).
+
+    These are integrated gradients (Sundararajan et al., 2017) from a sheet of the image's mean colour to the image: the
+    values of an image add up to what its class gains in probability between the two, but for the error of the steps.
+
+    Args:
+        model: Any classifier.
+        images: Its input, (B, 3, H, W).
+        classes: Numbers (B,); those that the model predicts if None.
+        steps: Gradients for each image.
+    """
+    classes = model(images).argmax(-1) if classes is None else classes
+    blank = _mean_colour(images)
+    total = torch.zeros_like(images)
+    for step in range(steps):
+        part = (blank + (step + 0.5) / steps * (images - blank)).requires_grad_()
+        with torch.enable_grad():
+            total += torch.autograd.grad(_probabilities(model, part, classes).sum(), part)[0] / steps
+    return (total * (images - blank)).sum(1)
+
+
+def _mean_colour(images: Tensor) -> Tensor:
+    return images.mean((2, 3), keepdim=True).expand_as(images)
+
+
+def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+    return model(images).softmax(-1).gather(1, classes[:, None])[:, 0]
+
+
+def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
+    """Values of pixels added up for each patch, (B, h, w)."""
+    h, w = model.grid_of(values_BHW[:, None])
+    return F.adaptive_avg_pool2d(values_BHW, (h, w)) * (values_BHW[0].numel() / (h * w))
+
+
+@torch.no_grad()
+def deletion_curve(
+    model: nn.Module, images: Tensor, maps_Bhw: Tensor, classes: Tensor | None = None, steps: int = 10
+) -> Tensor:
+    """The probability of a class while more and more of the image is hidden, (B, steps + 1): Samek et al., 2017.
+
+    Cells are hidden by the image's mean colour, those of the largest value first, equally many more in each step: in
+    the first none, in the last all. The faster the curve falls, the better the map tells what the model looks at.
+
+    Args:
+        model: Any classifier.
+        images: Its input, (B, 3, H, W).
+        maps_Bhw: Values of cells of the images.
+        classes: Numbers (B,); those that the model predicts if None.
+        steps: How many times something is hidden.
+    """
+    classes = model(images).argmax(-1) if classes is None else classes
+    rank_Bhw = maps_Bhw.flatten(1).argsort(1, descending=True).argsort(1).view(maps_Bhw.shape)
+    curve = []
+    for step in range(steps + 1):
+        hidden = F.interpolate((rank_Bhw < step * maps_Bhw[0].numel() / steps)[:, None].float(), images.shape[2:])
+        curve.append(_probabilities(model, torch.where(hidden > 0, _mean_colour(images), images), classes))
+    return torch.stack(curve, dim=1)
+
+
+def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str = "centre") -> Tensor:
+    """How much each pixel moves the final features of a token, (H, W), summing to 1 (Luo et al., 2016).
+
+    The gradient of the sum of the token's features with respect to the image, its absolute value averaged over colours
+    and images.
+
+    Args:
+        model: Any VisionLonghorn.
+        images: (B, 3, H, W).
+        token: "centre" for the patch in the centre, "class" for the class token.
+
+    Raises:
+        TypeError: The model is no VisionLonghorn.
+        ValueError: `token` is neither.
+    """
+    check_model(model)
+    if token not in ("centre", "class"):
+        raise ValueError(f"token {token!r} is neither 'centre' nor 'class'")
+    images = images.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        patches_BnC, class_token_B1C = split_class_token(model.forward_features(images))
+        h, w = model.patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
+        chosen = class_token_B1C[:, 0] if token == "class" else patches_BnC[:, (h // 2) * w + w // 2]
+        (gradient,) = torch.autograd.grad(chosen.sum(), images)
+    field_HW = gradient.abs().mean((0, 1))
+    return field_HW / field_HW.sum()

@@ -1,0 +1,147 @@
+"""What the scans of each block read for the class token, write and keep. `vil.viz` has the letters of the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..block import LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
+from ..kernels.scan.chunked import RECURRENCES
+from ..vision_longhorn import VisionLonghorn, split_class_token
+
+
+@dataclass
+class Trace:
+    """How the recurrences of one block treated each token, (B, G, L) each, in the order of the image.
+
+    In a pooled block they read rows or columns of patches: each patch has its line's value.
+
+    Attributes:
+        relevance: Each token's for the class token: the norm over channels of what it adds to the class token's output
+            of the scan. A direction can only read tokens that come before the class token on its way.
+        step: How much of the token is written: beta in ViL, the time step dt in ViM, the mean over channels.
+        state_norm: Frobenius norm of the state (D, N) after the token.
+    """
+
+    relevance: Tensor
+    step: Tensor
+    state_norm: Tensor
+
+
+@torch.no_grad()
+def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
+    """The scans of every block on images (B, 3, H, W).
+
+    Raises:
+        TypeError: The model is no VisionLonghorn.
+    """
+    check_model(model)
+    with _recorded_tokens(model) as recorded:
+        model.forward_features(images)
+    traces = []
+    for block in model.blocks:
+        parts = [
+            _trace(block.mixer.recurrence, direction, recorded[direction], reverse)
+            for direction, reverse in zip(block.mixer.directions, (False, True))
+        ]
+        values = (torch.stack(pair, dim=1) for pair in zip(*parts))
+        traces.append(Trace(*(_of_tokens(v, block.pool, model.grid_of(images)) for v in values)))
+    return traces
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises a TypeError if a model is no VisionLonghorn."""
+    if not isinstance(model, VisionLonghorn):
+        raise TypeError(f"a {type(model).__name__} has no scans to look into; this is for VisionLonghorn models")
+
+
+@contextmanager
+def _recorded_tokens(model: VisionLonghorn):
+    """Collects the tokens that each direction reads. With hooks on them, blocks run unfused."""
+    recorded: dict[LonghornDirection, Tensor] = {}
+
+    def record(direction: LonghornDirection):
+        return direction.x_proj.register_forward_pre_hook(lambda _, inputs: recorded.update({direction: inputs[0]}))
+
+    handles = [record(direction) for block in model.blocks for direction in block.mixer.directions]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> Tensor:
+    """Values of what a block's scans read, as values of its tokens, (B, G, L)."""
+    if pool is None:
+        return values_BGS
+    h, w = grid
+    columns = pool == "columns"
+    values_XL1 = repeat_rows(values_BGS.flatten(0, 1).unsqueeze(-1), h if columns else w)
+    values_XL1 = transpose_grid(values_XL1, w, h) if columns else values_XL1
+    return values_XL1.view(*values_BGS.shape[:2], -1)
+
+
+def _trace(
+    recurrence: str, direction: LonghornDirection, v_BLD: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """relevance_BL, step_BL and state_norm_BL of one direction."""
+    step_logits_BLD, k_BLN, q_BLN = direction.project(v_BLD)
+    decay_TBND, drive_TBND, step_BLD = _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
+    T = len(decay_TBND)
+    state_BND, norms = torch.zeros_like(drive_TBND[0]), []
+    for decay_BND, drive_BND in zip(decay_TBND, drive_TBND):
+        state_BND = decay_BND * state_BND + drive_BND
+        norms.append(state_BND.flatten(1).norm(dim=1))
+    # what is left of a token's drive when the class token is read: the product of the later decays
+    middle = (T - 1) // 2
+    position = T - 1 - middle if reverse else middle
+    contribution_TBND = torch.zeros_like(drive_TBND)
+    left_BND = torch.ones_like(state_BND)
+    for t in range(position, -1, -1):
+        contribution_TBND[t] = left_BND * drive_TBND[t]
+        left_BND = left_BND * decay_TBND[t]
+    added_TBD = torch.einsum("tbnd,bn->tbd", contribution_TBND, q_BLN[:, middle].to(contribution_TBND.dtype))
+    relevance_BL = _in_image_order(added_TBD.norm(dim=-1), reverse)
+    return relevance_BL, step_BLD.mean(-1), _in_image_order(torch.stack(norms), reverse)
+
+
+def _in_image_order(values_TB: Tensor, reverse: bool) -> Tensor:
+    return (values_TB.flip(0) if reverse else values_TB).T
+
+
+def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse) -> tuple[Tensor, Tensor, Tensor]:
+    """decay_TBND and drive_TBND of S_t = decay_t S_{t-1} + drive_t, and the step (beta or dt) of tokens, step_BLD."""
+    v_BLD, step_logits_BLD, k_BLN = (at_least_fp32(t) for t in (v_BLD, step_logits_BLD, k_BLN))
+    step_logits_BLD = step_logits_BLD + direction.step_proj.bias
+    selective = recurrence == "selective"
+    step_BLD = F.softplus(step_logits_BLD) if selective else step_logits_BLD.sigmoid()
+    inputs = [v_BLD, step_BLD if selective else step_logits_BLD, k_BLN]
+    inputs_GTBX = [(t.flip(1) if reverse else t).transpose(0, 1)[None] for t in inputs]
+    A_1ND = [-at_least_fp32(direction.A_log).exp().T[None]] if selective else []
+    shape = 1, *inputs_GTBX[0].shape[1:3], k_BLN.shape[-1], v_BLD.shape[-1]
+    decay_GTBND, drive_GTBND = (v_BLD.new_empty(shape) for _ in range(2))
+    RECURRENCES[recurrence].coefficients(decay_GTBND, drive_GTBND, *inputs_GTBX, *A_1ND)
+    return decay_GTBND[0], drive_GTBND[0], step_BLD
+
+
+def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[int]) -> Tensor:
+    """Values of tokens as maps (B, G, h, w) of the patches, without the class token's."""
+    patches, _ = split_class_token(values_BGL.flatten(0, 1).unsqueeze(-1))
+    grid = model.patch_embed.dynamic_feat_size(tuple(image_size[-2:]))
+    return patches.reshape(*values_BGL.shape[:2], *grid)
+
+
+def reading(model: VisionLonghorn, images: Tensor) -> Tensor:
+    """How much of each patch the class token reads, (B, h, w), adding up to 1: relevance in the mean of all blocks.
+
+    It says nothing of a class: what is read may speak for one or against it, and is a mixture of patches in all blocks
+    but the first.
+    """
+    maps = [patch_maps(model, trace.relevance, images.shape).sum(1) for trace in trace_scans(model, images)]
+    return torch.stack([map_Bhw / map_Bhw.sum((1, 2), keepdim=True) for map_Bhw in maps]).mean(0)
