@@ -271,7 +271,11 @@ def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, An
 
 
 def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: Outcome, options) -> None:
-    """Prints what was found and writes the files that were asked for."""
+    """Prints what was found and writes the files that were asked for.
+
+    Raises:
+        LostResultError: One or the other was not possible, and all else is done.
+    """
     rows = [as_dict(*parts) for parts in zip(runs, models, outcome.results)]
     if options.against:
         result = as_comparison(rows, outcome)
@@ -279,6 +283,22 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
     else:
         result = rows[0]
         text = validation_line(runs[0]["model"], models[0].num_classes, outcome.results[0], outcome.notes)
+    as_json = json.dumps(result, indent=2)
+    try:
+        if options.json and options.json != "-":
+            write_atomically(Path(options.json), as_json + "\n")
+        write_files(runs, rows, outcome, options)
+        if options.report:
+            text += f"\n{options.report / PAGE}"
+    except OSError as error:  # of a full disk
+        raise LostResultError(f"a file could not be written: {error}") from error
+    finally:
+        if options.json == "-":
+            print(text, file=sys.stderr)
+        print_result(as_json if options.json == "-" else text)
+
+
+def write_files(runs: list[dict[str, Any]], rows: list[dict[str, Any]], outcome: Outcome, options) -> None:
     if options.csv:
         outcome.comparison.write_tables(options.csv, outcome.class_names)
     if options.plot:
@@ -287,13 +307,6 @@ def report(runs: list[dict[str, Any]], models: list[torch.nn.Module], outcome: O
         title = "Validation of " + " and ".join(f"{run['model']}" for run in runs) + f" on {runs[0]['split']}"
         page = report_page(title, rows, outcome.comparison, outcome.class_names, outcome.notes, outcome.dataset)
         write_atomically(options.report / PAGE, page)
-        text += f"\n{options.report / PAGE}"
-    as_json = json.dumps(result, indent=2)
-    if options.json == "-":
-        print(text, file=sys.stderr)
-    elif options.json:
-        write_atomically(Path(options.json), as_json + "\n")
-    print_result(as_json if options.json == "-" else text)
 
 
 def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequence[str] = ()) -> str:

@@ -51,7 +51,10 @@ READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or used for this model."""
+    """A checkpoint that cannot be written, read, or used for this model; the message is printable, as names in it."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -151,7 +154,12 @@ def _labels_in(checkpoint: Any, path: str | Path) -> list[str]:
 
 def label_of(name: str) -> str:
     """The name of a class as a checkpoint holds it, which can be shown in a line wherever it comes from."""
-    return "".join(character if character.isprintable() else "?" for character in name[:LONGEST_LABEL])
+    return printable(name[:LONGEST_LABEL])
+
+
+def printable(text: str) -> str:
+    """Text of any origin as a line that a terminal shows and does not obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def labels_of(numbers: dict[str, int]) -> list[str]:

@@ -40,11 +40,13 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         created = _create(model, arguments)
     except RuntimeError as error:
         remedy = _nearest(model) + _how_it_was_built(pretrained_path)
-        raise ConfigError(f"cannot create the model {model}: {error}{remedy}") from error
+        reason = checkpoint.printable(" ".join(str(error).split()))  # with names of tensors in it
+        raise ConfigError(f"cannot create the model {model}: {reason}{remedy}") from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if pretrained_path and is_first_process():
-        _logger.warning("started from %s: %s", pretrained_path, _what_was_taken(created, weights))
+        taken = checkpoint.printable(_what_was_taken(created, weights))
+        _logger.warning("started from %s: %s", pretrained_path, taken)
     return created
 
 

@@ -13,7 +13,7 @@ from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined,
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import device_loader, kept
+from vil.data import device_loader, encoded, kept
 from vil.data.device_loader import DeviceLoader
 from vil.data.encoded import join_pieces
 from vil.data.images import UNREADABLE
@@ -25,6 +25,12 @@ from vil.data.splits import open_split
 SIZE = dict(input_size=(3, 48, 40))
 
 
+@pytest.fixture
+def files(photo_folder, tmp_path):
+    shutil.copytree(photo_folder, tmp_path / "files")
+    return tmp_path / "files"
+
+
 def on_device(folder, device, rank=0, world_size=1, **options):
     options = dict(augment_on_device=True, global_batch_size=24) | SIZE | options
     return training_set(folder, device, rank, world_size, **options)
@@ -33,13 +39,15 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None),
+        {}, dict(SMALL=0), dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None),
         dict(aa=None, color_jitter=0.9, hflip=1.0), dict(aa="rand-m5-n3-p0.8-tweights"), dict(aa="3a"),
         dict(aa="original"), dict(scale=(0.5, 0.6), ratio=(2.0, 2.5)),
     ],
     ids=lambda options: " ".join(options) or "defaults",
 )  # fmt: skip
-def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options):
+def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
+    options = dict(options)
+    monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))  # pixels that a worker decodes
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
     assert len(images) == 48
@@ -53,6 +61,18 @@ def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, devic
     assert differences.quantile(0.9) < nearly_all
     assert differences.max() < most
     assert loader.dataset.unreadable.count == broken >= 4
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 30), (3, 2)], ids=str)
+def test_a_picture_of_few_pixels_of_which_timm_crops_none_perhaps_is_prepared_as_timm_does(files, device, size):
+    for path in (files / "train").glob("*/1*.jpg"):
+        path.write_bytes(encode(PHOTO.resize(size)))
+        os.utime(path, ns=(0, 2**63))  # as a file of another disk may say, a day in 2262
+    loader, keys = on_device(files, device)
+    images, targets = joined(loader)
+    expected, expected_targets, _ = by_timm(loader.dataset.dataset, keys, **SIZE)
+    assert targets == expected_targets
+    assert (images.float() - expected).abs().mean(dim=(1, 2, 3)).median() < 0.2
 
 
 def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
@@ -106,12 +126,6 @@ def test_evaluation_sees_what_timms_transform_makes_of_each_image(photo_folder, 
 # what stays decoded
 
 
-@pytest.fixture
-def files(photo_folder, tmp_path):
-    shutil.copytree(photo_folder, tmp_path / "files")
-    return tmp_path / "files"
-
-
 def epochs(folder, device, count=3, first=0, first_step=0, **options):
     """The batches of some epochs out of one loader, the first of them from a step on, and the loader."""
     loader, _ = on_device(folder, device, **options)
@@ -158,6 +172,8 @@ def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
     loader, _ = on_device(files, device, aug_repeats=3)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
+    monkeypatch.setattr(loader, "_loaded", None)
+    assert list(loader) == []  # once
     assert len(loader.kept.images) in read
     assert loader.dataset.unreadable.count == 0
     keys = [key for batch in loader.batches for key in batch]
@@ -167,12 +183,23 @@ def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
     assert [list(without), without.kept.images] == [[], {}]
 
 
-def test_a_file_that_has_changed_is_read_again(files, device):
+def of_length(jpeg, length=40_000):
+    """The same picture in a file of so many bytes."""
+    count = length - len(jpeg) - 4
+    return jpeg[:2] + b"\xff\xfe" + (count + 2).to_bytes(2, "big") + bytes(count) + jpeg[2:]
+
+
+@pytest.mark.parametrize("unchanged", ["nothing", "length", "time"])
+def test_a_file_that_has_changed_is_read_again(files, device, unchanged):
+    paths = sorted((files / "train").glob("*/1*.jpg"))
+    for path in paths:
+        path.write_bytes(of_length(path.read_bytes()))
     _, loader = epochs(files, device)
-    for i, path in enumerate(sorted((files / "train").glob("*/1*.jpg"))):
-        changed = PHOTO.rotate(180).resize((300, 200) if i % 2 else (50, 40))
-        path.write_bytes(encode(changed))
-        os.utime(path, ns=(0, 0))
+    for i, path in enumerate(paths):
+        content = encode(PHOTO.rotate(180).resize((300, 200) if i % 2 else (50, 40)))
+        before = path.stat().st_mtime_ns
+        path.write_bytes(of_length(content) if unchanged == "length" else content)
+        os.utime(path, ns=(0, before if unchanged == "time" else 0))
     expected, _ = epochs(files, device)
     for epoch in range(3):
         loader.batches.set_epoch(epoch)

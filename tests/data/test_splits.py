@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 
@@ -12,6 +13,7 @@ from fixtures import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from pictures import CPU, DATA_CONFIG, joined, small_config
 from PIL import Image
 from timm.data import create_transform
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 
 from vil.config import ConfigError
 from vil.data import folders
@@ -48,12 +50,12 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
 
 def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "png png heic txt txt"}
+    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "png png HEIC txt txt"}
     for name, suffixes in files.items():
         for i, suffix in enumerate(suffixes.split()):
             path = tmp_path / "pets" / name / ("inner" if i == 1 else "") / f"{i}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            if suffix in ("heic", "txt"):
+            if suffix in ("HEIC", "txt"):
                 path.write_text("none")
             else:
                 Image.new("RGB", (4, 4)).save(path)
@@ -78,6 +80,75 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     with pytest.raises(SystemExit):
         folders.main()
     assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
+
+
+def pets(folder, count):
+    """Two classes of so many pictures, no two of them alike in size."""
+    for name in ("cat", "dog"):
+        (folder / name / "a").mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (4, 4 + i)).save(folder / name / f"{i}.png")
+    return folder
+
+
+def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path):
+    source = pets(tmp_path / "pets", 30)
+    Image.new("RGB", (1, 1)).save(source / "cat" / "a-0.png")
+    Image.new("RGB", (2, 2)).save(source / "cat" / "a" / "0.png")
+    before = {path: path.read_bytes() for path in source.rglob("*.png")}
+    counts = folders.split_folder(source, tmp_path / "one", 0.5)
+    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=31, validation=31)
+    assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
+    one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert sorted(path.read_bytes() for path in one.values()) == sorted(before.values())
+    numbers = sorted(int(path.stem) for path in (tmp_path / "one" / "validation" / "dog").iterdir())
+    assert len(numbers) == 15
+    assert numbers[0] < 10 < 20 < numbers[-1]  # not the first by their names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
+def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, error):
+    source, linked = pets(tmp_path / "pets", 3), []
+
+    def fail(*_):
+        linked.append(None)
+        if len(linked) > 3:
+            raise error
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(type(error) if isinstance(error, OSError) else error):
+        folders.split_folder(source, tmp_path / "split")
+    assert [path.name for path in tmp_path.iterdir()] == ["pets"]
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "error"),
+    [
+        *(("split", share, "between 0 and 1, not ") for share in ("nan", "inf", "0", "1", "-1")),
+        ("pets", "0.2", "pets is in .*pets, of whose classes"), ("pets/split", "0.2", "split is in .*pets, of whose"),
+        ("full", "0.2", "there is something in .*full"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, capsys, target, share, error):
+    source, target = pets(tmp_path / "pets", 2), tmp_path / target
+    (tmp_path / "full" / "old").mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["vil.data.folders", str(source), str(target), f"--validation={share}"])
+    with pytest.raises(SystemExit):
+        folders.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{error}", line)
+
+
+def test_classes_have_timms_numbers(tmp_path):
+    for name in ("10", "9", "a2", "a10", "B"):
+        (tmp_path / name).mkdir()
+        for i in (1, 2, 10):
+            Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
+    timms, ours = ReaderImageFolder(str(tmp_path)), folders.FolderReader(str(tmp_path), str(tmp_path))
+    assert (ours.class_to_idx, ours.samples) == (timms.class_to_idx, timms.samples)
 
 
 def test_a_class_may_be_called_as_a_split_is(tmp_path):

@@ -437,6 +437,18 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
     assert "\n" not in str(error.value)
 
 
+def test_files_that_a_full_disk_does_not_take_leave_the_result_on_the_standard_output(
+    command, models, tmp_path, monkeypatch, capsys
+):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(validate, "write_atomically", full)
+    with pytest.raises(SystemExit, match=r"^error: a file could not be written: .*No space left on device$"):
+        command("--checkpoint", str(models[0] / "vil.pt"), "--json", str(tmp_path / "out.json"))
+    assert "top-1" in capsys.readouterr().out
+
+
 def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp_path):
     words = ["--checkpoint", str(models[0] / "vil.pt"), "--workers", "0", "--json", str(tmp_path / "out.json")]
     assert run([*script("validate.py"), *words], check=False, output="/dev/full").returncode == 1

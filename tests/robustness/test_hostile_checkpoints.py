@@ -343,6 +343,15 @@ def test_weights_that_are_none_are_named(write, small, tensor, message, error_of
     assert f"given.pt is no weights of a model: 'head.bias' {message}" in error_of_validation("--checkpoint", path)
 
 
+def test_a_name_of_a_tensor_cannot_write_to_the_terminal(write, small, error_of_validation, tmp_path):
+    weights = small | {"\x1b[2J\nerror: all is well": torch.zeros(1)}
+    assert error_of_validation("--checkpoint", write(state_dict=weights)).isprintable()
+    torch.save(weights, path := tmp_path / "others.pth")
+    with pytest.raises(ConfigError) as refused:
+        create_model("vil_tiny", str(path), **SAME)
+    assert str(refused.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["patch_embed.proj.weight", "pos_embed"])
 def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(write, small, name, error_of_validation):
     for shape in ((), (5,), (1, 5), (1, 0, 32), (32, 3, 5, 5, 5)):

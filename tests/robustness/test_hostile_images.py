@@ -635,9 +635,10 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
 
 def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
     monkeypatch.setattr("vil.data.shards.MOST_BYTES", 2**16)
+    monkeypatch.setattr("vil.data.shards.MOST_LABEL", 2**13)
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
-    samples |= {"label": (SMALL_JPEG, b" " * 2**20 + b"1"), "whole": (SMALL_JPEG, b"3")}
+    samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG, b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
     shard(tmp_path / "validation-0.tar", members | {"whole.pyd": pickle})

@@ -182,8 +182,9 @@ def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
     checkpoint.check_same_run(saved, dict.fromkeys(saved, 2), tmp_path)
     checkpoint.check_same_run({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
     assert caplog.text == ""
-    checkpoint.check_same_run({"lr": 0.1, "mixup": 0.8}, {"lr": 0.2, "mixup": 0.8}, tmp_path)
-    assert caplog.messages == ["resuming with lr 0.2, was 0.1"]
+    others = {"lr": 0.2, "mixup": 0.8, "seed": 5}
+    checkpoint.check_same_run({"lr": 0.1, "mixup": 0.8, "seed": 4}, others, tmp_path)
+    assert caplog.messages == ["resuming with lr 0.2, was 0.1", "resuming with seed 5, was 4"]
 
 
 def test_the_middle_of_an_epoch_needs_the_same_global_batch(tmp_path):

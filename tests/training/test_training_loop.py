@@ -219,13 +219,14 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
         counts = [top1[len(run.history)] for top1 in (model, average) if top1]
         return [Evaluation(42, count, 42, 1.0, 0, 1.0) for count in counts]
 
-    run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None)
+    run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None, checkpoint_interval="1")
     assert run.evaluator.models == [run.model, *([run.ema.module] if average else [])]
     run.evaluator = evaluate
     run.run()
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
+    assert saved["progress"]["losses"] == []  # of the end of an epoch, whatever was written within the next
     weights = checkpoint.read_weights(path)  # as fine-tuning starts from
     assert all(torch.equal(tensor, saved[best][name]) for name, tensor in weights.items())
     assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")

@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import shutil
+import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -158,8 +159,14 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
         How many images each split has.
 
     Raises:
-        ValueError: A class has less than two images, or there is something at `target`.
+        ValueError: A class has less than two images, or there is something at `target`, or it is inside of `source`.
+        OSError: Something cannot be read or written; then there is nothing at `target`.
     """
+    if not 0 < validation < 1:
+        raise ValueError(f"the share of validation must be between 0 and 1, not {validation}")
+    target = target.resolve()
+    if target.is_relative_to(source.resolve()):
+        raise ValueError(f"{target} is in {source}, of whose classes it would be one: name a folder beside it")
     classes = defaultdict(list)
     for file in map(Path, list_images(str(source), str(source))):
         inside = file.relative_to(source)
@@ -171,6 +178,17 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
         raise ValueError(f"the class {few[0]!r} has one image, and each split needs one")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"there is something in {target}: name a folder that is new")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
+        (whole := Path(unfinished) / target.name).mkdir()  # with the user's usual permissions
+        counts = _fill(whole, source, classes, validation)
+        if target.exists():
+            target.rmdir()
+        whole.rename(target)
+    return counts
+
+
+def _fill(target: Path, source: Path, classes: dict[str, list[Path]], validation: float) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for name, files in classes.items():
         random.Random(0).shuffle(files)
@@ -179,6 +197,8 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
             split = "validation" if place < held_out else "train"
             copy = target / split / name / "-".join(file.relative_to(source / name).parts)
             copy.parent.mkdir(parents=True, exist_ok=True)
+            while os.path.lexists(copy):  # a-b.png beside a/b.png, or A.png where a disk takes it for a.png
+                copy = copy.with_name(f"_{copy.name}")
             try:
                 os.link(file.resolve(), copy)
             except OSError:

@@ -25,7 +25,7 @@ from PIL import Image
 from timm.data import ImageNetInfo, resolve_model_data_config
 from torch import Tensor, nn
 
-from ..checkpoint import label_of
+from ..checkpoint import label_of, printable
 from ..config import ConfigError, options_of_checkpoint
 from ..devices import default_device
 from ..factory import from_checkpoint
@@ -91,7 +91,7 @@ def _name(image: Any) -> str:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:SHOWN] or type(error).__name__
+    return printable(" ".join(str(error).split())[:SHOWN]) or type(error).__name__
 
 
 @dataclass
@@ -125,10 +125,9 @@ class Classifier:
 
     def _prepared(self, image: Any) -> Tensor | Exception:
         try:
-            opened = open_picture(image)
+            return self.transform(open_picture(image))
         except Exception as error:  # decoders raise all kinds
             return error
-        return self.transform(opened)
 
     def _best(self, images: Tensor, topk: int) -> list[list[Prediction]]:
         mean, std = (
@@ -206,7 +205,7 @@ def _of_onnx(path: Path) -> Classifier:
             f"{path} is no model of vil.export, which says how its images are prepared: {_line(error)}"
         ) from error
     if "logits" not in (outputs := [output.name for output in session.get_outputs()]):
-        raise ConfigError(f"{path} has {', '.join(outputs)} and no logits: it predicts no classes")
+        raise ConfigError(f"{path} has {printable(', '.join(outputs))} and no logits: it predicts no classes")
 
     def run(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
