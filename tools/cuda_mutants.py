@@ -251,13 +251,10 @@ TABLE = {
         ("the window of a line's later tokens",
          "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
         ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, D - VECTOR);"),
-        ("lines behind the class token are stored a line too early", "line⟦ + (line > lines.class_token())→⟧;"),
-        ("a token is read before it has come", "wait_for_copies<AHEAD⟦ - 1→⟧>();"),
-        ("a token on its way is written over another", "fetch(number + ⟦AHEAD→AHEAD - 1⟧, at_ahead);"),
+        ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
     ],
     "block/pool.cu": [
-        ("a line's mean has the class token within it", "if (⟦!at_center→true⟧) sum_0.at[c] += v_0.at[c]"),
-        ("a line's mean has the line before it", "⟦            sum_0.at[c] = sum_1.at[c] = 0;\n→⟧"),
+        ("a line's mean has the class token within it", "if (t == ⟦foreign→-1⟧) return;"),
         ("the second direction's skip is the first's", "skip_1 = load<V>(skip⟦ + D→⟧ + d)"),
     ],
     "block/sum_lines.cu": [

@@ -1,12 +1,11 @@
 // How a CTA goes along the lines of a pooled block's tokens, with a window on u that gives v = silu(conv(u))
 
-#include "../cuda/async_copies.cuh"
 #include "filter.cuh"
 #include "lines.cuh"
 #include "silu.cuh"
 
 // A CTA works on SEGMENT tokens at a time, and first writes down for itself where they and those around them are.
-constexpr int SEGMENT = 64, SLOTS = 8, AHEAD = SLOTS - 1;  // AHEAD tokens are on their way from memory
+constexpr int SEGMENT = 64, AHEAD = 4;  // AHEAD tokens are on their way from memory
 constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
 
 DEVICE void write_table(int *table, const Lines &lines, int first) {
@@ -30,27 +29,22 @@ struct Tokens {
     }
 };
 
-// V channels of the tokens of one tensor, AHEAD of them on their way to slots of the thread's own in shared memory: a
-// thread that waits for a load into a register waits for all those behind it, too. Numbers are constants where loops
-// are unrolled.
+// V channels of the tokens of one tensor, AHEAD of them on their way. Numbers are constants where loops are unrolled.
 template <int V>
 struct Coming {
     Tokens<const Element> from;
-    Pack<Element, V> *slots;
-    // the first are those that the table has first
-    INLINE Coming(const Element *from, i64 stride, const int *table, Pack<Element, V> (*slots)[THREADS])
-        : from(from, stride), slots(&slots[0][threadIdx.x]) {
+    Pack<Element, V> pack[AHEAD];
+    // those that the table has first
+    INLINE Coming(const Element *from, i64 stride, const int *table) : from(from, stride) {
         UNROLLED for (int i = 0; i < AHEAD; i++) fetch(i, table[i]);
     }
     INLINE void fetch(int number, int at) {
-        copy_async<V>((Element *)&slots[number % SLOTS * THREADS], from.at(max(at, 0)), at >= 0);
-        commit_copies();
+        pack[number % AHEAD] = at < 0 ? Pack<Element, V>{} : load<V>(from.at(at));
     }
-    // that one; the one AHEAD of it goes where the one before it was
+    // that one, and the one AHEAD of it is fetched
     INLINE Floats<V> next(int number, int at_ahead) {
-        wait_for_copies<AHEAD - 1>();
-        Floats<V> token = to_floats(slots[number % SLOTS * THREADS]);
-        fetch(number + AHEAD, at_ahead);
+        Floats<V> token = to_floats(pack[number % AHEAD]);
+        fetch(number, at_ahead);
         return token;
     }
 };
@@ -59,12 +53,12 @@ struct Coming {
 // from the line's first token.
 template <int V>
 struct Convolved {
-    Coming<V> u;
     Filter<V> forward, backward;
     Floats<V> window[8];
+    Coming<V> u;
     INLINE Convolved(const Element *from, i64 stride, const float *weights, const float *biases, i64 d, i64 D,
-                     const int *table, Pack<Element, V> (*slots)[THREADS])
-        : u(from, stride, table, slots), forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d) {
+                     const int *table)
+        : forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d), u(from, stride, table) {
         forward.scale(0.5f), backward.scale(0.5f);
         UNROLLED for (int i = 0; i < 2 * BACK; i++) window[(i - BACK) & 7] = u.next(i, table[i + AHEAD]);
     }
@@ -82,40 +76,34 @@ struct Convolved {
     }
 };
 
-// The lines of a CTA, which is one of `parts` of an image, and its channels
+// The line of a CTA, and its channels
 struct Place {
-    i64 d, token, pooled_token;  // of the image's first token, and of the first pooled one of these lines, in memory
-    int first, end;              // tokens
+    i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
+    int pooled, first, last;
     bool writes;
-    INLINE Place(const Lines &lines, i64 D, int parts) {
-        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), part = blockIdx.x / groups % parts;
-        i64 b = blockIdx.x / groups / parts;
-        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR);
+    INLINE Place(const Lines &lines, i64 D) {
+        int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
+        unsigned place = blockIdx.x / groups;
+        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = place / S, pooled = place % S;
         writes = d < D, d = min(d, D - VECTOR);
-        int line = i64(lines.count) * part / parts;
-        first = lines.first(line), end = lines.first(i64(lines.count) * (part + 1) / parts);
-        token = b * lines.tokens(), pooled_token = b * (lines.count + 1) + line + (line > lines.class_token());
+        first = lines.first(pooled), last = lines.last(pooled);
+        token = b * lines.tokens(), pooled_token = place;
     }
+    // of the class token if that is within the line but not all of it, else none
+    INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }
 };
 
-// Body(i, here, at_center, ends) for each token t of a CTA, with i = (t - first) % 8 as a constant, and `here` where the
-// table, which has the first SEGMENT tokens, has that BACK tokens before t. `ends`: t is a line's last patch. Class token
-// and ends come in the order of pooled tokens.
+// Body(t, i, here) for each token t of the line, with i = (t - first) % 8 as a constant, and `here` where the table, which
+// has the line's first SEGMENT tokens, has that BACK tokens before t
 template <class Body>
-DEVICE void for_lines(const Lines &lines, const Place &place, int *table, Body body) {
-    int patches = 0;  // of the line at hand
-    for (int segment = place.first; segment < place.end; segment += SEGMENT) {
+DEVICE void for_line(const Lines &lines, const Place &place, int *table, Body body) {
+    for (int segment = place.first; segment <= place.last; segment += SEGMENT) {
         if (segment != place.first) write_table(table, lines, segment);
 #pragma unroll 1
-        for (int eight = 0; eight < SEGMENT && segment + eight < place.end; eight += 8)
+        for (int eight = 0; eight < SEGMENT && segment + eight <= place.last; eight += 8)
             UNROLLED for (int i = 0; i < 8; i++) {
                 int t = segment + eight + i;
-                if (t >= place.end) continue;
-                bool at_center = t == lines.center();
-                patches += !at_center;
-                bool ends = !at_center && patches == lines.length;
-                if (ends) patches = 0;
-                body(i, table + eight + i, at_center, ends);
+                if (t <= place.last) body(t, i, table + eight + i);
             }
     }
 }

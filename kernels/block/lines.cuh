@@ -10,8 +10,16 @@ struct Lines {
     INLINE int center() const { return count * length / 2; }
     INLINE int tokens() const { return count * length + 1; }
     INLINE int class_token() const { return count / 2; }
-    // the first token of a line, which is the class token if that is ahead of the line's patches
-    INLINE int first(int line) const { return line * length + (line * length > center()); }
+    // the first token and the last of a pooled token
+    INLINE int first(int pooled) const {
+        int patch = (pooled - (pooled > class_token())) * length;
+        return pooled == class_token() ? center() : patch + (patch >= center());
+    }
+    INLINE int last(int pooled) const {
+        int patch = (pooled - (pooled > class_token()) + 1) * length - 1;
+        return pooled == class_token() ? center() : patch + (patch >= center());
+    }
+    INLINE float share(int pooled) const { return pooled == class_token() ? 1.f : 1.f / length; }
     // the pooled token of token t
     INLINE int pooled(int t) const {
         int line = (t - (t > center())) / length;

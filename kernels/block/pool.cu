@@ -13,37 +13,32 @@
 #include "along_lines.cuh"
 
 constexpr int V = VECTOR;
-typedef Pack<Element, V> Slot;
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 pool(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weights, const float *__restrict__ biases,
      const float *__restrict__ skip, Element *__restrict__ means, Element *__restrict__ skipped, i64 B, i64 D, i64 count,
-     i64 length, i64 next, i64 next_line, i64 parts) {
+     i64 length, i64 next, i64 next_line) {
     Lines lines = {int(count), int(length), int(next), int(next_line)};
     __shared__ int table[TABLE];
-    __shared__ Slot slots[SLOTS][THREADS];
-    Place at(lines, D, parts);
+    Place at(lines, D);
     write_table(table, lines, at.first);
-    i64 d = at.d, direction = B * (count + 1) * D;
-    Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table, slots);
+    i64 d = at.d;
+    Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);
     Tokens<Element> to(skipped + at.token * D + d, D);
-    means += at.pooled_token * D + d;
     Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), sum_0 = {}, sum_1 = {};
-    float share = 1.f / length;
-    for_lines(lines, at, table, [&](int i, const int *here, bool at_center, bool ends) {
-        Floats<V> v_0, v_1, both;
+    int foreign = at.foreign(lines);
+    for_line(lines, at, table, [&](int t, int i, const int *here) {
+        Floats<V> v_0, v_1;
         v.next(i, here, v_0, v_1);
-        UNROLLED for (int c = 0; c < V; c++) {
-            both.at[c] = fmaf(skip_0.at[c], v_0.at[c], skip_1.at[c] * v_1.at[c]);
-            if (!at_center) sum_0.at[c] += v_0.at[c], sum_1.at[c] += v_1.at[c];
-        }
-        if (at.writes) store(to.at(here[BACK]), from_floats<Element>(both));
-        if (!at_center && !ends) return;
-        UNROLLED for (int c = 0; ends && c < V; c++) {
-            v_0.at[c] = share * sum_0.at[c], v_1.at[c] = share * sum_1.at[c];
-            sum_0.at[c] = sum_1.at[c] = 0;
-        }
-        if (at.writes) store(means, from_floats<Element>(v_0)), store(means + direction, from_floats<Element>(v_1));
-        means += D;
+        if (t == foreign) return;
+        sum_0 = sum_0 + v_0, sum_1 = sum_1 + v_1;
+        UNROLLED for (int c = 0; c < V; c++) v_0.at[c] = fmaf(skip_0.at[c], v_0.at[c], skip_1.at[c] * v_1.at[c]);
+        if (at.writes) store(to.at(here[BACK]), from_floats<Element>(v_0));
     });
+    float share = lines.share(at.pooled);
+    UNROLLED for (int c = 0; c < V; c++) sum_0.at[c] *= share, sum_1.at[c] *= share;
+    if (!at.writes) return;
+    means += at.pooled_token * D + d;
+    store(means, from_floats<Element>(sum_0));
+    store(means + B * (count + 1) * D, from_floats<Element>(sum_1));
 }

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import compiler, hardware
+from ..cuda import compiler
 from ..cuda.elements import ELEMENT, vector_width
-from ..cuda.plan import place
 from . import conv
 from .lines import Lines, cta_shape, in_order, line_means
 
 VECTOR, WARPS = 2, 24  # of a multiprocessor
-START = 24  # tokens that take as long as what a CTA begins with
 
 
 def pool(
@@ -29,21 +27,11 @@ def pool(
     groups, threads = cta_shape(D, vector)
     ctas, taps = WARPS * 32 // threads, conv_2DK.shape[2]
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
-    parts = parts_of(lines, B * groups, ctas * hardware.multiprocessors(place(u_BLD)))
-    compiler.launch("block/pool", "pool", macros, B * parts * groups, threads, dict(
+    compiler.launch("block/pool", "pool", macros, B * lines.S * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, skip=skip_2D, means=means_2BSD,
-        skipped=skipped_BLD, B=B, D=D, **lines.arguments(), parts=parts,
+        skipped=skipped_BLD, B=B, D=D, **lines.arguments(),
     ))  # fmt: skip
     return means_2BSD, skipped_BLD
-
-
-def parts_of(lines: Lines, images: int, at_once: int) -> int:
-    """Parts of each image's lines, a CTA each, of which `at_once` run at a time: as many as take the least time."""
-
-    def time(parts: int) -> int:
-        return -(-images * parts // at_once) * (-(-lines.count // parts) * lines.length + START)
-
-    return min(range(1, lines.count + 1), key=time)
 
 
 def plain_v(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, lines: Lines) -> Tensor:
