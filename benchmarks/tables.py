@@ -3,7 +3,7 @@
     python benchmarks/tables.py
 
 A table stands behind a comment with its name, `<!-- table: models -->`. The files are those that `scan.py --json` and
-`throughput.py --json` write on an NVIDIA H200; h200_published.json holds what the papers' own code and ours did in one
+`throughput.py --json` write, and are named after the GPU; h200_published.json holds what the papers' own code and ours did in one
 process, with a program that is no part of this repository.
 """
 
@@ -111,7 +111,7 @@ def models() -> str:
 
 def pooled() -> str:
     rows: dict[str, list[str]] = {}
-    for row in results("h200_pooled")["rows"]:
+    for row in results("h100_pooled")["rows"]:
         if "tiny" in row["model"] and row["img_size"] > 224:
             continue
         cells = rows.setdefault(f"{row['model'].split('_')[1]}: {described(row)}", [])
