@@ -3,8 +3,8 @@
     python benchmarks/tables.py
 
 A table stands behind a comment with its name, `<!-- table: models -->`. The files are those that `scan.py --json` and
-`throughput.py --json` write, and are named after the GPU; h200_published.json holds what the papers' own code and ours did in one
-process, with a program that is no part of this repository.
+`throughput.py --json` write, named after the GPU; h200_published.json holds what the papers' own code and ours did in
+one process, with a program that is no part of this repository.
 """
 
 from __future__ import annotations
