@@ -301,7 +301,7 @@ def identity(image):
     return image
 
 
-def readers(rows, transform=identity, draw=lambda header: Draws()):
+def readers(rows, transform=identity, draw=lambda header: Draws(box=(0, 0, *header.size[::-1]))):
     dataset = ImageDataset("", reader=rows)
     yield ImageReader(dataset, transform, is_training=True)
     yield ImageReader(dataset, transform, is_training=False)
