@@ -107,6 +107,10 @@ def main() -> None:
             print(row(results[-1]), flush=True)
             if options.json:
                 save(options.json, results, device)
+        for of_model in results:  # when all is timed: a profiler may make later launches slower
+            note_kernels(of_model, device)
+        if options.json:
+            save(options.json, results, device)
     except KeyboardInterrupt:
         print("\ninterrupted: the rest was not measured")
     print("\nMilliseconds of GPU time of a step in the best mode, by group of kernels, and of the step itself:\n")
@@ -156,14 +160,13 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
     """A result for each mode."""
     results = []
     for compiled in (False, True):
-        step = kernel_ms = None
+        step = None
         for mode in (mode for mode in modes if mode.startswith("compiled") == compiled):
             result = Result(model, case, mode)
             results.append(result)
             try:
                 step = step or build_step(model, case, compiled, device)
                 measure_step(step, result, device)
-                kernel_ms = result.kernel_ms = kernel_ms or kernel_milliseconds(step, device)
             except Exception as error:  # of whatever kind: the table is about what works
                 result.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         del step
@@ -172,6 +175,16 @@ def measure(model: str, case: Case, modes: list[str], device: torch.device) -> l
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return results
+
+
+def note_kernels(results: list[Result], device: torch.device) -> None:
+    """Adds the kernels of a step in the best mode."""
+    if (best := best_of(results)) and device.type == "cuda":
+        step = build_step(best.model, best.case, best.mode.startswith("compiled"), device)
+        best.kernel_ms = kernel_milliseconds(step)
+        del step
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
 
 
 def build_step(model_name: str, case: Case, compiled: bool, device: torch.device) -> Callable[[], object]:
@@ -239,10 +252,8 @@ def seconds(call: Callable[[], object], device: torch.device, rounds: int = 3, l
     return statistics.median(round_of(calls) for _ in range(rounds))
 
 
-def kernel_milliseconds(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict[str, float] | None:
+def kernel_milliseconds(step: Callable[[], object], steps: int = 3) -> dict[str, float]:
     """GPU time of a step by group of kernels, which are the same with and without a CUDA graph."""
-    if device.type != "cuda":
-        return None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()

@@ -21,10 +21,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
         metadata: Of `describe`: preprocessing and names of classes.
         arguments: Those with which the model is built.
     """
-    known = {field.name for field in fields(PretrainedCfg)} - {
-        "label_names",
-        "license",
-    }  # of these weights nobody knows
+    known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}  # which nobody here knows
     model = copy.copy(model)  # whose configuration says more than timm's can
     model.pretrained_cfg = {name: value for name, value in model.pretrained_cfg.items() if name in known}
     said = {name: value for name, value in metadata.items() if name in known}
