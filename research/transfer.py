@@ -36,6 +36,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from itertools import cycle
+from multiprocessing.queues import Queue
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -52,7 +54,7 @@ from sklearn.svm import SVC
 from timm.data import create_transform, resolve_data_config
 
 from research.compare import holm, listed, paired, spread
-from research.seeds import ROOT, processor
+from research.seeds import ROOT, processor, visible_gpus
 from vil.config import Config, load_config
 from vil.data.digits import picture, split_digits, write_digits
 from vil.data.seeds import seed_everything
@@ -94,12 +96,19 @@ class Run(NamedTuple):
 class Results:
     """The rows of runs that are done, in a JSON file as well if there is one, which says what machine each call had.
 
+    Args:
+        path: The JSON file.
+        about: What all runs of a file have in common.
+        machine: Of this call.
+        settings: To choose from, by way; the list may be another than that of earlier calls.
+
     Raises:
         SystemExit: The file is of other weights, another recipe, other options or an earlier version.
     """
 
-    def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any]):
+    def __init__(self, path: Path | None, about: dict[str, Any], machine: dict[str, Any], settings: dict[str, Any]):
         self.path, self.about, self.rows = path, json.loads(json.dumps(about)), []
+        self.settings = settings
         self.earlier_calls, self.machine, self.start = [], machine, time.monotonic()
         if path and path.exists():
             found = json.loads(path.read_text())
@@ -131,7 +140,7 @@ class Results:
 
     def write(self) -> None:
         if self.path:
-            content = {"calls": self.calls, **self.about, "settings": SETTINGS, "runs": self.rows}
+            content = {"calls": self.calls, **self.about, "settings": self.settings, "runs": self.rows}
             write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 
 
@@ -153,11 +162,7 @@ def main() -> None:
         "options": training_options,
         "choice_seeds": CHOICE_SEEDS,
     }
-    machine = dict(
-        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
-        gpu=torch.cuda.get_device_name() if device.startswith("cuda") else None, jobs=options.jobs,
-    )  # fmt: skip
-    results = Results(options.out, about, machine)
+    results = Results(options.out, about, machine(device, options.jobs), SETTINGS)
     with TemporaryDirectory(dir=fast_folder(options.jobs)) as folder, processes(options.jobs) as pool:
         probe = functools.partial(classify, Features(config, str(options.weights), device))
         training = functools.partial(train, words, str(options.weights.resolve()), folder)
@@ -183,6 +188,13 @@ def main() -> None:
     print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
 
 
+def machine(device: str, jobs: int) -> dict[str, Any]:
+    return dict(
+        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
+        gpu=torch.cuda.get_device_name() if device.startswith("cuda") else None, jobs=jobs,
+    )  # fmt: skip
+
+
 def fast_folder(jobs: int) -> str | None:
     """For checkpoints that nobody reads: memory, if there is enough of it."""
     fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * jobs * RUN_BYTES
@@ -195,10 +207,15 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
         return nullcontext()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, context, initializer=begin_process)
+    gpus = context.Queue()
+    for gpu, _ in zip(cycle(visible_gpus() or [""]), range(jobs)):
+        gpus.put(gpu)
+    return ProcessPoolExecutor(jobs, context, initializer=begin_process, initargs=(gpus,))
 
 
-def begin_process() -> None:
+def begin_process(gpus: Queue[str]) -> None:
+    """Takes one of the GPUs for this process, and keeps quiet."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
     end_with_parent(signal.SIGKILL)  # a run that is asked to stop would end, and its process wait for the next
     logging.disable(logging.WARNING)
 
@@ -231,11 +248,15 @@ def write_images(folder: str, run: Run) -> None:
 
 def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, Any]:
     """The outcome of one run of train_imagenet.py; a loss that is not finite counts as 0%."""
-    name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}"
-    words = [*words, "--data-dir", str(images_of(folder, run)), "--output", folder, "--experiment", name]
+    start = ["--pretrained-path", weights] if run.way == FINE_TUNED else []
+    return train_on(images_of(folder, run), [*words, *start], folder, run)
+
+
+def train_on(images: Path, words: list[str], folder: str, run: Run) -> dict[str, Any]:
+    """The same with any images, and, in `words`, any weights to start from."""
+    name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}".replace(" ", "_")
+    words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", name]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
-    if run.way == FINE_TUNED:
-        words += ["--pretrained-path", weights]
     config, start = load_config("", words), time.monotonic()
     with redirect_stdout(io.StringIO()):
         trainer = Trainer(config, *join_processes(known_device(config.device)))
@@ -322,11 +343,11 @@ def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[in
 
 def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
     """The top-1 by images a class, way and seed, of seeds that all ways have: a call that was stopped leaves others."""
-    found = {}
+    found, ways = {}, dict.fromkeys(row["way"] for row in rows)
     for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
-        ways = {way: by_seed(rows, way, per_class) for way in SETTINGS}
-        if seeds := set.intersection(*map(set, ways.values())):
-            found[per_class] = {way: {s: top1 for s, top1 in own.items() if s in seeds} for way, own in ways.items()}
+        of_ways = {way: by_seed(rows, way, per_class) for way in ways}
+        if seeds := set.intersection(*map(set, of_ways.values())):
+            found[per_class] = {way: {s: own[s] for s in own if s in seeds} for way, own in of_ways.items()}
     return found
 
 

@@ -1,0 +1,213 @@
+"""The worth of weights for photographs: ten kinds of clothing, 3,068 images or 20 of each kind to learn from.
+
+    python -m research.clothing --data-dir data/clothing --jobs 6 --out output/clothing.json \\
+        --weights weights/vil_tiny_photographs.safetensors weights/vil_tiny_fractals.safetensors
+
+`vil_tiny` at 224 pixels by configs/finetune.yaml, from scratch and from each file of weights, and a logistic regression
+that reads features of the same weights, frozen, and of random ones. A learning rate, or the penalty of a regression, is
+chosen for each way and number of images on the split `validation`, by a seed that is not reported; what is reported is
+the top-1 of the weights' average after the last epoch, on the split `test`, which nothing is chosen on. A seed decides
+the initial weights, the order of images and, with 20 of a kind, which they are. research/transfer.md has the protocol.
+
+Runs that are done are in the JSON file, and a second call goes on with the others. Options that are not known here go
+to `train_imagenet.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from timm.data import create_transform, resolve_model_data_config
+from torch.utils.data import DataLoader
+
+from research import transfer
+from research.compare import holm, listed, paired, spread, welch
+from research.seeds import ROOT, digest_of
+from research.transfer import SCRATCH, Results, Run
+from vil.config import load_config
+from vil.data.seeds import seed_everything
+from vil.data.splits import open_split
+from vil.devices import known_device
+from vil.evaluation.comparison import markdown_table
+from vil.factory import create_model
+
+CONFIG = ROOT / "configs" / "finetune.yaml"
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)  # learning rates
+PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression: the larger, the weaker the penalty
+EPOCHS = {0: 20, 20: 100}  # by images of a kind; 0 is all that there are
+CHOICE_SEED = 100
+RANDOM = "random"
+AT_ONCE = 128  # images whose features are computed together
+Rows = Sequence[dict[str, Any]]
+
+
+def ways(names: Sequence[str]) -> dict[str, Sequence[float]]:
+    """The ways to learn with these weights, and what each chooses its setting from."""
+    trained = [SCRATCH, *map(fine_tuned, names)]
+    return dict.fromkeys(trained, RATES) | dict.fromkeys([*map(linear, names), linear(RANDOM)], PENALTIES)
+
+
+def fine_tuned(name: str) -> str:
+    return f"fine-tuned, {name}"
+
+
+def linear(name: str) -> str:
+    return f"linear, {name}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True, help="with the splits train, validation and test")
+    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="of pre-trained models")
+    parser.add_argument("--per-class", type=int, nargs="+", choices=EPOCHS, default=[*EPOCHS], help="0: all")
+    parser.add_argument("--seeds", type=int, default=5, help="how many are reported, from 0 (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, help="JSON of all runs; what it has is not done again")
+    options, training_options = parser.parse_known_args()
+    words = ["-c", str(CONFIG), "--model", "vil_tiny", *training_options]
+    device = known_device(load_config("", words).device)
+    files = {path.stem: path.resolve() for path in options.weights}
+    about = {
+        "sha256 of the weights": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
+        "images": [digest_of(open_split(str(options.data_dir), "", name)) for name in ("train", "validation", "test")],
+        "config": yaml.safe_load(CONFIG.read_text()), "options": training_options, "epochs": EPOCHS,
+        "choice_seed": CHOICE_SEED,
+    }  # fmt: skip
+    settings = ways([*files])
+    results = Results(options.out, about, transfer.machine(device, options.jobs), settings)
+    with TemporaryDirectory(dir=transfer.fast_folder(options.jobs)) as folder, transfer.processes(options.jobs) as pool:
+        training = partial(train, words, files, folder)
+        probe = Probe(options.data_dir, files, device)
+        for seed, rehearse in [(CHOICE_SEED, True), *((seed, False) for seed in range(options.seeds))]:
+            runs = [
+                Run(way, per_class, setting, seed, rehearse)
+                for per_class in options.per_class
+                for way in settings
+                for setting in (settings[way] if rehearse else [transfer.chosen(results.rows, way, per_class)])
+            ]
+            missing = [run for run in runs if run not in results]
+            trained = [run for run in missing if settings[run.way] is RATES]
+            for run in trained:
+                write_images(options.data_dir, transfer.images_of(folder, run), run)
+            for run, outcome in transfer.outcomes(pool, training, trained):
+                results.add(run, outcome)
+                results.write()
+            for run in missing:
+                if run not in trained:
+                    results.add(run, probe(run))
+            results.write()
+    print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
+
+
+def drawn(files: Sequence[Path], run: Run) -> list[Path]:
+    """The run's images of one kind; all of them are the same to every seed."""
+    return random.Random(run.seed).sample(sorted(files), run.per_class) if run.per_class else sorted(files)
+
+
+def write_images(data: Path, folder: Path, run: Run) -> None:
+    """A data set with a run's images, which others of its seed share, and with those that it is judged on."""
+    if folder.exists():
+        return
+    for split in ("train", "validation" if run.rehearse else "test"):
+        for kind in sorted((data / split).iterdir()):
+            (folder / split / kind.name).mkdir(parents=True)
+            for file in drawn([*kind.iterdir()], run) if split == "train" else kind.iterdir():
+                (folder / split / kind.name / file.name).write_bytes(file.read_bytes())
+
+
+def train(words: list[str], files: dict[str, Path], folder: str, run: Run) -> dict[str, Any]:
+    """The outcome of one run of train_imagenet.py."""
+    start = {fine_tuned(name): ["--pretrained-path", str(path)] for name, path in files.items()}.get(run.way, [])
+    split = "validation" if run.rehearse else "test"
+    words = [*words, *start, "--epochs", str(EPOCHS[run.per_class]), "--val-split", split]
+    return transfer.train_on(transfer.images_of(folder, run), words, folder, run)
+
+
+class Probe:
+    """The top-1 of a logistic regression on features of frozen weights.
+
+    Args:
+        data: Folder of the three splits.
+        files: Of the weights, by their names.
+        device: Where the model runs.
+    """
+
+    def __init__(self, data: Path, files: dict[str, Path], device: str):
+        self.data, self.files, self.device = data, files, torch.device(device)
+        self.features = cache(self._features)
+
+    def __call__(self, run: Run) -> dict[str, Any]:
+        found = self.features(run.way, run.seed if run.way == linear(RANDOM) else 0)
+        kinds = sorted({path.parent.name for path in found})
+        train = [p for k in kinds for p in drawn([p for p in found if p.parts[-3:-1] == ("train", k)], run)]
+        judged = [path for path in found if path.parts[-3] == ("validation" if run.rehearse else "test")]
+        classifier = make_pipeline(StandardScaler(), LogisticRegression(C=run.setting, max_iter=5000))
+        classifier.fit(np.stack([found[path] for path in train]), [path.parent.name for path in train])
+        score = classifier.score(np.stack([found[path] for path in judged]), [path.parent.name for path in judged])
+        return dict(top1=100 * float(score))
+
+    @torch.inference_mode()
+    def _features(self, way: str, seed: int) -> dict[Path, np.ndarray]:
+        """Of every image, (C,), the pooled class token."""
+        seed_everything(seed)
+        weights = {linear(name): str(path) for name, path in self.files.items()}.get(way)
+        model: Any = create_model("vil_tiny", weights, num_classes=10, img_size=224)
+        model.reset_classifier(0)
+        model.to(self.device).eval()
+        transform, found = create_transform(**resolve_model_data_config(model)), {}
+        for split in ("train", "validation", "test"):
+            images = open_split(str(self.data), "", split)
+            images.transform = transform
+            batches = DataLoader(images, AT_ONCE, num_workers=min(8, os.cpu_count() or 1))
+            features = torch.cat([model(batch.to(self.device)).cpu() for batch, _ in batches]).numpy()
+            found |= {Path(split, images.filename(i)): features[i] for i in range(len(images))}
+        return found
+
+
+def complete(rows: Rows) -> dict[int, dict[str, dict[int, float]]]:
+    return transfer.complete(rows, dict.fromkeys(row["way"] for row in rows))
+
+
+def ways_table(rows: Rows) -> str:
+    """Markdown: mean and deviation of every way over the seeds that all ways have."""
+    table = [["images of a kind", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
+    for per_class, own in complete(rows).items():
+        for way, top1 in own.items():
+            setting = f"{transfer.chosen(rows, way, per_class):g}"
+            table.append([str(per_class or "all"), way, setting, spread(top1.values()), listed(top1.values())])
+    return markdown_table(table)
+
+
+def differences_table(rows: Rows) -> str:
+    """Markdown: the first weights less from scratch, less the other weights and less their own frozen features.
+
+    By the paired test with 20 of a kind, where a seed draws the same images for all ways, else by Welch's.
+    """
+    found = []
+    for per_class, own in complete(rows).items():
+        first, *others = [way for way in own if way.startswith(fine_tuned(""))]
+        frozen = linear(first.removeprefix(fine_tuned("")))
+        gaps = [(way, (paired if per_class else welch)(own[first], own[way])) for way in (SCRATCH, *others, frozen)]
+        found += [(per_class, first, way, gap) for way, gap in gaps if gap]
+    table = [["images of a kind", "first", "less", "points (95% interval)", "p", "p (Holm)"]]
+    for (per_class, first, way, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):
+        table.append([str(per_class or "all"), first, way, str(gap), f"{gap.p_value:.2g}", f"{corrected:.2g}"])
+    return markdown_table(table)
+
+
+if __name__ == "__main__":
+    main()
