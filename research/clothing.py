@@ -1,6 +1,6 @@
 """The worth of weights for photographs: ten kinds of clothing, 3,068 images or 20 of each kind to learn from.
 
-    python -m research.clothing --data-dir data/clothing --jobs 6 --out output/clothing.json \\
+    python -m research.clothing --data-dir data/clothing --jobs 2 --out output/clothing.json \\
         --weights weights/vil_tiny_photographs.safetensors weights/vil_tiny_fractals.safetensors
 
 `vil_tiny` at 224 pixels by configs/finetune.yaml, from scratch and from each file of weights, and a logistic regression
@@ -46,7 +46,7 @@ from vil.evaluation.comparison import markdown_table
 from vil.factory import create_model
 
 CONFIG = ROOT / "configs" / "finetune.yaml"
-RATES = (1e-4, 3e-4, 1e-3, 3e-3)  # learning rates
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression: the larger, the weaker the penalty
 EPOCHS = {0: 20, 20: 100}  # by images of a kind; 0 is all that there are
 CHOICE_SEED = 100
