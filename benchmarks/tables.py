@@ -23,7 +23,7 @@ from vil.published import published
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/benchmarks.md")
 FAMILIES = {"ViL": "vil_{}", "ViM": "vim_{}", "DeiT": "deit_{}_patch16_224"}
-WEIGHTS = {"vil_tiny": "[from generated images](weights/README.md)"}
+WEIGHTS = {"vil_tiny": "[of small photographs](weights/README.md)"}
 PAPERS = {
     "vil": "[Liu et al.](https://arxiv.org/abs/2407.14207)",
     "vim": "[Zhu et al.](https://arxiv.org/abs/2401.09417)",
