@@ -125,8 +125,12 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
 
 def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(checkpoint, photos, caplog):
     others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5))
-    found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others])
-    assert [len(predictions) for predictions in found] == [5, 0, 0, 0]
+    found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
+    assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 5]
+    alone = [vil.predict(checkpoint, photos / name) for name in ("a.png", "b.jpg")]
+    assert alone[0][0].probability != pytest.approx(alone[1][0].probability, rel=1e-2)
+    for (first, *_), (same, *_) in zip(found[::4], alone, strict=True):
+        assert (first.label, first.probability) == (same.label, pytest.approx(same.probability, rel=1e-4))
     assert f"{str(photos / 'gone.png')!r} has no predictions" in caplog.text
     assert "array (3, 8, 8) of uint8 is no image: give (H, W) or (H, W, 3)" in caplog.text
     assert vil.predict(checkpoint, []) == []

@@ -183,7 +183,7 @@ def _plain(options):
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch):
+def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch, caplog):
     """In the middle of an epoch; what the optimizer has learned of the gradients stays."""
     changes = dict(lr=1e-2, min_lr=1e-3, weight_decay=0.9, opt_betas=(0.5, 0.8), opt_eps=1e-3, clip_grad=0.2)
     changes |= dict(smoothing=0.05, model_ema_decay=0.5)
@@ -199,7 +199,10 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     monkeypatch.setattr(first, "update", interrupted)
     with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto goes on from there"):
         first.run()
+    last = tmp_path / "run" / "last.pt"
+    checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
     trainer(folder, tmp_path, resume="auto", **changes).run()
+    assert "going on with 56 training images, was 50" in caplog.messages
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
 
