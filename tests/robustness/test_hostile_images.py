@@ -13,6 +13,7 @@ import sys
 import tarfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import fuzz_images
@@ -248,6 +249,17 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
     assert of_process._child is None
+
+
+def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
+    """As those of vil.predict."""
+    monkeypatch.setattr(decoder, "SECONDS", 3)
+    files = [encode(Image.new("RGB", (32 + i, 24), (i, 0, 0)), "GIF") for i in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda file: images.read_image(io.BytesIO(file)), files))
+    assert [(picture.size, picture.getpixel((0, 0))) for picture in found] == [
+        ((32 + i, 24), (i, 0, 0)) for i in range(24)
+    ]
 
 
 def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
