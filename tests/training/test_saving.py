@@ -73,7 +73,7 @@ def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
     last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
-    save(last, 1, previous=previous)
+    save(last, 1)
     temporary = done[0][1]
     assert done == [("on disk", temporary), (temporary, "last.pt"), ("on disk", tmp_path.name)]
     done.clear()
