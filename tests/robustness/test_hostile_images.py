@@ -678,12 +678,17 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
             member.type, member.size = kind, 2**28
             tar.addfile(member)
         info["splits"]["validation"]["filenames"].append(file.name)
+    endless = tarfile.TarInfo("endless.txt")  # of which there is the header alone
+    endless.size = 2**60
+    (tmp_path / "endless.tar").write_bytes(endless.tobuf())
+    info["splits"]["validation"]["filenames"].append("endless.tar")
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 5 + [3]
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples} - {"whole"}
     assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
+    assert f"{2**60} bytes of a member" in caplog.text
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     assert not (tmp_path / "ran").exists()
 

@@ -146,6 +146,7 @@ def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, t
     assert (result and result[0].name) == found
     if result:
         assert result[1]["epoch"] == checkpoint.read_checkpoint(result[0])["epoch"]
+        assert result[1]["num_images"] == 0  # which first versions did not say
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
