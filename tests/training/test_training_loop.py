@@ -1,6 +1,5 @@
 """The training loop against `naive_training`: every number that a run writes, for options away from their defaults."""
 
-import re
 import signal
 
 import numpy as np
@@ -11,6 +10,7 @@ from faults import Run
 from naive_training import train
 from PIL import Image
 from processes import in_processes
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import train_imagenet
@@ -125,7 +125,16 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
         parameter.data.mul_(1.5)  # so that its answers differ
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
-    assert re.search(f"; teacher {options['teacher']}, [.0-9]+ GFLOPs an image beside some [.0-9]+ of tr", run.setup)
+    costs = []
+    for model, size in (
+        (teacher, teacher.default_cfg["input_size"][1:] if "vit" in options["teacher"] else (16, 16)),
+        (run.model, (16, 16)),
+    ):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.eval()(torch.zeros(1, 3, *size))
+        costs.append(counter.get_total_flops() / 1e9)
+    cost = f"{costs[0]:.3g} GFLOPs an image beside some {3 * costs[1]:.3g} of training vil_tiny"
+    assert run.setup.endswith(f"; teacher {options['teacher']}, {cost}")
     run.run()
     truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
     assert_same_run(tmp_path, truth)
