@@ -92,6 +92,6 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
         return "'" * value.lstrip().startswith(tuple(FORMULAS)) + label_of(value)
 
     writer = csv.writer(text := io.StringIO(), quoting=csv.QUOTE_NONNUMERIC)
-    writer.writerow([cell(name) for name in columns])
+    writer.writerow(columns)
     writer.writerows([cell(row.get(name, "")) for name in columns] for row in rows)
     return text.getvalue()

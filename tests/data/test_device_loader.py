@@ -247,6 +247,8 @@ def test_a_file_of_several_copies_is_decoded_once(photo_folder, device, monkeypa
         assert len({index for index, _ in keys[first : first + 24]}) == 8
         assert count <= 8
     assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3, batch_size=6)[0])[0])
+    monkeypatch.setattr(device_loader, "PIXELS_AT_ONCE", 10_000)  # three or four files at a time
+    assert torch.equal(images, joined(on_device(photo_folder, device, aug_repeats=3)[0])[0])
 
 
 @pytest.fixture

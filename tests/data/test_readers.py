@@ -14,7 +14,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from vil.config import ConfigError
-from vil.data import encoded
+from vil.data import encoded, readers
 from vil.data.draws import DrawingTransform
 from vil.data.encoded import EncodedImage, is_plain_jpeg
 from vil.data.images import UNREADABLE, read_image
@@ -100,3 +100,12 @@ def test_colours_at_a_quarter_of_the_width_are_not_for_the_hardware(sampling, kn
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
     assert is_plain_jpeg(bytes(jpeg), header) == known
+
+
+def test_a_split_is_judged_by_files_from_all_over_it(photo_folder):
+    found = readers._sample(range(1000))
+    assert len(found) == 32
+    assert (found[0], found[-1]) == (0, 961)
+    images = open_split(str(photo_folder), "", "val")
+    pixels = [math.prod(Image.open(path).size) for path, _ in images.reader.samples]
+    assert readers.typical_pixels(images) == sum(pixels) / len(pixels)

@@ -9,7 +9,7 @@ from pictures import DATA_CONFIG, seed_all, small_config
 
 from vil.config import Config, ConfigError
 from vil.data.augmentation import BatchAugmentation
-from vil.data.samplers import EvaluationBatches, TrainingBatches, split_global_batch
+from vil.data.samplers import EvaluationBatches, Pieces, TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
 
 
@@ -146,6 +146,15 @@ def test_process_r_of_several_evaluates_every_nth_image_from_r_on():
             assert [[i for i, _ in batch] for batch in batches] == expected
             assert len(batches) == len(expected)
             assert list(batches.sizes()) == [len(batch) for batch in expected]
+
+
+def test_batches_come_in_pieces_and_none_before_they_are_wanted():
+    """To start a loader's workers is to ask for pieces of an epoch that nobody has chosen yet."""
+    pieces = Pieces(EvaluationBatches(250, 100, 1, 2), lambda index, seed: (index, seed, 7))
+    assert list(pieces) == []
+    pieces.ready = True
+    assert [len(piece) for piece in pieces] == [64, 36, 25]
+    assert [key for piece in pieces for key in piece] == [(index, 0, 7) for index in range(1, 250, 2)]
 
 
 def test_seeds_follow_from_their_key_and_reach_every_generator():

@@ -106,6 +106,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     assert len(numbers) == 15
     assert numbers[0] < 10 < 20 < numbers[-1]  # not the first by their names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
+    assert folders.split_folder(source, tmp_path / "two more", 0.999) == dict(train=2, validation=60)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])

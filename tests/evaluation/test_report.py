@@ -88,7 +88,7 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
     overview, classes, *matrices = Page(text).tables
     models = len(overview) - 1
     assert [row[3 * m + 2] for m in range(models) for row in classes[:1]] == ["recall %"] * models
-    truth = {NAMES[number]: number for number in range(4)}
+    truth, expected = {NAMES[number]: number for number in range(4)}, []
     assert sorted(row[0] for row in classes[1:]) == sorted(truth)
     for m, said in enumerate(best[:, :, 0].T):
         recall, precision = (
@@ -105,6 +105,9 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
         assert classes[-1][2] >= classes[1][2] == "0.0"  # the worst first
         counts = [[int(cell or 0) for cell in row[1:]] for row in matrices[m][1:]]
         assert counts == confusion_matrix(targets, said).tolist()
+        expected += confusion_matrix(targets, said, normalize="true").flatten().tolist()
+    strengths = [float(strength) for strength in re.findall(r"background: rgb\([ 0-9]+ / ([.0-9]+)\)", text)]
+    assert strengths == pytest.approx(expected, abs=0.006)
     assert classes[1][4] == f"{NAMES[0]} ({VAL_IMAGES})"
 
 

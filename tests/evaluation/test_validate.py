@@ -74,7 +74,9 @@ def models(tmp_path_factory, folders):
         config |= dict(data_dir=str(folders), dataset="", val_split="other", crop_pct=0.8, interpolation="bilinear")
         states = dict(state_dict=weights.state_dict(), state_dict_ema=ema.state_dict())
         names = list(NUMBERS) if classes == 12 else WORDNET_IDS
-        torch.save(dict(version=3, config=config, label_names=names, **states), root / f"{name}.pt")
+        saved = dict(version=3, config=config, label_names=names, **states)
+        torch.save(saved, root / f"{name}.pt")
+        torch.save(saved | dict(best="state_dict_ema"), root / f"{name} best.pt")
     models["larger"] = small_model("vil_tiny", 0, 12, **VIL | dict(img_size=24))
     models["larger"].load_state_dict(models["vil"].state_dict())
     for name, classes in (("vit", 12), ("more vit", 1000)):
@@ -136,13 +138,14 @@ VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir"
     [
         (VIL_PT, "vil", "other", AS_SAVED),
         ([*VIL_PT, "--use-ema"], "vil ema", "other", AS_SAVED),
+        (["--checkpoint", "{models}/vil best.pt"], "vil ema", "other", AS_SAVED),
         ([*VIL_PT, *OTHER_WORDS], "larger", "val", AS_SAVED | OTHER),
         (
             [*VIT_WORDS, "--num-classes", "12", "--model-kwargs", *pretrained("MODELS/vit.pth", 12)],
             "vit", "validation", dict(input_size=(3, 16, 16), **OWN),
         ),
     ],
-    ids=["as saved", "EMA", "options", "pretrained"],
+    ids=["as saved", "EMA", "best", "options", "pretrained"],
 )  # fmt: skip
 def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
     folder = folders / {"validation": "val"}.get(split, split)
@@ -158,6 +161,7 @@ def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, 
     told = dict(model=name, split=split, use_ema=model == "vil ema", data_dir=str(folders), num_classes=12)
     told |= dict(unreadable=0, published={}, parameters=parameters(models[1][model]))
     assert {key: result[key] for key in told} == told
+    assert ("; the moving average of its weights;" in printed) == told["use_ema"]
     if model == "larger":  # what is said of the model adds to what the checkpoint says
         assert result["model_kwargs"] == SMALL["model_kwargs"] | dict(drop_path_rate=0.5)
     assert printed.startswith(

@@ -347,6 +347,12 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
     command(*words)
     images = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(trained.head(exported[0](images)), trained(images))
+    saved = torch.load("best.pt")
+    average = {name: value + 1 for name, value in saved["state_dict"].items()}
+    torch.save(saved | dict(state_dict_ema=average), "both.pt")
+    for words, expected in ((["--use-ema"], average), (["--no-use-ema"], saved["state_dict"])):
+        command("--checkpoint", "both.pt", *words, "--out", "x.onnx")
+        torch.testing.assert_close(exported[-1].state_dict(), expected, check_device=False)
 
 
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):

@@ -125,8 +125,12 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
 
 def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(checkpoint, photos, caplog):
     others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5))
-    found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others])
-    assert [len(predictions) for predictions in found] == [5, 0, 0, 0]
+    found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
+    assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 5]
+    alone = [vil.predict(checkpoint, photos / name) for name in ("a.png", "b.jpg")]
+    assert alone[0][0].probability != pytest.approx(alone[1][0].probability, rel=1e-2)
+    for (first, *_), (same, *_) in zip(found[::4], alone, strict=True):
+        assert (first.label, first.probability) == (same.label, pytest.approx(same.probability, rel=1e-4))
     assert f"{str(photos / 'gone.png')!r} has no predictions" in caplog.text
     assert "array (3, 8, 8) of uint8 is no image: give (H, W) or (H, W, 3)" in caplog.text
     assert vil.predict(checkpoint, []) == []
@@ -176,6 +180,26 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
         with pytest.raises(ConfigError, match=r"given.onnx is no model of vil.export, [^\n]*$") as refused:
             vil.predict(path, pixels)
         assert str(refused.value).isprintable()
+    onnx.helper.set_model_props(model, {n: v if isinstance(v, str) else json.dumps(v) for n, v in said.items()})
+    mean = dict(axes=[2, 3], keepdims=0)
+    for change, message in (
+        (dict(op="Identity"), r"makes \(1, 3, 8, 8\) of 1 images"), (dict(op="Shape"), r"makes \(4,\) of 1 images"),
+        (dict(op="ReduceMean", axes=[0, 2, 3], keepdims=0), r"makes \(3,\) of 1 images"),
+        (dict(op="ReduceMean", given="x", **mean), r"given.onnx fails on images \(1, 3, 8, 8\): .*'x'"),
+        (dict(op="ReduceMean", side=9, **mean), "given.onnx fails on images .* Got: 8 Expected: 9"),
+    ):  # fmt: skip
+        given, side = change.pop("given", "images"), change.pop("side", None)
+        of_floats = onnx.TensorProto.INT64 if change["op"] == "Shape" else onnx.TensorProto.FLOAT
+        graph = model.graph
+        graph.node[0].CopyFrom(onnx.helper.make_node(change.pop("op"), [given], ["logits"], **change))
+        graph.input[0].CopyFrom(
+            onnx.helper.make_tensor_value_info(given, onnx.TensorProto.FLOAT, [None, 3, side, side])
+        )
+        graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("logits", of_floats, None))
+        onnx.save(model, path)
+        with pytest.raises(ConfigError, match=message) as refused:
+            vil.predict(path, pixels)
+        assert str(refused.value).isprintable()
 
 
 def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path, monkeypatch, capsys):
@@ -210,5 +234,7 @@ def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path, 
 def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
     with pytest.raises(ConfigError, match="no classes to predict"):
         vil.predict(small(img_size=32, patch_size=8, num_classes=0), np.zeros((32, 32, 3), np.uint8))
+    with pytest.raises(ConfigError, match=r"the model makes \(1, 17, 5\) of 1 images, and no row of classes each"):
+        vil.predict(small(img_size=32, patch_size=8, num_classes=5, global_pool=""), np.zeros((32, 32, 3), np.uint8))
     with pytest.raises(CheckpointError, match="no checkpoint"):
         vil.predict("gone.pt", "photo.jpg")

@@ -249,6 +249,25 @@ def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
     figure.savefig(io.BytesIO())
 
 
+def test_why_hides_by_evidence_by_reading_and_at_random_four_times(images, monkeypatch):
+    model, images = small(depth=1).float(), images.float()
+    monkeypatch.setattr(viz, "class_evidence", lambda model, images: images[:, 0])
+    figure, said = viz.why(model, images, images.clamp(0, 1), ["a", "b"])
+    maps = patch_sums(model, images[:, 0]), reading(model, images)
+    draws = torch.rand(4, *maps[1].shape, generator=torch.Generator().manual_seed(0))
+    curves = [deletion_curve(model, images, m) for m in (*maps, *draws)]
+    curves = [*curves[:2], sum(curves[2:]) / 4]
+    for i in range(2):
+        row = maps_of(figure)[4 * i : 4 * i + 4]
+        for axis, values in zip(row[1:], maps):
+            np.testing.assert_allclose(axis.get_images()[1].get_array(), values[i], rtol=1e-5, atol=1e-9)
+        for line, curve in zip(row[3].get_lines(), curves, strict=True):
+            np.testing.assert_allclose(line.get_ydata(), curve[i], rtol=1e-5)
+    fifths = "evidence {:.2f}, most read {:.2f}, at random {:.2f}".format(*(c[:, 2].mean() for c in curves))
+    whole = f"probability of the class {curves[0][:, 0].mean():.2f}, with a fifth of the patches hidden"
+    assert said == f"{whole}: {fifths}"
+
+
 def test_the_picture_of_receptive_fields_spans_four_decades_of_each():
     fields = {"one": torch.tensor([[1e-9, 2.0, 3.0], [5.0, 1e-3, 0.0]]), "other": torch.tensor([[0.5, 0.25]])}
     figure = plot_receptive_fields(fields)
@@ -355,6 +374,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         (["text.png"], "--images: .text.png. cannot be read as an image"),
         (["many", "--count", 0], "--count must be at least 1, not 0"),
         (["many", "--blocks", 0, 1], "--blocks: there is no block 1; the model has 0 to 0"),
+        (["many", "--blocks", -1], "--blocks: there is no block -1; the model has 0 to 0"),
         (["many", "--checkpoint", "plain.pth"], "plain.pth is not a checkpoint of train_imagenet"),
         (["many", "--checkpoint", "text.png"], "text.png cannot be read as a checkpoint"),
     ):

@@ -33,6 +33,7 @@ from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
 from vil.factory import create_model
+from vil.training.resumption import history_of
 from vil.viz import __main__ as viz
 
 COUNT = int(os.environ.get("FUZZ", 60))
@@ -266,12 +267,13 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
 
 
 def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write, small):
-    path = write()
-    changed = torch.load(path)
-    changed["state_dict"]["head.bias"] += 1
-    torch.save(changed, path)
-    with pytest.raises(CheckpointError, match="given.pt cannot be read .* the checksum of its state_dict is wrong"):
-        checkpoint.read_weights(path)
+    for name in ("state_dict", "state_dict_ema"):
+        path = write(state_dict_ema={key: value.clone() for key, value in small.items()})
+        changed = torch.load(path)
+        changed[name]["head.bias"] += 1
+        torch.save(changed, path)
+        with pytest.raises(CheckpointError, match=f"given.pt cannot be read .* the checksum of its {name} is wrong"):
+            checkpoint.read_weights(path)
     torch.save(dict(digest="of another kind", state_dict=small), path)
     assert checkpoint.read_weights(path).keys() == small.keys()
 
@@ -374,6 +376,14 @@ OF_ANOTHER_KIND += [("num_images", torch.zeros(2)), ("progress", dict(losses=tor
 def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value):
     with pytest.raises((CheckpointError, ConfigError), match=r"given.pt[^\n]*$"):
         resumed(write(**{part: value}), image_folder, tmp_path)
+
+
+def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
+    row = dict(epoch=1, eval_top1=2.0)
+    assert history_of([row, row | dict(epoch=2.0)]) == [row, row | dict(epoch=2.0)]
+    for odd in (dict(epoch=2), dict(eval_top1=math.nan), {"a b": 1.0}):
+        with pytest.raises(ValueError, match="the history has no row of epoch 1 as training writes it"):
+            history_of([row | odd])
 
 
 NO_NAMES = ["abcd", 4, ["a"] * 3, ["a"] * 5, {"a": 0}, ["a", "b", "c", 4]]

@@ -13,6 +13,8 @@ import sys
 import tarfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import fuzz_images
 import numpy as np
@@ -218,13 +220,23 @@ def test_photographs_are_decoded_where_they_are_read(name):
     """Guarded they would be slower."""
     content = fuzz_images.corpus(name)[name]
     assert decoder.is_bounded(io.BytesIO(content), len(content))
+    twice = large_header(SMALL_JPEG, 24, 32, 2)  # which of two frames a decoder believes nobody knows
+    assert not decoder.is_bounded(io.BytesIO(twice), len(twice))
     if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
         assert not decoder.is_bounded(io.BytesIO(large), len(large))
 
 
-def test_a_decoder_that_has_died_is_started_again(tmp_path):
+def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits(monkeypatch):
+    alarms = []
+    monkeypatch.setattr(decoder.signal, "alarm", alarms.append)
+    for content in (SMALL_JPEG, b"none"):
+        decoder._decoded(content)
+    assert alarms == [2 * decoder.SECONDS, 0] * 2
+
+
+def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     gif, of_process = encode(RGB, "GIF"), guard.of_process(os.getpid())
     expected = images.read_image(io.BytesIO(gif))
     of_process._child.kill()  # as a system without memory may
@@ -233,6 +245,21 @@ def test_a_decoder_that_has_died_is_started_again(tmp_path):
     with pytest.raises(KeyboardInterrupt):  # in the midst of a question
         of_process.decode(FailingFile(KeyboardInterrupt), 100)
     assert images.read_image(io.BytesIO(gif)) == expected
+    times = iter((0, decoder.SECONDS))  # when the clock was about to end it
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert images.read_image(io.BytesIO(gif)) == expected
+    assert of_process._child is None
+
+
+def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
+    """As those of vil.predict."""
+    monkeypatch.setattr(decoder, "SECONDS", 3)
+    files = [encode(Image.new("RGB", (32 + i, 24), (i, 0, 0)), "GIF") for i in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda file: images.read_image(io.BytesIO(file)), files))
+    assert [(picture.size, picture.getpixel((0, 0))) for picture in found] == [
+        ((32 + i, 24), (i, 0, 0)) for i in range(24)
+    ]
 
 
 def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
@@ -638,6 +665,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     monkeypatch.setattr("vil.data.shards.MOST_LABEL", 2**13)
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
+    samples["behind"] = SMALL_JPEG, b"4"
     samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG, b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
@@ -650,12 +678,17 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
             member.type, member.size = kind, 2**28
             tar.addfile(member)
         info["splits"]["validation"]["filenames"].append(file.name)
+    endless = tarfile.TarInfo("endless.txt")  # of which there is the header alone
+    endless.size = 2**60
+    (tmp_path / "endless.tar").write_bytes(endless.tobuf())
+    info["splits"]["validation"]["filenames"].append("endless.tar")
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
-    assert sorted(targets.tolist()) == [UNREADABLE] * 4 + [3]
+    assert sorted(targets.tolist()) == [UNREADABLE] * 5 + [3]
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples} - {"whole"}
-    assert "its class is 12345, of 4" in caplog.text
+    assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
+    assert f"{2**60} bytes of a member" in caplog.text
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     assert not (tmp_path / "ran").exists()
 
@@ -745,12 +778,15 @@ def test_what_the_device_refuses_or_takes_for_another_size_the_cpu_decodes(tmp_p
     assert (images - whole).abs().mean() < 2.5
 
 
-def test_large_pictures_and_those_of_two_sizes_are_not_for_the_device():
+def test_large_pictures_and_files_and_those_of_two_sizes_are_not_for_the_device(monkeypatch):
     """Whose decoder may take memory for what a header says before it looks further."""
     large = encode(Image.new("L", (4100, 4100)), "JPEG")
     for content, on_device in ((SMALL_JPEG, True), (large, False), (large_header(SMALL_JPEG, 9000, 9000, 2), False)):
         *_, reader = readers(Rows(content, encode(RGB, "PNG")))
         assert isinstance(reader[0, 0][0], EncodedImage) == on_device
+    monkeypatch.setattr(decoder, "MOST_BYTES", 100)
+    with pytest.raises(images.UnfitImageError, match="bytes, more than 100"):
+        reader._content(0)
 
 
 def test_a_batch_is_decoded_in_parts_that_fit(tmp_path, monkeypatch):

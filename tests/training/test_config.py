@@ -128,6 +128,7 @@ def test_values_get_the_type_of_their_option(tmp_path, option, text, value):
         ("lr: 1\nseed: 2\nlr: 3", "c.yaml has 'lr' once more in line 3: give it once"),
         ("model_kwargs: {depth: 2, depth: 3}", "c.yaml has 'depth' once more in line 1: give it once"),
         ("lr: 1\nseed: 010", "c.yaml has 010 in line 2, which YAML takes for another number"),
+        ("seed: -0_10", "c.yaml has -0_10 in line 1, which YAML takes for another number"),
         ("lr: 1:30.5", "c.yaml has 1:30.5 in line 1, which YAML takes for another number"),
         ("- lr", "c.yaml is not a list of 'option: value' lines"),
         ("a: [", "c.yaml is not YAML"),

@@ -6,7 +6,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vil.training.gradients import FlatGradients
-from vil.training.update import ListedEma
+from vil.training.update import ListedEma, Update
 
 
 def test_gradients_add_up_where_parameters_show_them():
@@ -33,6 +33,32 @@ def test_gradients_add_up_where_parameters_show_them():
 def test_parameters_of_another_dtype_are_refused():
     with pytest.raises(TypeError, match=r"parameters must be float32 to be trained, not torch\.float16"):
         FlatGradients(nn.Linear(2, 2).half().parameters())
+
+
+def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
+    """It reads them on the device; the optimizer keeps its numbers."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, theirs = (
+        torch.optim.AdamW([{"params": [m.weight]}, {"params": [m.bias]}], fused=fused)
+        for m, fused in zip(models, (True, False))
+    )
+    gradients = FlatGradients(models[0].parameters())
+    update = Update(models[0], gradients, ours, torch.amp.GradScaler("cpu", enabled=False), None, None, False)
+    for rates in ((0.1, 0.2), (0.1, 0.01), (0.3, 0.01)):
+        for optimizer in (ours, theirs):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate
+        gradients.add(models[0](torch.ones(1, 3)).square().sum())
+        models[1](torch.ones(1, 3)).square().sum().backward()
+        norm = nn.utils.get_total_norm([p.grad for p in models[1].parameters()])
+        torch.testing.assert_close(update(), norm)
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
+        assert [group["lr"] for group in ours.param_groups] == [*rates]
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_warmup=True, update_after_step=1)], ids=str)

@@ -73,7 +73,7 @@ def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
     last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
-    save(last, 1, previous=previous)
+    save(last, 1)
     temporary = done[0][1]
     assert done == [("on disk", temporary), (temporary, "last.pt"), ("on disk", tmp_path.name)]
     done.clear()
@@ -146,6 +146,7 @@ def test_which_checkpoint_a_run_goes_on_from(present, resume, restarts, found, t
     assert (result and result[0].name) == found
     if result:
         assert result[1]["epoch"] == checkpoint.read_checkpoint(result[0])["epoch"]
+        assert result[1]["num_images"] == 0  # which first versions did not say
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):

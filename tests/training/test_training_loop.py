@@ -1,6 +1,5 @@
 """The training loop against `naive_training`: every number that a run writes, for options away from their defaults."""
 
-import re
 import signal
 
 import numpy as np
@@ -11,6 +10,7 @@ from faults import Run
 from naive_training import train
 from PIL import Image
 from processes import in_processes
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import train_imagenet
@@ -125,7 +125,16 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
         parameter.data.mul_(1.5)  # so that its answers differ
     torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     run = trainer(folder, tmp_path, epochs=1, teacher_checkpoint=str(tmp_path / "teacher.pth"), **options)
-    assert re.search(f"; teacher {options['teacher']}, [.0-9]+ GFLOPs an image beside some [.0-9]+ of tr", run.setup)
+    costs = []
+    for model, size in (
+        (teacher, teacher.default_cfg["input_size"][1:] if "vit" in options["teacher"] else (16, 16)),
+        (run.model, (16, 16)),
+    ):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.eval()(torch.zeros(1, 3, *size))
+        costs.append(counter.get_total_flops() / 1e9)
+    cost = f"{costs[0]:.3g} GFLOPs an image beside some {3 * costs[1]:.3g} of training vil_tiny"
+    assert run.setup.endswith(f"; teacher {options['teacher']}, {cost}")
     run.run()
     truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
     assert_same_run(tmp_path, truth)
@@ -183,7 +192,7 @@ def _plain(options):
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch):
+def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_path, monkeypatch, caplog):
     """In the middle of an epoch; what the optimizer has learned of the gradients stays."""
     changes = dict(lr=1e-2, min_lr=1e-3, weight_decay=0.9, opt_betas=(0.5, 0.8), opt_eps=1e-3, clip_grad=0.2)
     changes |= dict(smoothing=0.05, model_ema_decay=0.5)
@@ -199,7 +208,10 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     monkeypatch.setattr(first, "update", interrupted)
     with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto goes on from there"):
         first.run()
+    last = tmp_path / "run" / "last.pt"
+    checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
     trainer(folder, tmp_path, resume="auto", **changes).run()
+    assert "going on with 56 training images, was 50" in caplog.messages
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
 

@@ -27,6 +27,7 @@ from .images import UNREADABLE, Unreadable, open_file, read_image
 LOCAL = "local-shards"  # scheme of the files that webdataset may open
 NUMBERS = 2**20
 MOST_LABEL = 2**20  # bytes of a label, of a tar file's notes on a member
+MOST_MEMBER = 2**34  # bytes of a file in a shard, which tarfile counts up to in small steps wherever the shard ends
 MOST_INFO = 2**26  # bytes of _info.json
 MOST_SHUFFLED = 2**31  # bytes of samples that wait for their turn
 FEWEST_BYTES = 1024  # of a sample: the headers of an image and of its label
@@ -100,6 +101,8 @@ class Shards(ReaderWds):
                 with tarfile.open(fileobj=shard["stream"], mode="r|*", tarinfo=_Member) as tar:
                     for member in tar:
                         tar.members = []  # type: ignore[attr-defined]  # which tarfile collects
+                        if (claimed := tar.offset - member.offset_data) > MOST_MEMBER:  # type: ignore[attr-defined]
+                            raise tarfile.ReadError(f"{claimed} bytes of a member")
                         suffix = (base_plus_ext(member.name)[1] or "").lower()
                         if not member.isreg() or suffix not in suffixes or re.match(r"__[^/]*__($|/)", member.name):
                             continue

@@ -134,6 +134,10 @@ class Classifier:
             torch.tensor(self.data_config[name], device=self.device).view(-1, 1, 1) * 255 for name in ("mean", "std")
         )
         logits = self.run((images.to(self.device) - mean) / std)
+        if logits.dim() != 2 or len(logits) != len(images):
+            raise ConfigError(
+                f"the model makes {tuple(logits.shape)} of {len(images)} images, and no row of classes each"
+            )
         best = logits.float().softmax(-1).topk(min(topk, logits.shape[-1]))
         return [
             [Prediction(self._label(number), share, number) for share, number in zip(*row)]
@@ -208,7 +212,10 @@ def _of_onnx(path: Path) -> Classifier:
         raise ConfigError(f"{path} has {printable(', '.join(outputs))} and no logits: it predicts no classes")
 
     def run(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        try:
+            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        except Exception as error:  # as above
+            raise ConfigError(f"{path} fails on images {tuple(images.shape)}: {_line(error)}") from error
 
     return Classifier(run, torch.device("cpu"), config, _readable(names, {}))
 
