@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,6 +181,17 @@ def test_onnx_files_are_of_standard_operators_any_number_of_images_and_no_traces
     assert not any(word in proto.SerializeToString() for word in traces)
 
 
+def test_each_kind_of_block_is_exported_once(tmp_path, monkeypatch):
+    programs, export_program = [], torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: programs.append(a) or export_program(*a, **k))
+    model, path = small("vim_tiny_pooled", depth=3), tmp_path / "model.onnx"
+    export_model(model, path)
+    assert len(programs) == 3  # of the model around its blocks, a block of rows, and one of columns
+    images = torch.randn(3, 3, 16, 24)
+    (logits,) = onnxruntime.InferenceSession(path).run(None, {"images": images.numpy()})
+    assert relative(torch.from_numpy(logits), model.double()(images.double()).detach()) < 1e-5
+
+
 def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_path):
     model = small("vil_tiny", depth=1, dynamic_img_size=True, drop_path_rate=0.5, drop_rate=0.5).bfloat16().train()
     report = export_model(model, tmp_path / "model.pt2")
@@ -255,7 +265,7 @@ def test_linear_attention_is_onnxruntimes_operator_and_a_runtime_without_it_is_n
             raise RuntimeError("Fatal error: com.microsoft:LinearAttention(-1) is not a registered function/op\nmore")
 
     path.unlink()
-    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: SimpleNamespace(model_proto=proto))  # not once more
+    monkeypatch.setattr(export.formats, "onnx_model", lambda *_: proto)  # not once more
     monkeypatch.setattr(onnxruntime, "InferenceSession", Older)
     monkeypatch.setattr(onnxruntime, "__version__", "1.20.0")
     beside = r"com.microsoft.LinearAttention beside ONNX's: .*\(-1\) is not a registered function/op$"

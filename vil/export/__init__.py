@@ -116,7 +116,7 @@ def export_model(
             others["config.json"] = config_of(model, described, arguments_of(model))
             others["README.md"] = card_of(path.name, described, metadata or {})
     elif path.suffix == ".onnx":
-        content, run = to_onnx(exported.program(), exported.outputs, described, opset)
+        content, run = to_onnx(exported, described, opset)
     else:
         content, run = to_pt2(exported.program(), described)
     found = compare(model, exported, run, tolerance)

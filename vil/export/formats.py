@@ -19,7 +19,8 @@ from torch.export import ExportedProgram
 from .. import checkpoint
 from ..config import MODEL_KWARGS, ConfigError
 from ..factory import from_checkpoint
-from .traced import ExportError, as_evaluated, outputs_of
+from .onnx_graph import onnx_model
+from .traced import Exported, ExportError, as_evaluated, outputs_of
 
 OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO have long read it
 
@@ -37,9 +38,7 @@ def onnx_packages() -> tuple[Any, Any]:
     return onnx, onnxruntime
 
 
-def to_onnx(
-    program: ExportedProgram, outputs: list[str], metadata: dict[str, Any], opset: int
-) -> tuple[bytes, Run]:  # fmt: skip
+def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> tuple[bytes, Run]:
     """An ONNX file's content, and what runs it in onnxruntime.
 
     Raises:
@@ -48,13 +47,9 @@ def to_onnx(
     onnx, onnxruntime = onnx_packages()
     with _quiet():
         try:
-            exported: Any = torch.onnx.export(
-                program, (), dynamo=True, opset_version=max(opset, OPSET), input_names=["images"],
-                output_names=outputs, verbose=False,
-            )  # fmt: skip
+            proto = onnx_model(exported, max(opset, OPSET))
         except torch.onnx.errors.OnnxExporterError as error:
             raise ExportError(f"at opset {opset} PyTorch's exporter fails: {_first_line(error)}") from error
-    proto = exported.model_proto
     _check_operators(onnx, proto, opset)
     _clean(proto)
     proto.producer_name, proto.producer_version = "vision-longhorn", ""
@@ -69,7 +64,9 @@ def to_onnx(
             + (f", with the operators {', '.join(others)} beside ONNX's" if others else "")
             + f": {_first_line(error)}"
         ) from error
-    return content, lambda images: [torch.from_numpy(y) for y in session.run(outputs, {"images": images.numpy()})]
+    return content, lambda images: [
+        torch.from_numpy(y) for y in session.run(exported.outputs, {"images": images.numpy()})
+    ]
 
 
 @contextmanager
@@ -111,14 +108,13 @@ def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
 
 
 def _clean(proto: Any) -> None:
-    """Leaves out what the exporter notes of Python for each node, and gives the batch its name."""
-    batch = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    """Leaves out what the exporter notes of Python for each node, and names the batch, which alone is free."""
     for graph in (proto.graph, *(a.g for n in _nodes(proto.graph) for a in n.attribute if a.HasField("g"))):
         for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del part.metadata_props[:]
         for value in (*graph.input, *graph.output, *graph.value_info):
             for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_param == batch:
+                if dim.dim_param.isidentifier():
                     dim.dim_param = "batch"
     del proto.graph.metadata_props[:], proto.metadata_props[:]
 

@@ -53,17 +53,26 @@ class Exported(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return outputs_of(self.model, self.features, images)
 
-    @torch.no_grad()
     def program(self) -> ExportedProgram:
         """The graph of its operators for any number of images."""
-        images = pictures(2, self.image_size)  # PyTorch takes a batch of 1 for what it can never be more than
-        program = torch.export.export(self, (images,), dynamic_shapes=({0: Dim("batch")},), strict=False)
-        for module in program.graph_module.modules():
-            for node in module.graph.nodes:
-                node.meta.pop("stack_trace", None)  # which would tell where the files of this machine are
-                if str(node.target).startswith("vil."):
-                    raise ExportError(f"the graph has the operator {node.target}, which only this package knows")
-        return program
+        return program_of(self, pictures(2, self.image_size))  # PyTorch takes a batch of 1 for one of 1 alone
+
+
+@torch.no_grad()
+def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> ExportedProgram:
+    """The graph of a module's operators, for any size of the batch.
+
+    Raises:
+        ExportError: An operator is this package's own.
+    """
+    dynamic_shapes = {0: Dim("batch")}, *([None] * len(some) for some in weights)
+    program = torch.export.export(module, (batch, *weights), dynamic_shapes=dynamic_shapes, strict=False)
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes:
+            node.meta.pop("stack_trace", None)  # which would tell where the files of this machine are
+            if str(node.target).startswith("vil."):
+                raise ExportError(f"the graph has the operator {node.target}, which only this package knows")
+    return program
 
 
 def as_evaluated(model: nn.Module) -> Any:

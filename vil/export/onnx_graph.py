@@ -1,0 +1,96 @@
+"""A model as ONNX's graph, for which each kind of block is exported once: a model repeats it with other weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from ..block import Block, LonghornMixer, MambaMixer, middle_token
+from .traced import Exported, program_of
+
+DOMAIN = "vil.block"  # of functions that stand for blocks until they are inlined
+
+
+class Kind(NamedTuple):
+    """Blocks that differ in their weights alone."""
+
+    modules: str
+    pool: str | None
+    grid: tuple[int, int] | None
+    tokens: tuple[int, ...]  # (L, C)
+
+
+def onnx_model(exported: Exported, opset: int) -> Any:
+    """onnx.ModelProto of it, of operators alone."""
+    from onnx_ir.passes import Sequential, common
+    from onnxscript import optimizer
+
+    kinds: dict[Kind, tuple[str, Block]] = {}
+    blocks: list[Any] = [module for module in exported.modules() if is_known(module)]
+    for block in blocks:
+        block.forward = functools.partial(call, kinds, block)
+    whole = translated(exported.program(), opset, ["images"], exported.outputs)
+    for block in blocks:
+        del block.forward
+    for kind, (name, block) in kinds.items():
+        weights = list(block.state_dict().values())
+        program = program_of(WithWeights(block, kind.grid), torch.zeros(2, *kind.tokens), weights)
+        add_function(whole.model, name, translated(program, opset).model)
+    optimizer.optimize(whole.model, inline=False)  # before inlining: each kind once
+    tidy = common.LiftConstantsToInitializersPass(True, 0), common.DeduplicateInitializersPass()
+    Sequential(common.InlinePass(), *tidy, common.RemoveUnusedOpsetsPass())(whole.model)
+    return whole.model_proto
+
+
+def is_known(module: nn.Module) -> bool:
+    return type(module) is Block and type(module.mixer) in (LonghornMixer, MambaMixer)
+
+
+def call(
+    kinds: dict[Kind, tuple[str, Block]], block: Block, x_BLC: Tensor, class_token_only: bool = False,
+    grid: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """In place of a block's forward: the call of a function of its kind, which it adds to those known."""
+    kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
+    name, _ = kinds.setdefault(kind, (f"Block{len(kinds)}", block))
+    inputs = x_BLC, *block.state_dict(keep_vars=True).values()
+    y_BLC = torch.onnx.ops.symbolic(f"{DOMAIN}::{name}", inputs, dtype=x_BLC.dtype, shape=x_BLC.shape, version=1)
+    return middle_token(y_BLC) if class_token_only else y_BLC
+
+
+class WithWeights(nn.Module):
+    """A block whose weights are inputs."""
+
+    def __init__(self, block: Block, grid: tuple[int, int] | None):
+        super().__init__()
+        self.run = functools.partial(torch.func.functional_call, block, kwargs=dict(grid=grid))
+        self.names = list(block.state_dict())
+
+    def forward(self, x_BLC: Tensor, weights: list[Tensor]) -> Tensor:
+        return self.run(dict(zip(self.names, weights)), (x_BLC,))
+
+
+def translated(
+    program: ExportedProgram, opset: int, inputs: list[str] | None = None, outputs: list[str] | None = None
+) -> Any:  # fmt: skip
+    """As PyTorch's exporter writes it, less the functions by which it writes bodies of loops."""
+    from onnxscript import optimizer
+
+    found: Any = torch.onnx.export(
+        program, (), dynamo=True, opset_version=opset, verbose=False, optimize=False, input_names=inputs,
+        output_names=outputs,
+    )  # fmt: skip
+    optimizer.inline(found.model)
+    return found
+
+
+def add_function(model: Any, name: str, body: Any) -> None:
+    """Adds a model's graph to another's functions."""
+    import onnx_ir
+
+    function = onnx_ir.Function(DOMAIN, name, graph=body.graph, attributes=())
+    model.functions[function.identifier()] = function
