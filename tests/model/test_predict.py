@@ -216,6 +216,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["--topk", "0", "{photos}"], "error: --topk must be at least 1, not 0"),
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{tmp}"], "error: there are no images in "),
+        (["--device", "toaster", "{photos}"], "error: device 'toaster' is unknown"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
         (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors"),
