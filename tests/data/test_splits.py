@@ -41,6 +41,9 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
             shutil.rmtree(tmp_path / name)
     images = open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
+    assert describe_split(wanted, images) == f"{wanted}: 1 images" + " of 1 classes, from 1 of 'a' to 1 of 'a'" * (
+        not tar
+    )
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
         assert lines == []

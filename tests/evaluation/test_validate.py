@@ -91,6 +91,7 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
 
     def speed(model, images, precision):  # says whose, of which images
         assert len(images) == 7
+        assert -5 < images.min() < 0 < images.max() < 5  # normalised
         with precision:
             assert model(images).shape == (7, model.num_classes)
         return Speed(float(parameters(model)), None)

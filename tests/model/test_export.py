@@ -363,6 +363,8 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
     for words, expected in ((["--use-ema"], average), (["--no-use-ema"], saved["state_dict"])):
         command("--checkpoint", "both.pt", *words, "--out", "x.onnx")
         torch.testing.assert_close(exported[-1].state_dict(), expected, check_device=False)
+    command("--checkpoint", "both.pt", "--img-size", "24", "--model-kwargs", "drop_rate=0.5", "--out", "x.onnx")
+    assert (exported[-1].patch_embed.img_size, exported[-1].head_drop.p) == ((24, 24), 0.5)
 
 
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):

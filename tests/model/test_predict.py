@@ -204,10 +204,11 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
 
 def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path, monkeypatch, capsys):
     (odd := tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
-    monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", str(checkpoint), str(odd)])
+    monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", str(checkpoint), str(odd), str(photos / "a.png")])
     main()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.isprintable()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.isprintable()
+    assert second.startswith(f"{photos / 'a.png'}: ")  # in the order in which they are given
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["--topk", "0", "{photos}"], "error: --topk must be at least 1, not 0"),
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{tmp}"], "error: there are no images in "),
+        (["--device", "toaster", "{photos}"], "error: device 'toaster' is unknown"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
         (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors"),

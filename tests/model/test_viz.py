@@ -291,7 +291,7 @@ def checkpoint_of_a_run(path, weights, **options):
     [
         (["--images", "a/deep/0.png"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
-            ["--images", "a", "b", "--count", "1", "--blocks", "1", "0"], dict(crop_pct=0.5, interpolation="nearest"),
+            ["--images", "a", "b", "--count", "2", "--blocks", "1", "0"], dict(crop_pct=0.5, interpolation="nearest"),
             ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1, 0],
         ),
     ],
@@ -322,7 +322,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     images = (shown - mean) / std
     torch.manual_seed(0)
     untrained = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
-    count = len(shown[: 1 if "--count" in words else 3])
+    count = len(shown[: 2 if "--count" in words else 3])
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
     titles = [f"{name[2:]}\n{number} ({p:.1%})" for name, p, number in zip(files, *map(torch.Tensor.tolist, best))]
@@ -341,7 +341,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
         assert found.shape == expected.shape
         assert (abs(found - expected).max(-1) > 3).mean() < 1e-3  # rounding may take a colour to the next
     printed = capsys.readouterr().out
-    assert f"why.png: 1 images; {said}\n" in printed
+    assert f"why.png: {count} images; {said}\n" in printed
     assert "hidden: evidence 0." in said
     assert f"fields.png: over {len(files)} images" in printed
 

@@ -158,6 +158,9 @@ def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder
     two = Run(tmp_path, 2, data_dir=str(folder), checkpoint_interval=None, **_plain(options))
     truth = train(folder, options, micro_batch=4)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
+    said = two.log.read_text()
+    for line in ("an epoch is ", "train: 56 images", "validation: 42 images", "images at once on each", "best: top-1 "):
+        assert said.count(line) == 1, said  # by the first of them
     assert_same_run(tmp_path, truth)
 
 

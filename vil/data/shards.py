@@ -101,7 +101,7 @@ class Shards(ReaderWds):
                 with tarfile.open(fileobj=shard["stream"], mode="r|*", tarinfo=_Member) as tar:
                     for member in tar:
                         tar.members = []  # type: ignore[attr-defined]  # which tarfile collects
-                        if (claimed := tar.offset - member.offset_data) > MOST_MEMBER:  # type: ignore[attr-defined]
+                        if (claimed := tar.offset - member.offset_data) > MOST_MEMBER:
                             raise tarfile.ReadError(f"{claimed} bytes of a member")
                         suffix = (base_plus_ext(member.name)[1] or "").lower()
                         if not member.isreg() or suffix not in suffixes or re.match(r"__[^/]*__($|/)", member.name):
