@@ -54,9 +54,12 @@ def _create(model: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(model, **arguments)
     except TypeError as error:  # ResNet and its like take images of any size, and no argument that says it
-        if "'img_size'" not in str(error) or "img_size" not in arguments:
+        unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]
+        if not unknown:
             raise
-    return timm.create_model(model, **{name: value for name, value in arguments.items() if name != "img_size"})
+        if unknown == ["drop_path_rate"] and arguments["drop_path_rate"]:
+            raise TypeError("it has no stochastic depth, so give --drop-path 0") from error
+    return _create(model, {name: value for name, value in arguments.items() if name not in unknown})
 
 
 def _how_it_was_built(path: str | None) -> str:
@@ -152,6 +155,7 @@ def from_checkpoint(
     config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
     config["model_args"] = {name: value for name, value in arguments.items() if name != "num_classes"}  # timm's name
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
+    config |= checkpoint.preprocessing(path)
     names = checkpoint.label_names(path)
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names
