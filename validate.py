@@ -136,7 +136,8 @@ def main() -> None:
 
 def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str, Any]:
     """The model and data as the checkpoint says them, overridden by the command line."""
-    saved = checkpoint.saved_config(options.checkpoint) if options.checkpoint else {}
+    path = options.checkpoint
+    saved = checkpoint.saved_config(path) | checkpoint.preprocessing(path) if path else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
     settings = {name: getattr(options, name) or saved.get(name) for name in names}
     if not options.data_dir and not settings["dataset"] and not Path(settings["data_dir"] or ".").is_dir():
@@ -144,6 +145,7 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
             f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, is not a folder here: give "
             "--data-dir"
         )
+    settings |= {name: saved.get(name) for name in ("mean", "std", "crop_mode")}
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
     settings["model_kwargs"] = {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
@@ -197,7 +199,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     """Runs the models, of the settings in `runs`, over the split."""
     share_cores(device, options.workers)
     settings = runs[0]
-    choices = [{name: run[name] for name in ("img_size", "crop_pct", "interpolation")} for run in runs]
+    names = "img_size", "crop_pct", "interpolation", "mean", "std", "crop_mode"
+    choices = [{name: run[name] for name in names} for run in runs]
     data_config, *others = [resolve_data_config(chosen, model=model) for chosen, model in zip(choices, models)]
     num_classes = models[0].num_classes
     if any(model.num_classes != num_classes for model in models):

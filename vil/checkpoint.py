@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import mmap
 import os
 import re
@@ -41,6 +42,7 @@ PARTS: dict[str, type] = {
     "num_images": int,
 }  # fmt: skip
 LONGEST_LABEL = 1000  # characters of the name of a class
+CROPPING = ("crop_mode", "crop_pct", "interpolation")
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 # of values within values, as files of any origin have some five levels of, and of the values of one level
 DEEPEST, MOST = 20, 2_000_000
@@ -165,6 +167,38 @@ def printable(text: str) -> str:
 def labels_of(numbers: dict[str, int]) -> list[str]:
     """The names of classes in the order of their numbers, as a checkpoint holds them."""
     return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]
+
+
+def preprocessing(path: str | Path) -> dict[str, Any]:
+    """How images are prepared, as far as weights of `vil.export`, or the config.json in their folder, say it.
+
+    Returns:
+        Some of timm's mean, std (of 0 to 1, a number for each channel), crop_mode, crop_pct and interpolation.
+
+    Raises:
+        CheckpointError: A file is missing or corrupt, or says what is no preprocessing.
+        ConfigError: crop_pct or interpolation is none that a checkpoint may have (see `options_of_checkpoint`).
+    """
+    content = _content(path, whole=False)
+    metadata = content.get("metadata", {}) if _is_ours(content) else {}
+    with _reading(file_of(path)):
+        said = {name: json.loads(metadata[name]) for name in ("mean", "std") if name in metadata}
+        said |= {name: metadata[name] for name in ("crop_mode",) if name in metadata}
+        if (beside := Path(path) / "config.json").is_file():  # what timm reads of a folder
+            own = json.loads(beside.read_text()).get("pretrained_cfg", {})
+            said |= {name: own[name] for name in ("mean", "std", *CROPPING) if own.get(name) is not None}
+    channels = (saved_config(path).get("model_kwargs") or {}).get("in_chans", 3)
+    for name, least in {"mean": -math.inf, "std": 0.0}.items():
+        values = said.get(name, [0.5])
+        numbers = isinstance(values, list) and all(type(v) in (int, float) and least < v < math.inf for v in values)
+        if not numbers or len(values) not in (1, channels):
+            raise CheckpointError(f"{path} has {name} {str(values)[:100]}, which is no number for each channel")
+    if said.get("crop_mode", "center") not in ("center", "squash", "border"):
+        raise CheckpointError(
+            f"{path} has crop_mode {str(said['crop_mode'])[:100]}, and may have center, squash or border"
+        )
+    options_of_checkpoint({name: said[name] for name in ("crop_pct", "interpolation") if name in said}, path)
+    return said
 
 
 def says_average_is_best(path: str | Path) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -26,14 +27,15 @@ _logger = logging.getLogger(__name__)
 def create_model(model: str, pretrained_path: str | None = None, **arguments: Any) -> nn.Module:
     """timm's model of this name, started from the weights in a file if one is given.
 
-    The file's head is kept if it has as many classes as the model, position embeddings and patches are resampled.
+    The file's head is kept if it has as many classes as the model, position embeddings and patches are resampled. A
+    `depth` less than the file's takes its first blocks.
 
     Raises:
         ConfigError: There is no such model, it does not take the arguments, or it does not fit the weights.
         CheckpointError: The file is missing or corrupt.
     """
     if pretrained_path:
-        weights = checkpoint.read_weights(pretrained_path)
+        weights = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
         classes = _classes_of(weights) or -1  # timm: -1 for a new head
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
@@ -54,9 +56,19 @@ def _create(model: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(model, **arguments)
     except TypeError as error:  # ResNet and its like take images of any size, and no argument that says it
-        if "'img_size'" not in str(error) or "img_size" not in arguments:
+        unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]
+        if not unknown:
             raise
-    return timm.create_model(model, **{name: value for name, value in arguments.items() if name != "img_size"})
+        if unknown == ["drop_path_rate"] and arguments["drop_path_rate"]:
+            raise TypeError("it has no stochastic depth, so give --drop-path 0") from error
+    return _create(model, {name: value for name, value in arguments.items() if name not in unknown})
+
+
+def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
+    """Weights without the blocks from number `depth` on, if that is given; ours, or under ViM's published names."""
+    blocks = {name: re.match(r"(?:blocks|layers)\.(\d+)\.", name) for name in weights}
+    later = {name for name, block in blocks.items() if block and isinstance(depth, int) and int(block[1]) >= depth}
+    return {name: tensor for name, tensor in weights.items() if name not in later}
 
 
 def _how_it_was_built(path: str | None) -> str:
@@ -152,6 +164,7 @@ def from_checkpoint(
     config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
     config["model_args"] = {name: value for name, value in arguments.items() if name != "num_classes"}  # timm's name
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
+    config |= checkpoint.preprocessing(path)
     names = checkpoint.label_names(path)
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names

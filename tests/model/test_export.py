@@ -196,6 +196,8 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
     model = small("vil_tiny", depth=1, dynamic_img_size=True, drop_path_rate=0.5, drop_rate=0.5).bfloat16().train()
     report = export_model(model, tmp_path / "model.pt2")
     assert report.same_top1 == 4
+    exec(export.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
+    assert used["logits"].shape == (5, model.num_classes)
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     export_model(vit(num_classes=0), tmp_path / "model.onnx")
@@ -390,7 +392,9 @@ def test_what_the_command_cannot_do_is_a_line(words, message, command):
         command("--out", "model.onnx", *words)
 
 
-def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictures(trained, monkeypatch, capsys):
+def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictures(
+    trained, monkeypatch, capsys, caplog
+):
     words = ["vil.export", "--checkpoint", "best.pt", "--features", "0", "--out", "vil_tiny.onnx"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.delitem(sys.modules, "vil.export.__main__")  # as in a process of its own
@@ -403,7 +407,10 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     expected = dict(model="vil_tiny", num_classes=3, input_size=[3, 16, 16], crop_pct=0.9, interpolation="bilinear")
     assert expected.items() <= metadata.items()
     images = torch.randn(2, 3, 16, 16)
-    found = [torch.from_numpy(value) for value in session.run(None, {"images": images.numpy()})]
+    *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
+    assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, {n} of 2" for n in (1, 2)]
+    exec(use.removeprefix("in Python: "), used := dict(onnxruntime=onnxruntime, images=images.numpy()))
+    found = [torch.from_numpy(used[name]) for name in ("logits", "features_0")]
     logits, maps = naive_outputs(trained, images)
     assert relative(found[0], logits) < 1e-5
     assert relative(found[1], maps[0]) < 1e-5

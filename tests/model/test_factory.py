@@ -9,6 +9,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 import vil
+from validate import parse_options, resolve_settings
 from vil.checkpoint import CheckpointError, label_names
 from vil.config import ConfigError
 from vil.export import export_model
@@ -51,6 +52,9 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it():
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):
         create_model("resnet18", img_size=64, depths=3)
+    create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)  # takes neither
+    with pytest.raises(ConfigError, match=r"model densenet121: .* no stochastic depth, so give --drop-path 0$"):
+        create_model("densenet121", drop_path_rate=0.1)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,33 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert own.pretrained_cfg is own.default_cfg
     assert own.pretrained_cfg["num_classes"] == own.num_classes == 4
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875  # nobody else's has changed
+
+
+def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for_timm(trained, tmp_path, monkeypatch):
+    model, folder = vil.from_checkpoint(trained[0]), tmp_path / "weights"
+    said = dict(mean=[0.5, 0.25, 0.5], std=[0.5, 0.25, 0.125], crop_mode="squash")
+    export_model(model, folder, **said)
+    export_model(model, tmp_path / "weights.safetensors", **said)
+    from_folder, from_file = map(vil.from_checkpoint, (folder, tmp_path / "weights.safetensors"))
+    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert resolve_model_data_config(by_timm) == resolve_model_data_config(from_folder)
+    assert resolve_model_data_config(from_folder) == resolve_model_data_config(from_file)
+    assert {name: from_file.pretrained_cfg[name] for name in said} == said
+
+    written = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(written.replace("0.125", "1.5").replace("0.875", "0.75"))
+    changed_by_hand = vil.from_checkpoint(folder).pretrained_cfg
+    expected = {**said, "std": [0.5, 0.25, 1.5], "crop_pct": 0.75}
+    assert {name: changed_by_hand[name] for name in expected} == expected
+    monkeypatch.setattr("sys.argv", ["validate.py", "--checkpoint", str(folder), "--data-dir", str(tmp_path)])
+    validated = resolve_settings(parse_options(), "--model")
+    assert {name: validated[name] for name in expected} == expected
+
+    wrong = [("1.5", "0"), ("1.5", "NaN"), ("1.5", '"1"'), ("0.75", "1e-9"), ("squash", "zoom"), ("{", "[")]
+    for old, new in wrong:
+        (folder / "config.json").write_text(written.replace("0.125", "1.5").replace("0.875", "0.75").replace(old, new))
+        with pytest.raises((CheckpointError, ConfigError), match=f"{folder}[^\n]*$"):
+            vil.from_checkpoint(folder)
 
 
 @pytest.mark.parametrize("size", [32, (24, 40)])

@@ -87,6 +87,9 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
         assert own["head.weight"].shape == (10, 32)
         assert all(torch.equal(own[n], weights[n].half().float()) for n in own if not n.startswith("head."))
     assert f"{len(weights) - 2} of {len(weights)} tensors as they are; new: head.weight, head.bias" in caplog.text
+    first = create_model("vil_tiny", str(file), num_classes=10, img_size=32, **{**KWARGS, "depth": 1}).state_dict()
+    assert {int(name.split(".")[1]) for name in first if name.startswith("blocks.")} == {0}
+    assert all(torch.equal(first[n], weights[n].half().float()) for n in first if not n.startswith("head."))
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])

@@ -1,6 +1,8 @@
 """docs/guide.md and the README, followed: their snippets run, and their command lines are options that there are."""
 
+import importlib
 import importlib.util
+import json
 import re
 import runpy
 import shlex
@@ -66,6 +68,39 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     assert found["loss"].isfinite()
     assert torch.equal(found["started"].blocks[5].mixer.in_proj.weight, found["shipped"].blocks[5].mixer.in_proj.weight)
     assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 1000]
+
+
+def run_line(words, monkeypatch):
+    """A shell's line of the notebook, in this process; training is short."""
+    program, options = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+    monkeypatch.setattr(sys, "argv", [program, *options])
+    if program == "train_imagenet.py":
+        short = ["--epochs", "2", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu", "--lr", "0.001"]
+        Trainer(load_config("", [*options, *short]), *join_processes("cpu")).run()
+    elif program == "validate.py":
+        validate.main()
+    else:
+        package = hasattr(importlib.import_module(program), "__path__")
+        importlib.import_module(program + ".__main__" * package).main()
+
+
+def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, monkeypatch, capsys):
+    cells = json.loads((ROOT / "docs/first_hour.ipynb").read_text())["cells"]
+    monkeypatch.chdir(tmp_path)
+    for name in ("configs", "weights"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    found: dict = {}
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        if source.startswith("!"):
+            run_line(shlex.split(source[1:]), monkeypatch)
+        else:
+            exec(compile(source, "docs/first_hour.ipynb", "exec"), found)
+    printed = capsys.readouterr().out
+    line = r"^data/shapes/validation/.*/\d+.png is a (?:circle|square|triangle) \(\d+%\)$"
+    assert len(re.findall(line, printed, re.M)) == 8
+    assert "circle" in (tmp_path / "output/shapes/index.html").read_text()
+    assert found["model"].num_classes == 3
+    assert not any(cell.get("outputs") for cell in cells)
 
 
 def test_a_mixer_of_ones_own_runs_as_it_is_written():

@@ -14,6 +14,7 @@ the model's. The file's outputs are compared with the model's before it is writt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from .traced import (
     scan_by_linear_attention,
     scan_by_steps,
 )
+
+_logger = logging.getLogger(__name__)
 
 __all__ = ["ExportError", "Report", "export_model"]
 
@@ -115,17 +118,28 @@ def export_model(
         if not path.suffix:
             others["config.json"] = config_of(model, described, arguments_of(model))
             others["README.md"] = card_of(path.name, described, metadata or {})
-    elif path.suffix == ".onnx":
-        content, run = to_onnx(exported, described, opset)
     else:
-        content, run = to_pt2(exported.program(), described)
+        _logger.info("%s, 1 of 2: tracing and translating the model", path)
+        content, run = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)
+        _logger.info("%s, 2 of 2: comparing it with the model", path)
     found = compare(model, exported, run, tolerance)
     if others:
         path.mkdir(exist_ok=True)
     for name, text in others.items():
         write_atomically(path / name, text)
     write_atomically(path / "model.safetensors" if others else path, content)
+    _logger.info("in Python: %s", usage(path, exported.outputs))
     return Report(path, len(content), *found)
+
+
+def usage(path: Path, outputs: Sequence[str]) -> str:
+    """A line that runs a file with these outputs, or makes the model whose weights it has."""
+    name, found = repr(str(path)), ", ".join(outputs) + "," * (len(outputs) == 1)
+    if path.suffix in WEIGHTS:
+        return f"model = vil.from_checkpoint({name})"
+    if path.suffix == ".pt2":
+        return f"({found}) = torch.export.load({name}).module()(images)"
+    return f"({found}) = onnxruntime.InferenceSession({name}).run(None, {{'images': images}})"
 
 
 def check_options(path: Path, runtime: str, opset: int, features: Sequence[int] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def main() -> None:
         "--out", type=Path, required=True, metavar="FILE|FOLDER", help="*.onnx, *.pt2, *.safetensors or a folder"
     )
     options = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("vil.export").setLevel(logging.INFO)  # stages, which can take minutes
     try:
         check_options(options.out, options.runtime, options.opset, options.features)
         arguments = dict(features=options.features, runtime=options.runtime, opset=options.opset)

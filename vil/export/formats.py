@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 
 from .. import checkpoint
 from ..config import MODEL_KWARGS, ConfigError
@@ -128,11 +127,11 @@ def _first_line(error: Exception) -> str:
     return lines[0][:400] if lines else type(error).__name__
 
 
-def to_pt2(program: ExportedProgram, metadata: dict[str, Any]) -> tuple[bytes, Run]:
+def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
     """The content of a file for torch.export.load, and what runs it."""
     buffer = io.BytesIO()
     with _quiet():
-        torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(metadata)})
+        torch.export.save(exported.program(), buffer, extra_files={"metadata.json": json.dumps(metadata)})
     content = buffer.getvalue()
     return content, torch.export.load(io.BytesIO(content)).module()
 

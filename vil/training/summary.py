@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 class Reporter:
     """Writes config.yaml and info.txt when a run starts, summary.csv and curve.png when it is given a new row.
 
-    `setup` is what was chosen for the machine, in a line.
+    `setup` is what was chosen for the machine, in a line. The picture takes at most a twentieth of a run's time.
 
     Without matplotlib there is no curve.png. Training goes on where writing fails: all of it is in the checkpoint, and
     comes with the next row.
@@ -37,7 +37,7 @@ class Reporter:
     """
 
     def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str):
-        self.folder, self.draws = folder, True
+        self.folder, self.draws, self.draws_again, self.epochs = folder, True, 0.0, config.total_epochs
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
         info = folder / "info.txt"  # one paragraph for each start
@@ -67,8 +67,12 @@ class Reporter:
         try:
             columns = list(dict.fromkeys(name for row in reversed(history) for name in row))
             write_atomically(self.folder / "summary.csv", csv_text(history, columns))
-            if self.draws:
+            if self.draws and (time.monotonic() >= self.draws_again or len(history) == self.epochs):
+                begun = time.monotonic()
                 write_atomically(self.folder / "curve.png", plot_history(history))
+                self.draws_again = time.monotonic() + 20 * (
+                    time.monotonic() - begun
+                )  # epochs of a few images are short
         except OSError as error:
             _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
         for log in self.logs:
