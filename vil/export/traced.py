@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
-from ..block import BidirectionalMixer, grid_of, repeat_rows, row_means, transpose_grid
+from ..block import BidirectionalMixer, RMSNorm, grid_of, row_means
+from ..kernels.block.lines import Lines
 
 
 class ExportError(RuntimeError):
@@ -45,9 +46,12 @@ class Exported(nn.Module):
         if unknown := [number for number in self.features if number not in known]:
             raise ExportError(f"features {unknown} are not of the model's blocks 0 to {len(known) - 1}")
         self.outputs = ["logits" if model.num_classes else "embedding", *(f"features_{n}" for n in self.features)]
+        for norm in [module for module in self.model.modules() if isinstance(module, RMSNorm)]:
+            norm.forward = functools.partial(rms_norm, norm)
         mixers: list[Any] = [module for module in self.model.modules() if isinstance(module, BidirectionalMixer)]
         for mixer in mixers:
-            mixer.directions[1].conv1d.reverse = False  # it is given the tokens in the order in which it reads
+            # unless it reads lines, it is given the tokens in the order in which it reads
+            mixer.directions[1].conv1d.reverse = mixer.pool is not None
             mixer.forward = functools.partial(mix, recurrence or scan_by_steps, mixer)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -112,22 +116,27 @@ def mix(
     """
     directions: Any = mixer.directions
     if mixer.pool is None:
-        u_BLD, z_BLD = mixer.in_proj(h_BLC).chunk(2, dim=-1)
+        u_BLD, z_BLD = (F.linear(h_BLC, weight) for weight in mixer.in_proj.weight.chunk(2))
         read = directions[0].convolve(u_BLD), directions[1].convolve(u_BLD.flip(1))
         y_LGBD, x_LGBD = scan_of(recurrence, mixer, read)
         forward_BLD, backward_BLD = (y_LGBD + mixer.skip().unsqueeze(1) * x_LGBD).permute(2, 0, 1, 3).unbind(2)
         return mixer.out_proj((forward_BLD + backward_BLD.flip(1)) / 2 * F.silu(z_BLD))
     h, w = grid_of(h_BLC.shape[1], grid)
-    columns = mixer.pool == "columns"
-    rows, length = (w, h) if columns else (h, w)
-    u_BLD, z_BLD = mixer.in_proj(transpose_grid(h_BLC, h, w) if columns else h_BLC).chunk(2, dim=-1)
-    v_BLD, backward_v_BLD = directions[0].convolve(u_BLD), directions[1].convolve(u_BLD.flip(1)).flip(1)
-    y_SGBD, _ = scan_of(recurrence, mixer, (row_means(v_BLD, rows), row_means(backward_v_BLD, rows).flip(1)))
-    forward_BSD, backward_BSD = y_SGBD.permute(2, 0, 1, 3).unbind(2)
-    skipped_BLD = directions[0].skip * v_BLD + directions[1].skip * backward_v_BLD
-    y_BLD = (repeat_rows(forward_BSD + backward_BSD.flip(1), length) + skipped_BLD) / 2
-    out_BLC = mixer.out_proj(y_BLD * F.silu(z_BLD))
-    return transpose_grid(out_BLC, w, h) if columns else out_BLC
+    lines = Lines.of(h, w, mixer.pool == "columns")
+    h_BLC = h_BLC.index_select(1, lines.order()) if lines.columns else h_BLC
+    u_BLD, z_BLD = (F.linear(h_BLC, weight) for weight in mixer.in_proj.weight.chunk(2))
+    v_BLD, backward_v_BLD = (direction.convolve(u_BLD) for direction in directions)
+    read = row_means(v_BLD, lines.count), row_means(backward_v_BLD, lines.count).flip(1)
+    forward_BSD, backward_BSD = scan_of(recurrence, mixer, read)[0].permute(2, 0, 1, 3).unbind(2)
+    skipped_BLD = directions[0].skip / 2 * v_BLD + directions[1].skip / 2 * backward_v_BLD
+    y_BSD = (forward_BSD + backward_BSD.flip(1)) / 2
+    out_BLC = mixer.out_proj((y_BSD.index_select(1, lines.pooled()) + skipped_BLD) * F.silu(z_BLD))
+    return out_BLC.index_select(1, Lines.of(w, h, True).order()) if lines.columns else out_BLC
+
+
+def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
+    """Its forward as onnxruntime knows it again, for which it has a kernel."""
+    return x_BLC / (x_BLC.pow(2).mean(-1, keepdim=True) + cast(float, norm.eps)).sqrt() * norm.weight
 
 
 def scan_of(
