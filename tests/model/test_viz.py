@@ -380,6 +380,9 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     ):
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             command(*words)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="^error: the pictures need a package: pip install matplotlib"):
+        command("empty")
 
 
 def test_other_models_and_tokens_are_refused(images):

@@ -39,6 +39,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
+        import matplotlib.figure  # noqa: F401  before the model takes its time
+    except ImportError as error:
+        sys.exit(f"error: the pictures need a package: pip install matplotlib ({error})")
+    try:
         draw(options)
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"error: {error}")
