@@ -13,7 +13,7 @@ from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined,
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import device_loader, encoded, kept
+from vil.data import device_loader, encoded, kept, workers
 from vil.data.device_loader import DeviceLoader
 from vil.data.encoded import join_pieces
 from vil.data.images import UNREADABLE
@@ -39,7 +39,7 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(SMALL=0), dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None),
+        {}, dict(SMALL=0, PIECE=7), dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None),
         dict(aa=None, color_jitter=0.9, hflip=1.0), dict(aa="rand-m5-n3-p0.8-tweights"), dict(aa="3a"),
         dict(aa="original"), dict(scale=(0.5, 0.6), ratio=(2.0, 2.5)),
     ],
@@ -48,6 +48,9 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))  # pixels that a worker decodes
+    piece = options.pop("PIECE", workers.PIECE)  # images that it hands over at a time
+    for module in ("samplers", "host_loader"):
+        monkeypatch.setattr(f"vil.data.{module}.PIECE", piece)
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
     assert len(images) == 48

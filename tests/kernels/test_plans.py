@@ -66,10 +66,20 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of_their_own(offset, monkeypatch):
-    seen = []
+    """And kernels are given their addresses."""
+    seen, addresses = [], []
+
+    class OfAddress(plan.Launch):
+        def __init__(self, t):
+            self.tensors, self.values = [(0, t)], [0]
+
+        def run_with(self, values, stream):
+            addresses.extend(values)
 
     def function(x):
         seen.append(x.data_ptr() % 16)
+        if recording := getattr(plan.compiler._thread, "recording", None):
+            recording.launch(OfAddress(x))
         return [x[1:] + 1]
 
     for x in (torch.randn(9)[offset:], torch.randn(9, 5).t()[:, offset:]):
@@ -77,6 +87,7 @@ def test_tensors_that_lie_elsewhere_behind_a_multiple_of_16_bytes_have_a_plan_of
         recorded = Plan(function, (x,), CPU)
         assert seen.pop() == behind
         assert torch.equal(recorded([x])[0], x[1:] + 1)
+        assert addresses.pop() == x.data_ptr()
 
 
 def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypatch):

@@ -291,8 +291,8 @@ def checkpoint_of_a_run(path, weights, **options):
     [
         (["--images", "a/deep/0.png"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
-            ["--images", "a", "b", "--count", "2", "--blocks", "1", "0"], dict(crop_pct=0.5, interpolation="nearest"),
-            ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1, 0],
+            ["--images", "a", "b", "--count", "2", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
+            ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
         ),
     ],
 )  # fmt: skip

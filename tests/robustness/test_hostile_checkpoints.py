@@ -181,8 +181,8 @@ def test_generated_splits_of_shards_are_refused_or_few_files_of_the_folder():
 
 
 def rewritten(compression=zipfile.ZIP_DEFLATED, end=b""):
-    """An archive of PyTorch's, of 4 MB, with its parts compressed or a comment."""
-    content = io.BytesIO(saved(torch.zeros(10**6)))
+    """An archive of PyTorch's with its parts compressed, none of them to more than the whole file, or a comment."""
+    content = io.BytesIO(saved([*(torch.rand(10**5) for _ in range(2)), *(torch.zeros(15 * 10**4) for _ in range(3))]))
     with zipfile.ZipFile(content) as plain, zipfile.ZipFile(made := io.BytesIO(), "w", compression) as file:
         for part in plain.infolist():
             file.writestr(part.filename, plain.read(part))
