@@ -91,6 +91,32 @@ def _as_bits(context, value):
 
 
 @intrinsic
+def load_lanes(context, address, values):
+    """Copies `LANES` floats from there to an array, by whole vectors: of a loop that is unrolled LLVM makes none."""
+
+    def generate(context, builder, signature, arguments):
+        vector = ir.VectorType(FLOAT, LANES).as_pointer()
+        target = builder.bitcast(context.make_array(values)(context, builder, arguments[1]).data, vector)
+        builder.store(builder.load(builder.inttoptr(arguments[0], vector), align=BYTES), target, align=BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, values), generate
+
+
+@intrinsic
+def store_lanes(context, address, values):
+    """Copies them from an array to there."""
+
+    def generate(context, builder, signature, arguments):
+        vector = ir.VectorType(FLOAT, LANES).as_pointer()
+        source = builder.bitcast(context.make_array(values)(context, builder, arguments[1]).data, vector)
+        builder.store(builder.load(source, align=BYTES), builder.inttoptr(arguments[0], vector), align=BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, values), generate
+
+
+@intrinsic
 def square_root(context, value):
     """By an instruction, not by a function of a library that a process may lack."""
 
@@ -148,7 +174,7 @@ def softplus(x):
 
 # Rows of `LANES` channels, as kernels work on them. A last block of fewer channels is padded with zeros.
 
-inlined = njit(error_model="numpy")  # by LLVM: Numba's own way takes it several times as long
+inlined = njit(error_model="numpy", forceinline=True)  # by LLVM: Numba's own way takes it several times as long
 
 
 @inlined
@@ -160,22 +186,24 @@ def lanes(address):
 def load_rows(address, stride, width, rows, values):
     """Copies rows of channels from there, with zeros behind them."""
     for n in range(rows):
-        source = lanes(address + n * stride)
-        for d in range(width):
-            values[n, d] = source[d]
-        for d in range(width, LANES):
-            values[n, d] = ZERO
+        if width < LANES:
+            source = lanes(address + n * stride)
+            for d in range(width):
+                values[n, d] = source[d]
+            for d in range(width, LANES):
+                values[n, d] = ZERO
+        else:
+            load_lanes(address + n * stride, values[n])
 
 
 @inlined
 def store_row(address, width, values):
-    target = lanes(address)
     if width < LANES:
+        target = lanes(address)
         for d in range(width):
             target[d] = values[d]
     else:
-        for d in range(LANES):
-            target[d] = values[d]
+        store_lanes(address, values)
 
 
 @inlined

@@ -26,8 +26,7 @@ class Kind(NamedTuple):
 
 def onnx_model(exported: Exported, opset: int) -> Any:
     """onnx.ModelProto of it, of operators alone."""
-    from onnx_ir.passes import Sequential, common
-    from onnxscript import optimizer
+    from onnxscript import ir, optimizer
 
     kinds: dict[Kind, tuple[str, Block]] = {}
     blocks: list[Any] = [module for module in exported.modules() if is_known(module)]
@@ -41,8 +40,9 @@ def onnx_model(exported: Exported, opset: int) -> Any:
         program = program_of(WithWeights(block, kind.grid), torch.zeros(2, *kind.tokens), weights)
         add_function(whole.model, name, translated(program, opset).model)
     optimizer.optimize(whole.model, inline=False)  # before inlining: each kind once
-    tidy = common.LiftConstantsToInitializersPass(True, 0), common.DeduplicateInitializersPass()
-    Sequential(common.InlinePass(), *tidy, common.RemoveUnusedOpsetsPass())(whole.model)
+    passes = ir.passes.common
+    tidy = passes.LiftConstantsToInitializersPass(True, 0), passes.DeduplicateInitializersPass()
+    ir.passes.Sequential(passes.InlinePass(), *tidy, passes.RemoveUnusedOpsetsPass())(whole.model)
     return whole.model_proto
 
 
@@ -90,7 +90,7 @@ def translated(
 
 def add_function(model: Any, name: str, body: Any) -> None:
     """Adds a model's graph to another's functions."""
-    import onnx_ir
+    from onnxscript import ir
 
-    function = onnx_ir.Function(DOMAIN, name, graph=body.graph, attributes=())
+    function = ir.Function(DOMAIN, name, graph=body.graph, attributes=())
     model.functions[function.identifier()] = function

@@ -46,7 +46,8 @@ class Exported(nn.Module):
         if unknown := [number for number in self.features if number not in known]:
             raise ExportError(f"features {unknown} are not of the model's blocks 0 to {len(known) - 1}")
         self.outputs = ["logits" if model.num_classes else "embedding", *(f"features_{n}" for n in self.features)]
-        for norm in [module for module in self.model.modules() if isinstance(module, RMSNorm)]:
+        norms: list[Any] = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
+        for norm in norms:
             norm.forward = functools.partial(rms_norm, norm)
         mixers: list[Any] = [module for module in self.model.modules() if isinstance(module, BidirectionalMixer)]
         for mixer in mixers:
