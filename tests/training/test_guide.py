@@ -67,7 +67,7 @@ def test_the_guides_snippets_run_one_after_the_other(folder, capsys):
     assert found["class_token"].shape == (2, 1, 64)
     assert found["loss"].isfinite()
     assert torch.equal(found["started"].blocks[5].mixer.in_proj.weight, found["shipped"].blocks[5].mixer.in_proj.weight)
-    assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 1000]
+    assert [model.num_classes for model in (found["started"], found["shipped"])] == [4, 200]
 
 
 def run_line(words, monkeypatch):
