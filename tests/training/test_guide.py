@@ -129,7 +129,7 @@ def test_the_readmes_lines_run_as_they_stand(monkeypatch):
     exec(compile(lines, "README.md", "exec"), found)
     assert found["logits"].shape == (1, 10)
     assert {tuple(features.shape) for features in found["maps"]} == {(1, 192, 20, 30)}
-    assert found["started"].pretrained_cfg["input_size"] == (3, 224, 224)
+    assert found["started"].pretrained_cfg["input_size"] == (3, 64, 64)
 
 
 class ParsedError(Exception):
