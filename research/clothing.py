@@ -99,17 +99,7 @@ def main() -> None:
                 for way in settings
                 for setting in (settings[way] if rehearse else [transfer.chosen(results.rows, way, per_class)])
             ]
-            missing = [run for run in runs if run not in results]
-            trained = [run for run in missing if settings[run.way] is RATES]
-            for run in trained:
-                write_images(options.data_dir, transfer.images_of(folder, run), run)
-            for run, outcome in transfer.outcomes(pool, training, trained):
-                results.add(run, outcome)
-                results.write()
-            for run in missing:
-                if run not in trained:
-                    results.add(run, probe(run))
-            results.write()
+            transfer.do_missing(runs, results, pool, partial(write_images, options.data_dir, folder), training, probe)
     print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
 
 
@@ -118,8 +108,9 @@ def drawn(files: Sequence[Path], run: Run) -> list[Path]:
     return random.Random(run.seed).sample(sorted(files), run.per_class) if run.per_class else sorted(files)
 
 
-def write_images(data: Path, folder: Path, run: Run) -> None:
+def write_images(data: Path, runs: str, run: Run) -> None:
     """A data set with a run's images, which others of its seed share, and with those that it is judged on."""
+    folder = transfer.images_of(runs, run)
     if folder.exists():
         return
     for split in ("train", "validation" if run.rehearse else "test"):
@@ -178,14 +169,10 @@ class Probe:
         return found
 
 
-def complete(rows: Rows) -> dict[int, dict[str, dict[int, float]]]:
-    return transfer.complete(rows, dict.fromkeys(row["way"] for row in rows))
-
-
 def ways_table(rows: Rows) -> str:
     """Markdown: mean and deviation of every way over the seeds that all ways have."""
     table = [["images of a kind", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
-    for per_class, own in complete(rows).items():
+    for per_class, own in transfer.complete(rows).items():
         for way, top1 in own.items():
             setting = f"{transfer.chosen(rows, way, per_class):g}"
             table.append([str(per_class or "all"), way, setting, spread(top1.values()), listed(top1.values())])
@@ -198,7 +185,7 @@ def differences_table(rows: Rows) -> str:
     By the paired test with 20 of a kind, where a seed draws the same images for all ways, else by Welch's.
     """
     found = []
-    for per_class, own in complete(rows).items():
+    for per_class, own in transfer.complete(rows).items():
         first, *others = [way for way in own if way.startswith(fine_tuned(""))]
         frozen = linear(first.removeprefix(fine_tuned("")))
         gaps = [(way, (paired if per_class else welch)(own[first], own[way])) for way in (SCRATCH, *others, frozen)]

@@ -174,18 +174,26 @@ def main() -> None:
                 for way in SETTINGS
                 for setting in (SETTINGS[way] if rehearse else [chosen(results.rows, way, per_class)])
             ]
-            missing = [run for run in runs if run not in results]
-            trained = [run for run in missing if run.way in (SCRATCH, FINE_TUNED)]
-            for run in trained:
-                write_images(folder, run)
-            for run, outcome in outcomes(pool, training, trained):
-                results.add(run, outcome)
-                results.write()
-            for run in missing:
-                if run not in trained:
-                    results.add(run, probe(run))
-            results.write()
+            do_missing(runs, results, pool, functools.partial(write_images, folder), training, probe)
     print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
+
+
+def do_missing(
+    runs: Sequence[Run], results: Results, pool: Executor | None, prepare: Callable[[Run], None],
+    training: Callable[[Run], dict], probe: Callable[[Run], dict],
+) -> None:  # fmt: skip
+    """Adds the outcomes that are not there yet, of training, behind `prepare`, or of a `probe`: the way's name says."""
+    missing = [run for run in runs if run not in results]
+    trained = [run for run in missing if run.way.startswith((SCRATCH, FINE_TUNED))]
+    for run in trained:
+        prepare(run)
+    for run, outcome in outcomes(pool, training, trained):
+        results.add(run, outcome)
+        results.write()
+    for run in missing:
+        if run not in trained:
+            results.add(run, probe(run))
+    results.write()
 
 
 def machine(device: str, jobs: int) -> dict[str, Any]:
@@ -254,7 +262,7 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
 
 def train_on(images: Path, words: list[str], folder: str, run: Run) -> dict[str, Any]:
     """The same with any images, and, in `words`, any weights to start from."""
-    name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}".replace(" ", "_")
+    name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}"
     words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", name]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()

@@ -70,9 +70,8 @@ class Reporter:
             if self.draws and (time.monotonic() >= self.draws_again or len(history) == self.epochs):
                 begun = time.monotonic()
                 write_atomically(self.folder / "curve.png", plot_history(history))
-                self.draws_again = time.monotonic() + 20 * (
-                    time.monotonic() - begun
-                )  # epochs of a few images are short
+                ended = time.monotonic()
+                self.draws_again = ended + 20 * (ended - begun)  # epochs of a few images are short
         except OSError as error:
             _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
         for log in self.logs:
