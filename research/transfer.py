@@ -224,6 +224,8 @@ def processes(jobs: int) -> AbstractContextManager[Executor | None]:
 def begin_process(gpus: Queue[str]) -> None:
     """Takes one of the GPUs for this process, and keeps quiet."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
+    # a process that was spawned would spawn its loaders' workers, one after the other, for ten seconds each
+    multiprocessing.set_start_method(None, force=True)
     end_with_parent(signal.SIGKILL)  # a run that is asked to stop would end, and its process wait for the next
     logging.disable(logging.WARNING)
 
