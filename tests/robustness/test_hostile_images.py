@@ -682,13 +682,22 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     endless.size = 2**60
     (tmp_path / "endless.tar").write_bytes(endless.tobuf())
     info["splits"]["validation"]["filenames"].append("endless.tar")
+    half = {"a.cls": b"2", "a.jpg": SMALL_JPEG, "b.cls": b"1", "b.jpg": SMALL_JPEG}  # of which the last is lost
+    for name, members in (("flipped", half), ("cut", half), ("next", {"b.jpg": SMALL_JPEG})):
+        shard(file := tmp_path / f"{name}.tar", members)
+        with tarfile.open(file) as tar:
+            header = tar.getmember("b.jpg").offset
+        whole = file.read_bytes()
+        file.write_bytes({"flipped": whole.replace(b"b.jpg", b"B.jpg"), "cut": whole[: header + 99]}.get(name, whole))
+        info["splits"]["validation"]["filenames"].append(file.name)
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
-    assert sorted(targets.tolist()) == [UNREADABLE] * 5 + [3]
-    assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples} - {"whole"}
+    assert sorted(targets.tolist()) == [UNREADABLE] * 8 + [2, 2, 3]
+    assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole"}
     assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
-    assert f"{2**60} bytes of a member" in caplog.text
+    assert f"endless.tar: ReadError('{2**60} bytes of a member')" in caplog.text
+    assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     assert not (tmp_path / "ran").exists()
 

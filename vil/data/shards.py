@@ -109,9 +109,9 @@ class Shards(ReaderWds):
                         most = MOST_LABEL if suffix in ("cls", "json") else MOST_BYTES
                         file = tar.extractfile(member) if member.size <= most else None  # else unreadable
                         yield dict(fname=member.name, data=file.read() if file else b"", __url__=shard["url"])
-                yield {}  # its last sample ends here
             except Exception as error:
-                log_and_continue(error)
+                log_and_continue(tarfile.ReadError(f"{shard['url'].removeprefix(f'{LOCAL}:')}: {error!r}"))
+            yield {}  # its last sample ends here, whole or not
 
     def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
         """webdataset's shuffle, but large samples take their turn earlier."""
@@ -172,11 +172,14 @@ def _bytes_of(sample: dict) -> int:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar file's header, whose notes tarfile reads as a whole."""
+    """A tar file's header, whose notes tarfile reads as a whole; where one is broken it takes the file to end."""
 
     @classmethod
     def frombuf(cls, *args, **kwargs):
-        member = super().frombuf(*args, **kwargs)
+        try:
+            member = super().frombuf(*args, **kwargs)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+            raise tarfile.ReadError(f"what follows is lost, behind the broken header of a member: {error}") from None
         if member.type in NOTES and member.size > MOST_LABEL:
             raise tarfile.ReadError(f"{member.size} bytes of notes on a member")
         return member
