@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import photographs, seeds, transfer
+from research import clothing, photographs, seeds, transfer
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -119,6 +119,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
+    "clothing": lambda: clothing.ways_table(runs_of("clothing")),
+    "clothing-differences": lambda: clothing.differences_table(runs_of("clothing")),
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},
 }
