@@ -352,14 +352,10 @@ def by_seed(rows: Sequence[dict[str, Any]], way: str, per_class: int) -> dict[in
 
 
 def complete(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, dict[int, float]]]:
-    """The top-1 by images a class, way and seed, of seeds that all ways have: a call that was stopped leaves others.
-
-    A way that has no seed yet is left out.
-    """
-    found: dict[int, dict[str, dict[int, float]]] = {}
-    counted = dict.fromkeys((row["per_class"], row["way"]) for row in rows if not row["rehearse"])
-    for per_class in dict.fromkeys(number for number, _ in counted):
-        of_ways = {way: by_seed(rows, way, per_class) for number, way in counted if number == per_class}
+    """The top-1 by images a class, way and seed, of seeds that all ways have: a call that was stopped leaves others."""
+    found, ways = {}, dict.fromkeys(row["way"] for row in rows)
+    for per_class in dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"]):
+        of_ways = {way: by_seed(rows, way, per_class) for way in ways}
         if seeds := set.intersection(*map(set, of_ways.values())):
             found[per_class] = {way: {s: own[s] for s in own if s in seeds} for way, own in of_ways.items()}
     return found
