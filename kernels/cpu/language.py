@@ -302,19 +302,24 @@ def store_rows(address, stride, width, rows, values):
 
 
 @inlined
-def readable_row(address, width, padded):
-    """The address where `LANES` channels can be read: this one, or that of what they are copied to and padded."""
+def prefetch_row(address):
+    """Begins to fetch `LANES` channels, whatever is there; a vector is a line of the cache."""
+    for d in range(0, LANES, WIDTH):
+        _prefetch(address + BYTES * d)
+
+
+@inlined
+def readable_row(start, stride, t, ahead, width, padded):
+    """The address where `LANES` channels of row t can be read: its own, or that of what they are copied to and padded.
+
+    Begins to fetch the row that is `ahead` of it.
+    """
+    prefetch_row(start + (t + ahead) * stride)
+    address = start + t * stride
     if width < LANES:
         load_rows(address, 0, width, 1, carray(padded, (1, LANES)))
         address = address_of(padded)
     return address
-
-
-@inlined
-def prefetch_row(address):
-    """Begins to bring `LANES` channels near, whatever is there; a vector is a line of the cache."""
-    for d in range(0, LANES, WIDTH):
-        _prefetch(address + BYTES * d)
 
 
 @inlined

@@ -34,7 +34,6 @@ from ..cpu.language import (
     load,
     load_rows,
     local_floats,
-    prefetch_row,
     readable_row,
     second,
     sigmoid,
@@ -74,6 +73,7 @@ def longhorn_forward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -82,16 +82,13 @@ def longhorn_forward(N: int, chunk: int):
             load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
             y_start = y_data + BYTES * (sequence * L * D + first)
             clear(S, N)
-            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             for i in range(L):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if chunk_states and i and i % chunk == 0:
                     store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                step_logits = lanes(readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
-                prefetch_row(x_start + (t + ahead) * x_L)
-                prefetch_row(step_logits_start + (t + ahead) * step_logits_L)
                 norm = ONE
                 for n in range(N):
                     norm += k[n] * k[n]
@@ -131,6 +128,7 @@ def selective_forward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -144,8 +142,8 @@ def selective_forward(N: int, chunk: int):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if chunk_states and i and i % chunk == 0:
                     store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                step_logits = lanes(readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                 for d in range(LANES):
                     step_size[d] = softplus(step_logits[d] + step_bias[0, d])
@@ -192,6 +190,7 @@ def longhorn_backward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -205,7 +204,6 @@ def longhorn_backward(N: int, chunk: int):
             part = BYTES * L * N * (task % blocks * (tasks // blocks) + sequence)
             dk_start, dq_start = dk_data + part, dq_data + part
             clear(G, N)
-            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             clear(dchannels, 2)
             for c in range(chunk_states, -1, -1):
                 clear(S, N)
@@ -214,13 +212,12 @@ def longhorn_backward(N: int, chunk: int):
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                    step_logits = lanes(
+                        readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded)
+                    )
+                    dy = lanes(readable_row(dy_start, dy_L, t, ahead, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
-                    prefetch_row(x_start + (t + ahead) * x_L)
-                    prefetch_row(step_logits_start + (t + ahead) * step_logits_L)
-                    prefetch_row(dy_start + (t + ahead) * dy_L)
                     norm = ONE
                     for n in range(N):
                         norm += k[n] * k[n]
@@ -241,8 +238,8 @@ def longhorn_backward(N: int, chunk: int):
                         dq[n] = total(products)
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, -ahead, width, x_padded))
+                    dy = lanes(readable_row(dy_start, dy_L, t, -ahead, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
                     for n in range(N):
@@ -257,7 +254,7 @@ def longhorn_backward(N: int, chunk: int):
                             by_drive = by_drive + kn * gradient
                             by_factor = by_factor + kn * error
                             store(sums, n * WIDTH, load(sums, n * WIDTH) + error)
-                            store(G, n * LANES + v, (broadcast(ONE) - broadcast(k[n] * k[n]) * e) * gradient)
+                            store(G, n * LANES + v, gradient - (broadcast(k[n] * k[n]) * e) * gradient)
                         by_x = e * by_drive
                         by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # times e
                         norms = norms + e * by_step_size
@@ -305,6 +302,7 @@ def selective_backward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -328,9 +326,11 @@ def selective_backward(N: int, chunk: int):
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                    step_logits = lanes(
+                        readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded)
+                    )
+                    dy = lanes(readable_row(dy_start, dy_L, t, ahead, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
                     for d in range(LANES):
                         step_logit = step_logits[d] + step_bias[0, d]
@@ -349,8 +349,8 @@ def selective_backward(N: int, chunk: int):
                         dq[n] = total
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, -ahead, width, x_padded))
+                    dy = lanes(readable_row(dy_start, dy_L, t, -ahead, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
                     for d in range(LANES):
