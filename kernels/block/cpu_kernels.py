@@ -23,12 +23,14 @@ from ..cpu.language import (
     inlined,
     load_rows,
     local_floats,
+    prefetch_row,
     sigmoid,
     square_root,
     store_row,
     store_rows,
 )  # fmt: skip
 
+AHEAD = 2  # tokens, of which the rows are fetched
 WINDOW = 8  # tokens, a power of 2 and at least those that both filters see or two of one reach
 
 
@@ -154,6 +156,7 @@ def take_filters(weights0, bias0, g, D, first, width, taps, weights, bias):
 def see(u1, ul, t, L, width, window):
     """Puts token t, zeros if there is none, into the window."""
     if t < L:
+        prefetch_row(u1 + (t + AHEAD) * ul)
         load_rows(u1 + t * ul, 0, width, 1, window[t % WINDOW : t % WINDOW + 1])
     else:
         clear(window[t % WINDOW : t % WINDOW + 1], 1)
@@ -188,8 +191,11 @@ def conv_forward(taps: int):
                     for i in range(taps):
                         earlier += weights[i, d] * window[(t - (taps - 1) + i) % WINDOW, d]
                         later += weights[taps + i, d] * window[(t + (taps - 1) - i) % WINDOW, d]
-                    v[0, d] = earlier * sigmoid(earlier)
-                    v[1, d] = later * sigmoid(later)
+                    v[0, d] = earlier
+                    v[1, d] = later
+                for g in range(2):
+                    for d in range(LANES):
+                        v[g, d] *= sigmoid(v[g, d])
                 store_rows(v1 + BYTES * t * D, BYTES * B * L * D, width, 2, v)
 
     return kernel
@@ -208,6 +214,7 @@ def conv_backward(taps: int):
         before, behind = (
             carray(local_floats(of_window), (WINDOW, LANES)), carray(local_floats(of_window), (WINDOW, LANES)),
         )  # fmt: skip
+        convolved = carray(local_floats(two), (2, LANES))
         sums, du = carray(local_floats(of_sums), (2 * (taps + 1), LANES)), carray(local_floats(LANES), (LANES,))
         while True:
             task = count_up(arguments)
@@ -227,21 +234,29 @@ def conv_backward(taps: int):
             for t in range(L + taps - 1):
                 see(u1, ul, t + taps - 1, L, width, window)
                 if t < L:
+                    for g in range(2):
+                        prefetch_row(dv1 + BYTES * ((t + AHEAD) * D + g * B * L * D))
                     load_rows(dv1 + BYTES * t * D, BYTES * B * L * D, width, 2, dv)
                     for d in range(LANES):
                         earlier, later = bias[0, d], bias[1, d]
                         for i in range(taps):
                             earlier += weights[i, d] * window[(t - (taps - 1) + i) % WINDOW, d]
                             later += weights[taps + i, d] * window[(t + (taps - 1) - i) % WINDOW, d]
-                        s, r = sigmoid(earlier), sigmoid(later)
-                        before[t % WINDOW, d] = dv[0, d] * (s + earlier * s * (ONE - s))
-                        behind[t % WINDOW, d] = dv[1, d] * (r + later * r * (ONE - r))
-                    for i in range(taps):
-                        for d in range(LANES):
-                            sums[i, d] += before[t % WINDOW, d] * window[(t - (taps - 1) + i) % WINDOW, d]
-                            sums[taps + 1 + i, d] += behind[t % WINDOW, d] * window[(t + (taps - 1) - i) % WINDOW, d]
+                        convolved[0, d] = earlier
+                        convolved[1, d] = later
                     for d in range(LANES):
+                        s = sigmoid(convolved[0, d])
+                        before[t % WINDOW, d] = dv[0, d] * (s + convolved[0, d] * s * (ONE - s))
+                    for d in range(LANES):
+                        s = sigmoid(convolved[1, d])
+                        behind[t % WINDOW, d] = dv[1, d] * (s + convolved[1, d] * s * (ONE - s))
+                    for d in range(LANES):
+                        for i in range(taps):
+                            sums[i, d] += before[t % WINDOW, d] * window[(t - (taps - 1) + i) % WINDOW, d]
                         sums[taps, d] += before[t % WINDOW, d]
+                    for d in range(LANES):
+                        for i in range(taps):
+                            sums[taps + 1 + i, d] += behind[t % WINDOW, d] * window[(t + (taps - 1) - i) % WINDOW, d]
                         sums[2 * taps + 1, d] += behind[t % WINDOW, d]
                 else:
                     clear(before[t % WINDOW : t % WINDOW + 1], 1)

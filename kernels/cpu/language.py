@@ -8,13 +8,16 @@ tasks until there is none. Its loops over `LANES` channels become vector instruc
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from .compiler import LANES
+from .compiler import FAST, LANES
 
 FLOAT, LONG = ir.FloatType(), ir.IntType(64)
 
@@ -116,6 +119,91 @@ def store_lanes(context, address, values):
     return types.void(types.int64, values), generate
 
 
+class _Vector(types.Type):
+    """`WIDTH` floats, with +, - and *: inner loops are written in them where LLVM would not keep sums in registers."""
+
+
+vector = _Vector("vector")
+WIDTH = 16  # one register of AVX-512, two of AVX2, four of NEON
+FLOATS = ir.VectorType(FLOAT, WIDTH)
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, of_type):
+        super().__init__(manager, of_type, FLOATS)
+
+
+def _arithmetic(operation, instruction):
+    infer_global(operation)(type("", (ConcreteTemplate,), {"cases": [signature(vector, vector, vector)]}))
+
+    @lower_builtin(operation, vector, vector)
+    def generate(context, builder, signature, arguments):
+        return getattr(builder, instruction)(*arguments, flags=sorted(FAST))
+
+
+for _operation, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+    _arithmetic(_operation, _instruction)
+
+
+def _place(context, builder, kind, values, index):
+    data = context.make_array(kind)(context, builder, values).data
+    return builder.bitcast(builder.gep(data, [index], source_etype=FLOAT), FLOATS.as_pointer())
+
+
+@intrinsic
+def load(context, values, index):
+    """The vector that begins with the float of this number in an array's memory."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(_place(context, builder, signature.args[0], *arguments), align=BYTES)
+
+    return vector(values, types.int64), generate
+
+
+@intrinsic
+def store(context, values, index, value):
+    def generate(context, builder, signature, arguments):
+        place = _place(context, builder, signature.args[0], *arguments[:2])
+        builder.store(arguments[2], place, align=BYTES)
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, vector), generate
+
+
+@intrinsic
+def broadcast(context, value):
+    def generate(context, builder, signature, arguments):
+        first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), arguments[0], LONG(0))
+        return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), None))
+
+    return vector(types.float32), generate
+
+
+@intrinsic
+def total(context, values):
+    """The sum of a vector."""
+
+    def generate(context, builder, signature, arguments):
+        of_vector = ir.FunctionType(FLOAT, (FLOAT, FLOATS))
+        reduce = cgutils.get_or_insert_function(builder.module, of_vector, f"llvm.vector.reduce.fadd.v{WIDTH}f32")
+        return builder.call(reduce, (FLOAT(-0.0), arguments[0]), fastmath=sorted(FAST))
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def _prefetch(context, address):
+    def generate(context, builder, signature, arguments):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), (byte, number, number, number))
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(prefetch, (builder.inttoptr(arguments[0], byte), number(0), number(3), number(1)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @intrinsic
 def square_root(context, value):
     """By an instruction, not by a function of a library that a process may lack."""
@@ -214,8 +302,20 @@ def store_rows(address, stride, width, rows, values):
 
 
 @inlined
-def readable_row(address, width, padded):
-    """The address where `LANES` channels can be read: this one, or that of what they are copied to and padded."""
+def prefetch_row(address):
+    """Begins to fetch `LANES` channels, whatever is there; a vector is a line of the cache."""
+    for d in range(0, LANES, WIDTH):
+        _prefetch(address + BYTES * d)
+
+
+@inlined
+def readable_row(start, stride, t, ahead, width, padded):
+    """The address where `LANES` channels of row t can be read: its own, or that of what they are copied to and padded.
+
+    Begins to fetch the row that is `ahead` of it.
+    """
+    prefetch_row(start + (t + ahead) * stride)
+    address = start + t * stride
     if width < LANES:
         load_rows(address, 0, width, 1, carray(padded, (1, LANES)))
         address = address_of(padded)

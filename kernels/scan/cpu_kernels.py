@@ -16,11 +16,14 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from ..cpu.compiler import LANES
 from ..cpu.language import (
     BYTES,
+    HALF,
     LN_2,
     LOG2_E,
     ONE,
     TWO,
+    WIDTH,
     ZERO,
+    broadcast,
     clear,
     count_up,
     exp2,
@@ -28,16 +31,20 @@ from ..cpu.language import (
     floats,
     inlined,
     lanes,
+    load,
     load_rows,
     local_floats,
     readable_row,
     second,
     sigmoid,
     softplus,
+    store,
     store_row,
     store_rows,
+    total,
 )  # fmt: skip
 
+AHEAD = 2  # tokens, of which the rows are fetched
 FORWARD, BACKWARD = 30, 41  # arguments
 
 
@@ -57,8 +64,8 @@ def longhorn_forward(N: int, chunk: int):
             step_logits_data, step_logits_G, step_logits_B, step_logits_L, k_data, k_G, k_B, k_L, q_data, q_G, q_B, q_L,
             _, skip_data, step_bias_data, y_data, states_data, chunk_states,
         ) = to_fixed_tuple(carray(arguments, (FORWARD,)), FORWARD)  # fmt: skip
-        S, eps = carray(local_floats(size), (N, LANES)), carray(local_floats(LANES), (LANES,))
-        y = carray(local_floats(LANES), (LANES,))
+        S, step_size = carray(local_floats(size), (N, LANES)), carray(local_floats(LANES), (LANES,))
+        drive, y = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
         x_padded, step_logits_padded = local_floats(LANES), local_floats(LANES)
         skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
         while True:
@@ -66,6 +73,7 @@ def longhorn_forward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -78,22 +86,24 @@ def longhorn_forward(N: int, chunk: int):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if chunk_states and i and i % chunk == 0:
                     store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                step_logits = lanes(readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                 norm = ONE
                 for n in range(N):
                     norm += k[n] * k[n]
                 for d in range(LANES):
-                    eps[d] = ONE / (norm + exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d])))
+                    step_size[d] = ONE / (norm + exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d])))
+                    drive[d] = step_size[d] * x[d]
                     y[d] = skip[0, d] * x[d]
-                for n in range(N):
-                    kn, qn = k[n], q[n]
-                    for d in range(LANES):
-                        s = S[n, d]
-                        s += (eps[d] * kn) * (x[d] - kn * s)
-                        S[n, d] = s
-                        y[d] += qn * s
+                for v in range(0, LANES, WIDTH):
+                    e, ex, out = load(step_size, v), load(drive, v), load(y, v)
+                    for n in range(N):
+                        kn, s = broadcast(k[n]), load(S, n * LANES + v)
+                        s = s + kn * (ex - (kn * e) * s)
+                        store(S, n * LANES + v, s)
+                        out = out + broadcast(q[n]) * s
+                    store(y, v, out)
                 store_row(y_start + BYTES * t * D, width, y)
 
     return kernel
@@ -118,6 +128,7 @@ def selective_forward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -131,8 +142,8 @@ def selective_forward(N: int, chunk: int):
                 t = L - 1 - i if reverse >> g & 1 else i
                 if chunk_states and i and i % chunk == 0:
                     store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
+                x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                step_logits = lanes(readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                 for d in range(LANES):
                     step_size[d] = softplus(step_logits[d] + step_bias[0, d])
@@ -150,8 +161,12 @@ def selective_forward(N: int, chunk: int):
 
 
 def longhorn_backward(N: int, chunk: int):
-    """By the residuals r = x - k S of a chunk of tokens, as docs/kernels derives it."""
-    size, of_chunk, twice = N * LANES, chunk * N * LANES, 2 * LANES
+    """By the residuals r = x - k S of a chunk of tokens, as docs/kernels derives it.
+
+    With e the step size it keeps `errors` e (2 r - x): their sum with the states' gradients is that of k, and, as
+    e r = (e (2 r - x) + e x) / 2, that of the step size.
+    """
+    size, of_chunk, twice, of_sums = N * LANES, chunk * N * LANES, 2 * LANES, N * WIDTH
 
     def kernel(arguments):
         (
@@ -161,12 +176,13 @@ def longhorn_backward(N: int, chunk: int):
             dstep_logits_data, dk_data, dq_data, _, dchannels_data, scratch_data, _,
         ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
         scratch = scratch_data + BYTES * count_up(second(arguments)) * (of_chunk + 2 * chunk * LANES)
-        residuals = carray(floats(scratch), (chunk, N, LANES))
+        errors = carray(floats(scratch), (chunk, LANES // WIDTH, N, WIDTH))
         step_sizes = carray(floats(scratch + BYTES * of_chunk), (chunk, LANES))
         slopes = carray(floats(scratch + BYTES * (of_chunk + chunk * LANES)), (chunk, LANES))
         S, G = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
         x_padded, step_logits_padded, dy_padded = local_floats(LANES), local_floats(LANES), local_floats(LANES)
         skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
+        drive, sums = carray(local_floats(LANES), (LANES,)), carray(local_floats(of_sums), (N, WIDTH))
         dx, dstep_logits = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
         dchannels = carray(local_floats(twice), (2, LANES))
         while True:
@@ -174,6 +190,7 @@ def longhorn_backward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -195,9 +212,11 @@ def longhorn_backward(N: int, chunk: int):
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                    step_logits = lanes(
+                        readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded)
+                    )
+                    dy = lanes(readable_row(dy_start, dy_L, t, ahead, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
                     norm = ONE
                     for n in range(N):
@@ -206,42 +225,47 @@ def longhorn_backward(N: int, chunk: int):
                         e = exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d]))
                         step_sizes[i, d] = ONE / (norm + e)
                         slopes[i, d] = e * step_sizes[i, d]
+                        drive[d] = step_sizes[i, d] * x[d]
                     for n in range(N):
-                        kn, total = k[n], ZERO
-                        for d in range(LANES):
-                            r = x[d] - kn * S[n, d]
-                            s = S[n, d] + (step_sizes[i, d] * kn) * r
-                            residuals[i, n, d] = r
-                            S[n, d] = s
-                            total += s * dy[d]
-                        dq[n] = total
+                        kn, products = broadcast(k[n]), broadcast(ZERO)
+                        for v in range(0, LANES, WIDTH):
+                            s, ex = load(S, n * LANES + v), load(drive, v)
+                            er = ex - (kn * load(step_sizes, i * LANES + v)) * s
+                            s = s + kn * er
+                            store(S, n * LANES + v, s)
+                            store(errors, (i * LANES + v) * N + n * WIDTH, er + er - ex)
+                            products = products + s * load(dy, v)
+                        dq[n] = total(products)
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, -ahead, width, x_padded))
+                    dy = lanes(readable_row(dy_start, dy_L, t, -ahead, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
-                    for d in range(LANES):
-                        dx[d] = ZERO
-                        dstep_logits[d] = ZERO
                     for n in range(N):
-                        kn, qn, total = k[n], q[n], ZERO
-                        for d in range(LANES):
-                            gradient, r = G[n, d] + qn * dy[d], residuals[i, n, d]
-                            scaled = step_sizes[i, d] * gradient
-                            dx[d] += kn * scaled
-                            dstep_logits[d] += (kn * scaled) * r
-                            total += scaled * (TWO * r - x[d])
-                            G[n, d] = gradient - (kn * kn) * scaled
-                        dk[n] = total
-                    norm = ZERO
-                    for d in range(LANES):
-                        norm += step_sizes[i, d] * dstep_logits[d]
-                        dstep_logits[d] *= slopes[i, d]
-                        dx[d] += skip[0, d] * dy[d]
-                        dchannels[0, d] += x[d] * dy[d]
-                        dchannels[1, d] += dstep_logits[d]
+                        store(sums, n * WIDTH, broadcast(ZERO))
+                    norms = broadcast(ZERO)
+                    for v in range(0, LANES, WIDTH):
+                        e, xv, dyv = load(step_sizes, i * LANES + v), load(x, v), load(dy, v)
+                        by_drive, by_factor = broadcast(ZERO), broadcast(ZERO)
+                        for n in range(N):
+                            kn, gradient = broadcast(k[n]), load(G, n * LANES + v) + broadcast(q[n]) * dyv
+                            error = gradient * load(errors, (i * LANES + v) * N + n * WIDTH)
+                            by_drive = by_drive + kn * gradient
+                            by_factor = by_factor + kn * error
+                            store(sums, n * WIDTH, load(sums, n * WIDTH) + error)
+                            store(G, n * LANES + v, gradient - (broadcast(k[n] * k[n]) * e) * gradient)
+                        by_x = e * by_drive
+                        by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # times e
+                        norms = norms + e * by_step_size
+                        by_step_logit = load(slopes, i * LANES + v) * by_step_size
+                        store(dx, v, by_x + load(skip, v) * dyv)
+                        store(dstep_logits, v, by_step_logit)
+                        store(dchannels, v, load(dchannels, v) + xv * dyv)
+                        store(dchannels, LANES + v, load(dchannels, LANES + v) + by_step_logit)
+                    norm = total(norms)
                     for n in range(N):
+                        dk[n] = total(load(sums, n * WIDTH))
                         dk[n] -= TWO * k[n] * norm
                     store_row(dx_start + BYTES * t * D, width, dx)
                     store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
@@ -278,6 +302,7 @@ def selective_backward(N: int, chunk: int):
             if task >= tasks:
                 break
             g, b, sequence, first, width = locate(task, blocks, B, D)
+            ahead = -AHEAD if reverse >> g & 1 else AHEAD
             x_start = x_data + g * x_G + b * x_B + BYTES * first
             step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
             k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
@@ -301,9 +326,11 @@ def selective_backward(N: int, chunk: int):
                 tokens = min(chunk, L - c * chunk)
                 for i in range(tokens):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    step_logits = lanes(readable_row(step_logits_start + t * step_logits_L, width, step_logits_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
+                    step_logits = lanes(
+                        readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded)
+                    )
+                    dy = lanes(readable_row(dy_start, dy_L, t, ahead, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
                     for d in range(LANES):
                         step_logit = step_logits[d] + step_bias[0, d]
@@ -322,8 +349,8 @@ def selective_backward(N: int, chunk: int):
                         dq[n] = total
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start + t * x_L, width, x_padded))
-                    dy = lanes(readable_row(dy_start + t * dy_L, width, dy_padded))
+                    x = lanes(readable_row(x_start, x_L, t, -ahead, width, x_padded))
+                    dy = lanes(readable_row(dy_start, dy_L, t, -ahead, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
                     for d in range(LANES):

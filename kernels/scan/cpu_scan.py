@@ -43,7 +43,7 @@ def backward(
     inputs, dy = [_readable(t) for t in (x, step_logits, k, q)], _readable(dy)
     parameters = _parameters(inputs[0], A, skip, step_bias)
     dx, dstep_logits = torch.empty((2, G, B, L, D), dtype=torch.float32)
-    dk, dq = torch.empty((2, blocks, G, B, L, N), dtype=torch.float32)  # parts of sums over channels
+    parts = torch.empty((2, blocks, G, B, L, N), dtype=torch.float32)  # of dk's and dq's sums over channels
     dchannels = torch.empty((B, G, 2, D), dtype=torch.float32)  # and over images
     dA = torch.empty((B, G, N, D) if A is not None else 0, dtype=torch.float32)
     tasks = G * B * blocks
@@ -53,9 +53,9 @@ def backward(
     _kernel(f"{recurrence}_backward", N, CHUNK).launch(
         tasks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
         *_addresses_and_strides([dy]), states.data_ptr(), chunk_state_count(L),
-        *_addresses((dx, dstep_logits, dk, dq, dA, dchannels, scratch)), 0,
+        *_addresses((dx, dstep_logits, *parts, dA, dchannels, scratch)), 0,
     )  # fmt: skip
-    per_token = [t.to(x.dtype) for t in (dx, dstep_logits, dk.sum(0), dq.sum(0))]
+    per_token = [t.to(x.dtype) for t in (dx, dstep_logits, *parts.sum(1))]
     return *per_token, dA if A is None else dA.sum(0).mT.contiguous(), dchannels.sum(0)
 
 
