@@ -307,7 +307,8 @@ def write_files(runs: list[dict[str, Any]], rows: list[dict[str, Any]], outcome:
     if options.plot:
         write_atomically(options.plot, outcome.comparison.plot([settings["model"] for settings in runs]))
     if options.report:
-        title = "Validation of " + " and ".join(f"{run['model']}" for run in runs) + f" on {runs[0]['split']}"
+        models, place = " and ".join(run["model"] for run in runs), runs[0]["data_dir"] or runs[0]["dataset"]
+        title = f"Validation of {models} on {place}, {runs[0]['split']}"
         page = report_page(title, rows, outcome.comparison, outcome.class_names, outcome.notes, outcome.dataset)
         write_atomically(options.report / PAGE, page)
 

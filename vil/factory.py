@@ -147,7 +147,8 @@ def from_checkpoint(
     saved = checkpoint.saved_config(path)
     name = model or saved.get("model")
     if not name:
-        raise ConfigError(f"{path} does not say its model: give the name as well, such as model='vim_tiny'")
+        call = f"vil.from_checkpoint({str(path)!r}, 'vim_tiny')"
+        raise ConfigError(f"{path} does not say its model: give the name as well, {call}")
     said = {option: saved[option] for option in ("num_classes", "img_size") if saved.get(option)}
     arguments = said | (saved.get("model_kwargs") or {}) | arguments
     without_head = arguments.get("num_classes") == 0

@@ -66,5 +66,5 @@ def _output(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="vil.info", description="Prints versions, commit and machine.").parse_args()
+    argparse.ArgumentParser(prog="python -m vil.info", description="Prints versions, commit and machine.").parse_args()
     print(format_environment(), end="")

@@ -158,6 +158,7 @@ class PatchEmbed(nn.Module):
         return patch_grid(img_size, self.patch_size, self.stride, pad=self.dynamic_img_size)
 
     def forward(self, x_B3HW: Tensor, add_bias: bool = True) -> Tensor:
+        check_channels(x_B3HW.shape, self.proj.in_channels)
         height, width = x_B3HW.shape[2], x_B3HW.shape[3]
         if self.dynamic_img_size:
             h, w = self.dynamic_feat_size((height, width))
@@ -169,8 +170,15 @@ class PatchEmbed(nn.Module):
         return self.proj(x_B3HW, add_bias).permute(0, 2, 3, 1)
 
 
-for _name in ("add_to_patches", "check_size", "copy_for_product", "patch_grid", "resample_pos_embed"):
+for _name in ("add_to_patches", "check_channels", "check_size", "copy_for_product", "patch_grid", "resample_pos_embed"):
     torch.fx.wrap(_name)
+
+
+@register_notrace_function
+def check_channels(shape: list[int], channels: int) -> None:
+    """Raises a ValueError unless there are images (B, channels, H, W)."""
+    if len(shape) != 4 or shape[1] != channels:
+        raise ValueError(f"images must be (B, {channels}, H, W), not {list(shape)}")
 
 
 @register_notrace_function

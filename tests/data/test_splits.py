@@ -62,6 +62,10 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
                 path.write_text("none")
             else:
                 Image.new("RGB", (4, 4)).save(path)
+            (hidden := path.parent / ".ipynb_checkpoints").mkdir(exist_ok=True)
+            for litter in (hidden / "0.png", path.parent / "._0.png", tmp_path / "pets" / "__MACOSX" / name / "0.png"):
+                litter.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (4, 4)).save(litter)
     with pytest.raises(ConfigError, match="If these are classes, this splits them: ") as refused:
         open_split("pets", "", "train")
     words = str(refused.value).rpartition(": ")[2].split()
@@ -78,7 +82,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     for name in files:
         (tmp_path / "pets" / name).rename(tmp_path / "pets/train" / name)
     assert describe_split("train", open_split("pets", "", "train")).endswith(
-        "; not read as images: 2 '.txt', 1 '.heic'"
+        "; not read as images: 8 'hidden', 2 '.txt', 1 '.heic'"
     )
     with pytest.raises(SystemExit):
         folders.main()
@@ -176,7 +180,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
     with pytest.raises(ConfigError, match="has no split 'test' .*called test.; it has 'train', 'val'"):
         open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
     (tmp_path / "val").rename(tmp_path / "test")
-    with pytest.raises(ConfigError, match="has no split 'validation' .*it has 'test', 'train'"):
+    with pytest.raises(ConfigError, match="has no split 'validation' .*it has 'test', 'train'. .*folders .*/train "):
         open_splits(small_config(tmp_path))
 
 

@@ -116,7 +116,7 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     for line in printed.splitlines():
         file, _, said = line.partition(": ")
         first, second = vil.predict(checkpoint, file, topk=2)
-        assert said == f"{first.label} {first.probability:.1%}, {second.label} {second.probability:.1%}"
+        assert said == f"{first.label} {first.probability:.1%}; {second.label} {second.probability:.1%}"
         assert [rows[file][name] for name in ("class", "class_2")] == [first.label, second.label]
         assert float(rows[file]["probability_2"]) == pytest.approx(second.probability, rel=1e-4)
         assert [entry["number"] for entry in read.pop(file)] == [first.number, second.number]

@@ -14,7 +14,7 @@ import sys
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 # Pillow reads some forty formats whatever a file is called, EPS among them by starting Ghostscript; MPO is a JPEG to it
 Image.init()
@@ -123,7 +123,10 @@ def decode(file: BinaryIO) -> Image.Image:
 
 def open_image(file: BinaryIO) -> Any:
     """Pillow's image of a file's header, if what it announces is within the limits."""
-    image: Any = Image.open(file, formats=FORMATS)
+    try:
+        image: Any = Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:  # whose message is an address in memory
+        raise UnfitImageError(f"none of {', '.join(FORMATS)} by its content") from error
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise UnfitImageError(f"{width}x{height} pixels, more than {MOST_PIXELS}")
@@ -179,7 +182,8 @@ def _decoded(data: bytes) -> tuple[tuple[int, int], bytes]:
         image = decode(io.BytesIO(data))
         found = image.size, image.tobytes()
     except Exception as error:  # decoders raise all kinds
-        found = (0, 0), repr(error)[:1000].encode(errors="backslashreplace")
+        said = str(error) if isinstance(error, UnfitImageError) else repr(error)
+        found = (0, 0), said[:1000].encode(errors="backslashreplace")
     if hasattr(signal, "alarm"):
         signal.alarm(0)
     return found

@@ -95,7 +95,9 @@ def write_digits(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vil.data.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", type=Path)
     parser.add_argument("--train-per-class", type=int, help="training images of each digit (default: all)")
     parser.add_argument("--digits", type=int, nargs="+", choices=range(10), default=range(10), metavar="DIGIT")

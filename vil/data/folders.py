@@ -76,7 +76,7 @@ def endings(left_out: Counter[str]) -> str:
 def list_images(folder: str, data_dir: str, left_out: Counter[str] | None = None) -> list[str]:
     """Files with the suffix of an image, in timm's order; one line says how many links were left out.
 
-    The endings of other files are counted in `left_out`.
+    The endings of other files are counted in `left_out`, and what is hidden: names that begin with a dot, `__MACOSX`.
     """
     found = _Found(folder)
     found.walk(folder)
@@ -116,7 +116,9 @@ class _Found:
                 self.targets.add(place)
             with contextlib.suppress(OSError), os.scandir(folder) as entries:  # as os.walk does
                 for entry in entries:
-                    if entry.is_symlink():
+                    if entry.name.startswith(".") or entry.name == "__MACOSX":  # of editors, systems and archives
+                        self.others["hidden"] += 1
+                    elif entry.is_symlink():
                         self.links.append(entry.path)
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
@@ -168,6 +170,8 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     if target.is_relative_to(source.resolve()):
         raise ValueError(f"{target} is in {source}, of whose classes it would be one: name a folder beside it")
     classes = defaultdict(list)
+    if not source.is_dir():
+        raise ValueError(f"there is no folder {source}")
     for file in map(Path, list_images(str(source), str(source))):
         inside = file.relative_to(source)
         if len(inside.parts) > 1:
@@ -208,7 +212,9 @@ def _fill(target: Path, source: Path, classes: dict[str, list[Path]], validation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vil.data.folders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="folder with a folder of images for each class")
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--validation", type=float, default=0.2, help="share of each class (default: 0.2)")

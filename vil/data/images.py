@@ -57,6 +57,11 @@ def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
     return decode(file) if is_bounded(file, length) else decode_guarded(file, length)
 
 
+def reason(error: Exception) -> str:
+    """Why an image cannot be read, of characters that a terminal prints."""
+    return str(error) if isinstance(error, UnfitImageError) else repr(error)
+
+
 def restrict_pillow() -> None:
     """Leaves the same formats and number of pixels to who else opens images in this process."""
     Image.ID[:] = FORMATS
@@ -83,7 +88,7 @@ class Unreadable:
             self._count.value += 1
             known, self._named[number] = self._named[number], LATE if isinstance(error, LateImageError) else NAMED
         if not known:  # with `repr`, since a name can have anything in it that a terminal obeys
-            _logger.warning("skipped an unreadable image: %r (%r)", name, error)
+            _logger.warning("skipped an unreadable image: %r (%s)", name, reason(error))
 
     def refuse_late(self, number: int) -> None:
         """Raises a LateImageError for an image that has already taken all the time that one may take."""

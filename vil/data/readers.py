@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from .decoder import UnfitImageError, is_bounded, length_of, open_image
 from .draws import DrawingTransform
 from .encoded import EncodedImage, is_plain_jpeg, is_small
-from .images import UNREADABLE, Unreadable, UnreadableSplitError, open_file, read_image
+from .images import UNREADABLE, Unreadable, UnreadableSplitError, open_file, read_image, reason
 from .seeds import seed_everything
 
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
@@ -61,7 +61,7 @@ class ImageReader(Dataset):
             except Exception as error:  # decoders raise all kinds
                 # not the error itself, whose traceback would hold this frame, and through it the loader, in a cycle:
                 # where that is collected, workers wait for the end of a queue that has gone before it
-                name, last = self.dataset.reader.filename(i), repr(error)
+                name, last = self.dataset.reader.filename(i), reason(error)
                 self.unreadable.add(i, name, error)
         if self.is_training:
             raise UnreadableSplitError(

@@ -153,13 +153,19 @@ def _find_split(data_dir: str | None, split: str) -> Path:
                     _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
     found = _quoted(sorted(p.name for p in root.iterdir()), 8) or "nothing"
-    suffixes = get_img_extensions(as_set=True)
-    classes = sum(any(file.suffix.lower() in suffixes for file in folder.glob("*")) for folder in root.glob("*/"))
-    command = shlex.join(["python", "-m", "vil.data.folders", data_dir, f"{root.resolve().name}_split"])
+    remedy = ""
+    for folder, what in ((root, "If these are classes, this splits them"), (root / "train", "This splits 'train'")):
+        if _count_classes(folder) > 1 and (folder == root or split in SPLIT_NAMES["validation"]):
+            command = ["python", "-m", "vil.data.folders", str(folder), f"{root.resolve().name}_split"]
+            remedy = f". {what}: {shlex.join(command)}"
     raise ConfigError(
-        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}"
-        + f". If these are classes, this splits them: {command}" * (classes > 1)
+        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}{remedy}"
     )
+
+
+def _count_classes(root: Path) -> int:
+    suffixes = get_img_extensions(as_set=True)
+    return sum(any(file.suffix.lower() in suffixes for file in folder.glob("*")) for folder in root.glob("*/"))
 
 
 def describe_split(name: str, images) -> str:

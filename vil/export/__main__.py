@@ -17,7 +17,9 @@ from . import __doc__ as description
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vil.export", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="timm model; the checkpoint's if it says")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--checkpoint", help="weights; random ones if not given")

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from tqdm import tqdm
 
 from ..checkpoint import CheckpointError, label_of
 from ..config import ConfigError, Parser
-from ..data.folders import list_images
+from ..data.folders import endings, list_images
 from ..devices import known_device
 from ..files import write_atomically
 from ..output import LostResultError, check_outputs, csv_text, outlive_output, print_result
 from . import Prediction, _line, classifier_of, predictions
 from . import __doc__ as description
+
+_logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -32,7 +35,9 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="python -m vil.predict", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", required=True, metavar="FILE|FOLDER", help=".pt, .safetensors, .onnx or folder")
     parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="files, or folders of them")
     parser.add_argument("--topk", type=int, default=5, help="classes of each image (default: 5)")
@@ -51,11 +56,14 @@ def parse_options() -> argparse.Namespace:
 def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     """Prints a line for each image and writes the tables. Returns how many images cannot be read, and of how many."""
     files: list[Path] = []
+    left_out: Counter[str] = Counter()
     for path in options.images:
-        inside = [Path(name) for name in list_images(str(path), str(path))] if path.is_dir() else [path]
+        inside = [Path(name) for name in list_images(str(path), str(path), left_out)] if path.is_dir() else [path]
         if not inside:
-            raise ConfigError(f"there are no images in {path}")
+            raise ConfigError(f"there are no images in {path}{endings(left_out)}")
         files += inside
+    if left_out:
+        _logger.warning("%d images%s", len(files), endings(left_out))
     classifier = classifier_of(options.checkpoint, known_device(options.device))
     rows: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
@@ -68,7 +76,7 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
                 tqdm.write(f"{str(file)!r} cannot be read as an image: {_line(found)}", file=sys.stderr)
                 continue
             with bar.external_write_mode():
-                print_result(f"{label_of(str(file))}: " + ", ".join(f"{p.label} {p.probability:.1%}" for p in found))
+                print_result(f"{label_of(str(file))}: " + "; ".join(f"{p.label} {p.probability:.1%}" for p in found))
             rows.append(_row(file, found))
             classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
             entries.append({"file": str(file), "predictions": classes})

@@ -196,7 +196,7 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
         for epoch in begun:  # of a phase
             axis.axvline(epoch - 0.5, color="grey", linewidth=0.8)
         for name, label in columns.items():
-            if name in history[-1]:
+            if name in history[-1] and (title in ALWAYS or _changes(history, [name])):
                 values = [row.get(name, math.nan) for row in history]
                 axis.plot(epochs, values, "-" if len(epochs) > 1 else "o", label=label)
         if title in ALWAYS:

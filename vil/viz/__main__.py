@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vil.viz", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", required=True, help="checkpoint of train_imagenet.py")
     parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders of them")
     parser.add_argument("--count", type=int, default=3, help="images in why.png and scans.png (default: 3)")
