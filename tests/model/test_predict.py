@@ -16,6 +16,7 @@ import vil
 from vil.checkpoint import CheckpointError, save_checkpoint
 from vil.config import ConfigError
 from vil.export import export_model
+from vil.predict import Classifier
 from vil.predict.__main__ import main
 
 NAMES = ["ant", "n01440764", "cat", "dog", "eel", "fox", "gnu"]
@@ -101,6 +102,8 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     table, entries = tmp_path / "new/found.csv", tmp_path / "found.json"
     words = ["--checkpoint", str(checkpoint), str(photos), str(photos / "notes.txt"), "--topk", "2"]
     words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries)]
+    at_once, best = [], Classifier._best
+    monkeypatch.setattr(Classifier, "_best", lambda self, x, topk: at_once.append(len(x)) or best(self, x, topk))
     monkeypatch.setattr(sys, "argv", ["vil.predict", *words])
     with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
         main()
@@ -109,6 +112,7 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
         "broken.png",
         "notes.txt",
     ]
+    assert at_once == [2, 3, 2]  # of three, of which broken.png and notes.txt cannot be read
     rows = {row["file"]: row for row in csv.DictReader(table.open())}
     read = {entry["file"]: entry["predictions"] for entry in json.loads(entries.read_text())}
     assert rows.keys() == read.keys()
@@ -119,7 +123,9 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
         assert said == f"{first.label} {first.probability:.1%}, {second.label} {second.probability:.1%}"
         assert [rows[file][name] for name in ("class", "class_2")] == [first.label, second.label]
         assert float(rows[file]["probability_2"]) == pytest.approx(second.probability, rel=1e-4)
-        assert [entry["number"] for entry in read.pop(file)] == [first.number, second.number]
+        for entry, prediction in zip(read.pop(file), (first, second), strict=True):
+            expected = dict(number=prediction.number, probability=pytest.approx(prediction.probability, rel=1e-4))
+            assert entry == {"class": prediction.label, **expected}
     assert not read
 
 
