@@ -285,6 +285,8 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [False, second == "vil ema"]
+    data = ("data_dir", "dataset", "split", "crop_pct", "interpolation")
+    assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
     # the speed is that of a model alone: here it says whose
     assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
     assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]

@@ -227,7 +227,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
         (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors"),
-        (["{photos}", "--csv", "{tmp}"], "error: cannot write "),
+        *((["{photos}", f"--{word}", "{tmp}"], "error: cannot write ") for word in ("csv", "json")),
     ],
 )
 def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path, monkeypatch):

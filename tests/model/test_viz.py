@@ -355,7 +355,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         Image.new("RGB", (9, 9), (3 * i, 0, 0)).save(tmp_path / "many" / f"{i:02}.png")
 
     def command(*images):
-        words = ["--checkpoint", tmp_path / "last.pt", "--out", tmp_path, "--images", *images]
+        words = ["--checkpoint", tmp_path / "last.pt", "--images", *images]
         monkeypatch.setattr(sys, "argv", ["vil.viz", *map(str, words)])
         viz.main()
         return capsys.readouterr().out
@@ -364,6 +364,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     said = command("many")
     assert "scans.png: 3 images" in said
     assert "over 64 images" in said
+    assert (tmp_path / "output/viz/scans.png").exists()
     assert "over 1 images" in command("many/05.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.png").write_text("no picture")
