@@ -239,7 +239,19 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
         first.run()
     last = tmp_path / "run" / "last.pt"
     checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
+    bars = []
+
+    class Bar(tqdm):
+        """As where somebody watches."""
+
+        def __init__(self, **options):
+            super().__init__(**options | dict(file=io.StringIO(), disable=False))
+            bars.append((self, self.n))
+
+    monkeypatch.setattr(train_imagenet, "tqdm", Bar)
     trainer(folder, tmp_path, resume="auto", **changes).run()
+    ((bar, begun),) = bars
+    assert (begun, bar.n, bar.total, bar.desc) == (5 * 16, 4 * 3 * 16, 4 * 3 * 16, "epoch 4/4: ")
     assert "going on with 56 training images, was 50" in caplog.messages
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
