@@ -80,7 +80,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert describe_split("train", open_split("pets", "", "train")).endswith(
         "; not read as images: 2 '.txt', 1 '.heic'"
     )
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
 
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
     source, target = pets(tmp_path / "pets", 2), tmp_path / target
     (tmp_path / "full" / "old").mkdir(parents=True)
     monkeypatch.setattr("sys.argv", ["vil.data.folders", str(source), str(target), f"--validation={share}"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{error}", line)
