@@ -169,6 +169,13 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
         open_splits(small_config(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
         open_split(str(tmp_path), "", "holdout")
+    for name in ("more", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("none")
+    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are no classes
+        open_split(str(tmp_path), "", "holdout")
+    for name in ("more", "notes"):
+        shutil.rmtree(tmp_path / name)
     shutil.copytree(image_folder / "train", tmp_path / "train")
     with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*val or .*eval\); it has 'train'"):
         open_splits(small_config(tmp_path))
