@@ -220,6 +220,10 @@ def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     assert bool(loader.kept.images) == stays
     line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")  # of whose images the first process has told
+    assert kept.KeptImages(3, device).choose_room(1)
+    assert caplog.messages == []
     few = kept.KeptImages(3, device, room=100)
     few.add({i: (torch.zeros(3, 4, 4, dtype=torch.uint8), 0, (0, 0)) for i in range(3)})
     assert list(few.images) == [0, 1]

@@ -172,6 +172,10 @@ def test_what_the_gpu_cannot_do_the_workers_do_as_one_line_says(
     assert line.startswith(f"the workers decode and augment images, not the GPU: {reason}")
     with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
         loader_for_training(photo_folder, CUDA, augment_on_device=True, **options)
+    _say_once.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    loader_for_training(photo_folder, CUDA, **options)
+    assert said() == [line]
 
 
 def test_a_split_of_other_files_is_the_workers_and_one_line_says_so(tmp_path, said):

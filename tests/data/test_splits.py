@@ -84,7 +84,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert describe_split("train", open_split("pets", "", "train")).endswith(
         "; not read as images: 8 'hidden', 2 '.txt', 1 '.heic'"
     )
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
 
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
     source, target = pets(tmp_path / "pets", 2), tmp_path / target
     (tmp_path / "full" / "old").mkdir(parents=True)
     monkeypatch.setattr("sys.argv", ["vil.data.folders", str(source), str(target), f"--validation={share}"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{error}", line)
@@ -173,6 +173,13 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
         open_splits(small_config(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
         open_split(str(tmp_path), "", "holdout")
+    for name in ("more", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("none")
+    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are no classes
+        open_split(str(tmp_path), "", "holdout")
+    for name in ("more", "notes"):
+        shutil.rmtree(tmp_path / name)
     shutil.copytree(image_folder / "train", tmp_path / "train")
     with pytest.raises(ConfigError, match=r"has no split 'validation' \(.*val or .*eval\); it has 'train'"):
         open_splits(small_config(tmp_path))

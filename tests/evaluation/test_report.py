@@ -11,6 +11,7 @@ from fixtures import CLASSES, VAL_IMAGES
 from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import confusion_matrix, precision_score, recall_score
+from timm.data.dataset import IterableImageDataset
 
 from vil.data.splits import open_split
 from vil.evaluation.comparison import Comparison
@@ -151,8 +152,14 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     best[9:12, 0, 0] = [70, 71, 72]
     targets[:9] = 40
     judged = Comparison.of(targets, best, np.full(best.shape, 0.5))
-    text = report_page("Validation", [MODEL | dict(images=28)], judged, {40: "a", 50: "b"}, [], images)
-    rows = Page(text).tables[2]
+    monkeypatch.setattr("vil.evaluation.report.SIDE", 10)
+    words = "Validation", [MODEL | dict(images=28)], judged, {40: "a", 50: "b"}, []
+    text = report_page(*words, images)
+    page, of_stream = Page(text), Page(report_page(*words, IterableImageDataset("", reader=[])))
+    assert [max(picture.size) for picture in page.pictures] == [10] * 12
+    assert of_stream.pictures == []  # whose images have no places
+    assert of_stream.captions[0].split()[:2] == page.captions[0].split()[:2]
+    rows = page.tables[2]
     assert rows[:2] == [["class", "taken for", "images"], ["a", "b", "9"]]
     assert len(rows) == 5
     assert len(re.findall("<figure>", text)) == 12

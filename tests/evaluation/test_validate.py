@@ -285,6 +285,8 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [False, second == "vil ema"]
+    data = ("data_dir", "dataset", "split", "crop_pct", "interpolation")
+    assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
     # the speed is that of a model alone: here it says whose
     assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
     assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]
@@ -297,13 +299,19 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
 def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path):
     """ReaL labels among some classes: which an image has depends on its place, and one image cannot be read."""
     root, loaded = models
-    words = ["--checkpoint", str(root / "more.pt"), "--use-ema", "--split", "imagenet"]
+    other = torch.load(root / "more.pt", weights_only=True)
+    other["label_names"][7] = "shark"
+    torch.save(other, tmp_path / "more.pt")
+    words = ["--checkpoint", str(tmp_path / "more.pt"), "--use-ema", "--split", "imagenet"]
     words += ["--against", str(root / "more vit.pth"), "--against-model", "vit_tiny_patch16_224"]
     words += ["--against-model-kwargs", *VIT_ARGUMENTS]
     words += ["--real-labels", str(folders / "real.json"), "--batch-size", "4", "--workers", "1"]
     words += ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "csv")]
-    printed = run([*script("validate.py"), *words], count=2).stdout
-    assert printed.count("| top-1 % |") == 1
+    ended = run([*script("validate.py"), *words], count=2)
+    assert ended.stdout.count("| top-1 % |") == 1
+    assert re.findall("(?m)^(.*): 36 images of 12 classes", ended.stderr) == ["imagenet"]
+    assert ended.stderr.count("1 of the 12 classes here have another name") == 1
+    printed = ended.stdout
     assert "1 unreadable images were left out" in printed
 
     names, targets, first = logits_of_imagenet(loaded["more ema"], folders, **AS_SAVED)

@@ -1,15 +1,29 @@
 """The figures that a picture is drawn from, to look into what is drawn."""
 
+import numpy as np
 from matplotlib.figure import Figure
 
 
 def kept_figures(monkeypatch) -> list[Figure]:
-    """Fills with every figure that is saved from now on."""
+    """Fills with every figure that is saved from now on, whose `saved_to` is where."""
     figures, save = [], Figure.savefig
 
-    def savefig(figure, *args, **kwargs):
+    def savefig(figure, file, *args, **kwargs):
+        figure.saved_to = file
         figures.append(figure)
-        return save(figure, *args, **kwargs)
+        return save(figure, file, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     return figures
+
+
+def drawn(figure: Figure) -> list:
+    """The words of each part of a figure, and the numbers of its maps and curves."""
+    return [
+        (
+            [axis.get_title(), axis.get_xlabel(), axis.get_ylabel(), *(line.get_label() for line in axis.get_lines())],
+            [np.asarray(t) for image in axis.get_images() for t in (image.get_array(), image.get_clim())],
+            [line.get_xydata() for line in axis.get_lines()],
+        )
+        for axis in figure.axes
+    ]

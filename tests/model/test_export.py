@@ -93,7 +93,7 @@ def naive_outputs(model, images):
 
 def variables_of(metadata):
     """What an ONNX file's metadata, which are text, say."""
-    texts = ("model", "interpolation", "crop_mode")
+    texts = ("model", "interpolation", "crop_mode", "licence")
     return {name: value if name in texts else json.loads(value) for name, value in metadata.items()}
 
 
@@ -367,6 +367,13 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
         torch.testing.assert_close(exported[-1].state_dict(), expected, check_device=False)
     command("--checkpoint", "both.pt", "--img-size", "24", "--model-kwargs", "drop_rate=0.5", "--out", "x.onnx")
     assert (exported[-1].patch_embed.img_size, exported[-1].head_drop.p) == ((24, 24), 0.5)
+    torch.save(saved["state_dict"], "plain.pth")
+    shared = ["--model", "vil_tiny", "--num-classes", "3", "--img-size", "16", "--out", "x.onnx"]
+    for words in ([], ["--checkpoint", "plain.pth"]):
+        command(*shared, *words, "--model-kwargs", "depth=1", "patch_size=8", "embed_dim=32")
+        found = exported[-1].state_dict()
+        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in saved["state_dict"].items()}
+        assert torch.equal(found["head.weight"].cpu(), saved["state_dict"]["head.weight"]) is bool(words)
 
 
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
@@ -396,6 +403,7 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     trained, monkeypatch, capsys, caplog
 ):
     words = ["vil.export", "--checkpoint", "best.pt", "--features", "0", "--out", "vil_tiny.onnx"]
+    words += ["--opset", "20", "--runtime", "onnxruntime", "--metadata", "licence=none"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.delitem(sys.modules, "vil.export.__main__")  # as in a process of its own
     runpy.run_module("vil.export", run_name="__main__")
@@ -405,7 +413,9 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     session = onnxruntime.InferenceSession("vil_tiny.onnx")
     metadata = variables_of(session.get_modelmeta().custom_metadata_map)
     expected = dict(model="vil_tiny", num_classes=3, input_size=[3, 16, 16], crop_pct=0.9, interpolation="bilinear")
-    assert expected.items() <= metadata.items()
+    assert (expected | dict(licence="none")).items() <= metadata.items()
+    proto = onnx.load("vil_tiny.onnx")
+    assert {entry.domain: entry.version for entry in proto.opset_import} == {"": 20, "com.microsoft": 1}
     images = torch.randn(2, 3, 16, 16)
     *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
     assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, {n} of 2" for n in (1, 2)]

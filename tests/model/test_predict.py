@@ -10,12 +10,14 @@ import timm
 import torch
 from models import small, with_random_parameters
 from PIL import Image
+from processes import run
 from timm.data import ImageNetInfo
 
 import vil
 from vil.checkpoint import CheckpointError, save_checkpoint
 from vil.config import ConfigError
 from vil.export import export_model
+from vil.predict import Classifier
 from vil.predict.__main__ import main
 
 NAMES = ["ant", "n01440764", "cat", "dog", "eel", "fox", "gnu"]
@@ -101,6 +103,8 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     table, entries = tmp_path / "new/found.csv", tmp_path / "found.json"
     words = ["--checkpoint", str(checkpoint), str(photos), str(photos / "notes.txt"), "--topk", "2"]
     words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries)]
+    at_once, best = [], Classifier._best
+    monkeypatch.setattr(Classifier, "_best", lambda self, x, topk: at_once.append(len(x)) or best(self, x, topk))
     monkeypatch.setattr(sys, "argv", ["vil.predict", *words])
     with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
         main()
@@ -109,6 +113,7 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
         "broken.png",
         "notes.txt",
     ]
+    assert at_once == [2, 3, 2]  # of three, of which broken.png and notes.txt cannot be read
     rows = {row["file"]: row for row in csv.DictReader(table.open())}
     read = {entry["file"]: entry["predictions"] for entry in json.loads(entries.read_text())}
     assert rows.keys() == read.keys()
@@ -119,7 +124,9 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
         assert said == f"{first.label} {first.probability:.1%}; {second.label} {second.probability:.1%}"
         assert [rows[file][name] for name in ("class", "class_2")] == [first.label, second.label]
         assert float(rows[file]["probability_2"]) == pytest.approx(second.probability, rel=1e-4)
-        assert [entry["number"] for entry in read.pop(file)] == [first.number, second.number]
+        for entry, prediction in zip(read.pop(file), (first, second), strict=True):
+            expected = dict(number=prediction.number, probability=pytest.approx(prediction.probability, rel=1e-4))
+            assert entry == {"class": prediction.label, **expected}
     assert not read
 
 
@@ -202,11 +209,13 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
         assert str(refused.value).isprintable()
 
 
-def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path, monkeypatch, capsys):
-    (odd := tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
-    monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", str(checkpoint), str(odd), str(photos / "a.png")])
-    main()
-    first, second = capsys.readouterr().out.splitlines()
+def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path):
+    (tmp_path / "out").symlink_to(photos)
+    (tmp_path / "\x1b[2J\nerror: all is well.png").write_bytes((photos / "a.png").read_bytes())
+    words = ["-m", "vil.predict", "--checkpoint", str(checkpoint), str(tmp_path), str(photos / "a.png")]
+    ended = run([sys.executable, *words])
+    assert ended.stderr.startswith("1 links in ")  # without the level and name of a logger
+    first, second = ended.stdout.splitlines()
     assert first.isprintable()
     assert second.startswith(f"{photos / 'a.png'}: ")  # in the order in which they are given
 
@@ -221,7 +230,7 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
         (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors"),
-        (["{photos}", "--csv", "{tmp}"], "error: cannot write "),
+        *((["{photos}", f"--{word}", "{tmp}"], "error: cannot write ") for word in ("csv", "json")),
     ],
 )
 def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from figures import drawn, kept_figures
 from matplotlib.colors import LogNorm
 from models import random_images, with_random_parameters
 from PIL import Image
@@ -297,7 +298,7 @@ def checkpoint_of_a_run(path, weights, **options):
     ],
 )  # fmt: skip
 def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks, tmp_path, monkeypatch, capsys):
-    """One image of each folder, then the next of each; pixel by pixel what the figures of those images are."""
+    """One image of each folder, then the next of each; drawn is what the figures of those images are."""
     kwargs = dict(embed_dim=16, depth=4, patch_size=8)
     torch.manual_seed(7)
     model = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
@@ -311,6 +312,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     out = tmp_path / "new" / "folder"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vil.viz", "--checkpoint", "last.pt", "--out", str(out), *words])
+    figures = kept_figures(monkeypatch)
     viz.main()
 
     interpolation = transforms.InterpolationMode(options.get("interpolation", "bicubic"))
@@ -333,13 +335,16 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
         for name, m in (("untrained", untrained), ("trained", model))
         for token in ("centre", "class")
     }
-    figures = {"scans.png": scans, "fields.png": plot_receptive_fields(fields), "why.png": why}
-    assert {path.name for path in out.iterdir()} == figures.keys()
-    for name, figure in figures.items():
-        figure.savefig(tmp_path / name, dpi=110)
-        found, expected = (np.asarray(Image.open(folder / name)).astype(int) for folder in (out, tmp_path))
-        assert found.shape == expected.shape
-        assert (abs(found - expected).max(-1) > 3).mean() < 1e-3  # rounding may take a colour to the next
+    expected = {"scans.png": scans, "fields.png": plot_receptive_fields(fields), "why.png": why}
+    assert {path.name for path in out.iterdir()} == expected.keys()
+    found = {figure.saved_to: drawn(figure) for figure in figures}
+    for name, figure in expected.items():
+        for (words, *numbers), (expected_words, *truth) in zip(found[out / name], drawn(figure), strict=True):
+            assert words == expected_words
+            for parts in zip(numbers, truth, strict=True):
+                for part, true in zip(*parts, strict=True):
+                    np.testing.assert_allclose(part, true, rtol=1e-4, atol=1e-6)
+        assert Image.open(out / name).width == pytest.approx(110 * figure.get_figwidth(), abs=1)
     printed = capsys.readouterr().out
     assert f"why.png: {count} images; {said}\n" in printed
     assert "hidden: evidence 0." in said
@@ -355,7 +360,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         Image.new("RGB", (9, 9), (3 * i, 0, 0)).save(tmp_path / "many" / f"{i:02}.png")
 
     def command(*images):
-        words = ["--checkpoint", tmp_path / "last.pt", "--out", tmp_path, "--images", *images]
+        words = ["--checkpoint", tmp_path / "last.pt", "--images", *images]
         monkeypatch.setattr(sys, "argv", ["vil.viz", *map(str, words)])
         viz.main()
         return capsys.readouterr().out
@@ -364,6 +369,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     said = command("many")
     assert "scans.png: 3 images" in said
     assert "over 64 images" in said
+    assert (tmp_path / "output/viz/scans.png").exists()
     assert "over 1 images" in command("many/05.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.png").write_text("no picture")

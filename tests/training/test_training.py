@@ -110,6 +110,12 @@ def test_evaluation_prepares_images_as_the_options_say(image_folder):
     transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
     paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
     assert torch.equal(images[:7], torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths]))
+    # of a model whose weights came with a mean and a deviation of 0.5, white is 1
+    other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
+    trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
+    augmented, _ = trainer.augment(white.byte(), torch.zeros(2, dtype=torch.long), 0, 0)
+    for images in (augmented, trainer.evaluator.normalised(white.byte())):
+        torch.testing.assert_close(images, torch.ones(2, 3, 160, 160))
 
 
 def test_unreadable_images_of_both_splits_are_counted(image_folder, tmp_path, no_pictures):

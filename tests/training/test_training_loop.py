@@ -1,5 +1,7 @@
 """The training loop against `naive_training`: every number that a run writes, for options away from their defaults."""
 
+import io
+import shutil
 import signal
 
 import numpy as np
@@ -159,17 +161,41 @@ def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder
     truth = train(folder, options, micro_batch=4)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     said = two.log.read_text()
+    assert said.startswith("train: ")  # without the level and name of a logger
     for line in ("an epoch is ", "train: 56 images", "validation: 42 images", "images at once on each", "best: top-1 "):
         assert said.count(line) == 1, said  # by the first of them
     assert_same_run(tmp_path, truth)
+    again = _awkward(folder, tmp_path)
+    assert Run(tmp_path, 2, **_plain(options | again)).wait() == [0, 0]
+    said = two.log.read_text()
+    for line in (
+        "has no split 'training': train in its place", "1 links in ", "has no images of 1 of the 7 classes: '6'",
+        "started from ", "going on with 56 training images, was 50", "has trained its 5 epochs: --epochs N trains on",
+    ):  # fmt: skip
+        assert said.count(line) == 1, said
+
+
+def _awkward(folder, tmp_path):
+    """Options of a start that has much to say."""
+    root, last = tmp_path / "awkward", tmp_path / "run" / "last.pt"
+    shutil.copytree(folder, root)
+    shutil.rmtree(root / "val" / "6")
+    (root / "train" / "0" / "link").symlink_to(tmp_path)
+    checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
+    return dict(data_dir=str(root), train_split="training", pretrained_path=str(tmp_path / "run" / "best.pt"))
 
 
 def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, tmp_path, monkeypatch):
     run, looks = trainer(folder, tmp_path, global_batch_size=8, batch_size=4, log_interval=4), []
     look = run.check_finite
     monkeypatch.setattr(run, "check_finite", lambda: looks.append(run.meter.steps) or look())
-    run.train_one_epoch(0, tqdm(disable=True))
+    bar = tqdm(file=io.StringIO(), total=56)
+    run.train_one_epoch(0, bar)
     assert looks == [4, 7]
+    assert (bar.n, bar.postfix) == (56, f"loss={run.meter.losses[3]:.4f}, lr=4.00e-03")
+    run.rank = 1  # which writes nothing
+    run.save()
+    assert not (tmp_path / "run" / "last.pt").exists()
 
 
 def means_judged(rank, folder, output):
@@ -213,7 +239,19 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
         first.run()
     last = tmp_path / "run" / "last.pt"
     checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
+    bars = []
+
+    class Bar(tqdm):
+        """As where somebody watches."""
+
+        def __init__(self, **options):
+            super().__init__(**options | dict(file=io.StringIO(), disable=False))
+            bars.append((self, self.n))
+
+    monkeypatch.setattr(train_imagenet, "tqdm", Bar)
     trainer(folder, tmp_path, resume="auto", **changes).run()
+    ((bar, begun),) = bars
+    assert (begun, bar.n, bar.total, bar.desc) == (5 * 16, 4 * 3 * 16, 4 * 3 * 16, "epoch 4/4: ")
     assert "going on with 56 training images, was 50" in caplog.messages
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
