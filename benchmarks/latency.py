@@ -1,4 +1,4 @@
-"""Latency on a CPU: one image beside timm's models of the same size, the scan, and a training step.
+"""Latency on a CPU: one image and a training step beside timm's models of the same size, and the scan.
 
     python benchmarks/latency.py [--models vil_small deit_small_patch16_224] [--threads 2] [--rounds 20]
 
@@ -40,7 +40,9 @@ def main() -> None:
     cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} threads"
     print(f"{cpu}, torch {torch.__version__}, timm {timm.__version__}, vil {vil.__file__}")
     if options.models:
-        report(one_image(options.models, options.img_size, options.rounds), options.models[-1])
+        for measure in (one_image, step_of_two_images):
+            print(measure.__name__)
+            report(measure(options.models, options.img_size, options.rounds), options.models[-1])
     for recurrence in ("longhorn", "selective"):
         for shape in SHAPES:
             for name, times in scans(recurrence, *shape, options.rounds).items():
@@ -73,6 +75,18 @@ def one_image(names: list[str], img_size: int, rounds: int) -> dict[str, list[fl
     models = {name: timm.create_model(name, img_size=img_size).eval() for name in names}
     with torch.inference_mode():
         return in_turn({name: lambda model=model: model(image) for name, model in models.items()}, rounds)
+
+
+def step_of_two_images(names: list[str], img_size: int, rounds: int) -> dict[str, list[float]]:
+    """Forward and backward in fp32."""
+    images = torch.randn(2, 3, img_size, img_size)
+
+    def step(model):
+        model.zero_grad()
+        model(images).square().mean().backward()
+
+    models = {name: timm.create_model(name, img_size=img_size).train() for name in names}
+    return in_turn({name: lambda model=model: step(model) for name, model in models.items()}, rounds)
 
 
 def scans(recurrence: str, B: int, D: int, L: int, rounds: int, N: int = 16) -> dict[str, dict[str, list[float]]]:

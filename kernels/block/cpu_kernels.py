@@ -30,7 +30,7 @@ from ..cpu.language import (
     store_rows,
 )  # fmt: skip
 
-AHEAD = 2  # tokens, of which the rows are fetched
+AHEAD = 4  # tokens, of which the rows are fetched
 WINDOW = 8  # tokens, a power of 2 and at least those that both filters see or two of one reach
 
 
