@@ -246,7 +246,7 @@ def test_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
     def stop(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vil.predict.__main__.predict_files", stop)
+    monkeypatch.setattr(sys.modules[main.__module__], "predict_files", stop)
     monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", "any.pt", "photo.jpg"])
     with pytest.raises(SystemExit, match="130"):
         main()
