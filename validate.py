@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -127,8 +126,7 @@ def main() -> None:
     except (ConfigError, checkpoint.CheckpointError, LostResultError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("\nstopped: nothing was written", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        output.exit_stopped()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -163,11 +163,12 @@ def from_checkpoint(
     channels, *size = config["input_size"]
     size = to_2tuple(arguments.get("img_size") or size)
     config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
-    config["model_args"] = {name: value for name, value in arguments.items() if name != "num_classes"}  # timm's name
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
     config |= checkpoint.preprocessing(path)
     names = checkpoint.label_names(path)
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names
     loaded.pretrained_cfg = loaded.default_cfg = config
+    # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
+    loaded.model_args = {name: value for name, value in arguments.items() if name != "num_classes"}
     return loaded

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .checkpoint import label_of
 from .config import ConfigError
@@ -64,6 +65,12 @@ def check_outputs(paths: Iterable[Path]) -> None:
             probe.unlink()
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def exit_stopped(said: str = "stopped: nothing was written") -> NoReturn:
+    """Ends a program that Ctrl-C stopped, as a shell expects it."""
+    print(f"\n{said}", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 
 
 class LostResultError(RuntimeError):

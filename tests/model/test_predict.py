@@ -249,3 +249,14 @@ def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
         vil.predict(small(img_size=32, patch_size=8, num_classes=5, global_pool=""), np.zeros((32, 32, 3), np.uint8))
     with pytest.raises(CheckpointError, match="no checkpoint"):
         vil.predict("gone.pt", "photo.jpg")
+
+
+def test_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[main.__module__], "predict_files", stop)
+    monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", "any.pt", "photo.jpg"])
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert capsys.readouterr().err == "\nstopped: nothing was written\n"

@@ -14,6 +14,7 @@ from processes import SMALL
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.data import resolve_model_data_config
+from timm.models import save_for_hf
 
 import vil
 from vil import checkpoint
@@ -108,7 +109,12 @@ def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessi
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     size = (32, 32) if of_a_run else (176, 176)
     images = torch.randn(2, 3, *size)
-    for found in (timm.create_model(f"local-dir:{folder}", pretrained=True).eval(), vil.from_checkpoint(folder)):
+    folders = [folder]
+    if of_a_run:
+        folders.append(tmp_path / "timm's")  # as its push_to_hf_hub writes them
+        save_for_hf(model, folders[-1], model_args=model.model_args, safe_serialization="both")
+    by_timm = [timm.create_model(f"local-dir:{path}", pretrained=True).eval() for path in folders]
+    for found in (*by_timm, vil.from_checkpoint(folder)):
         assert list(found.pretrained_cfg["label_names"]) == model.pretrained_cfg["label_names"]
         config, expected = resolve_model_data_config(found), resolve_model_data_config(model)
         assert {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()} == expected

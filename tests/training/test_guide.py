@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shlex
@@ -87,6 +88,7 @@ def run_line(words, monkeypatch):
 def test_the_notebook_goes_from_drawing_images_to_a_model_for_timm(tmp_path, monkeypatch, capsys):
     cells = json.loads((ROOT / "docs/first_hour.ipynb").read_text())["cells"]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # which the notebook changes
     for name in ("configs", "weights"):
         (tmp_path / name).symlink_to(ROOT / name)
     found: dict = {}

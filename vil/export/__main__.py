@@ -12,6 +12,7 @@ from torch import nn
 from .. import checkpoint
 from ..config import ConfigError, parse_key_values
 from ..factory import create_model, from_checkpoint
+from ..output import exit_stopped
 from . import OPSET, RUNTIMES, ExportError, check_options, export_model
 from . import __doc__ as description
 
@@ -48,6 +49,8 @@ def main() -> None:
         print(report if trained else f"{report}; of random weights, as no --checkpoint was given")
     except (ConfigError, checkpoint.CheckpointError, ExportError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        exit_stopped()
 
 
 def _key_and_text(word: str) -> tuple[str, str]:

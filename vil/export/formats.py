@@ -138,7 +138,7 @@ def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
 
 def arguments_of(model: Any) -> dict[str, Any]:
     """Those with which a model of `vil.from_checkpoint` was built."""
-    return {k: v for k, v in model.pretrained_cfg.get("model_args", {}).items() if k in MODEL_KWARGS}
+    return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS}
 
 
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:

@@ -17,7 +17,7 @@ from ..config import ConfigError, Parser
 from ..data.folders import endings, list_images
 from ..devices import known_device
 from ..files import write_atomically
-from ..output import LostResultError, check_outputs, csv_text, outlive_output, print_result
+from ..output import LostResultError, check_outputs, csv_text, exit_stopped, outlive_output, print_result
 from . import Prediction, _line, classifier_of, predictions
 from . import __doc__ as description
 
@@ -30,6 +30,8 @@ def main() -> None:
         unreadable, count = predict_files(parse_options())
     except (ConfigError, CheckpointError, LostResultError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        exit_stopped()
     if unreadable:
         sys.exit(f"{unreadable} of {count} images cannot be read")
 

@@ -17,6 +17,7 @@ from ..config import ConfigError
 from ..data.folders import list_images
 from ..data.images import read_image
 from ..factory import create_model, from_checkpoint
+from ..output import exit_stopped
 from ..predict import predict
 from ..vision_longhorn import VisionLonghorn
 from . import __doc__ as description
@@ -48,6 +49,8 @@ def main() -> None:
         draw(options)
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        exit_stopped("stopped")
 
 
 def draw(options: argparse.Namespace) -> None:
