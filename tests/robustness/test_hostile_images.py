@@ -34,6 +34,7 @@ from vil.data.loaders import evaluation_loader, micro_batches, training_loader, 
 from vil.data.readers import EncodedReader, ImageReader
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split, open_splits
+from vil.evaluation.imagenet import open_test_split
 from vil.viz import __main__ as viz
 
 CPU = torch.device("cpu")
@@ -690,6 +691,9 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
     assert f"{2**60} bytes of a member" in caplog.text
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
+    again, _ = open_test_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
+    targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
+    assert sorted(targets.tolist()) == [UNREADABLE] * 5 + [3]
     assert not (tmp_path / "ran").exists()
 
 
