@@ -126,6 +126,7 @@ def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessi
     assert "- commit: 0012\n" in card
     assert '"local-dir:mine", pretrained=True' in card
     assert "license" not in (folder / "config.json").read_text()
+    assert export_model(model, folder).path == folder  # in place of what is there
     (tmp_path / "a file").write_text("")
     with pytest.raises(ExportError, match="a file is a file, and would become the other"):
         export_model(model, tmp_path / "a file")
