@@ -18,6 +18,8 @@ from timm.data import ImageNetInfo
 
 import validate
 from vil.evaluation.comparison import Speed
+from vil.export import export_model
+from vil.factory import from_checkpoint
 
 VIL = dict(img_size=16, **SMALL["model_kwargs"])
 VIT = dict(img_size=16, patch_size=8, embed_dim=12, depth=1, num_heads=3)
@@ -82,6 +84,8 @@ def models(tmp_path_factory, folders):
     for name, classes in (("vit", 12), ("more vit", 1000)):
         models[name] = small_model("vit_tiny_patch16_224", 5, classes, **VIT)
         torch.save(models[name].state_dict(), root / f"{name}.pth")
+    export_model(from_checkpoint(root / "vil.pt"), root / "own.safetensors", **OWN)
+    models["own"] = from_checkpoint(root / "own.safetensors")
     return root, models
 
 
@@ -145,8 +149,12 @@ VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir"
             [*VIT_WORDS, "--num-classes", "12", "--model-kwargs", *pretrained("MODELS/vit.pth", 12)],
             "vit", "validation", dict(input_size=(3, 16, 16), **OWN),
         ),
+        (
+            ["--checkpoint", "{models}/own.safetensors", "--data-dir", "{folders}"],
+            "own", "validation", dict(input_size=(3, 16, 16), **OWN),
+        ),
     ],
-    ids=["as saved", "EMA", "best", "options", "pretrained"],
+    ids=["as saved", "EMA", "best", "options", "pretrained", "exported"],
 )  # fmt: skip
 def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
     folder = folders / {"validation": "val"}.get(split, split)
@@ -460,6 +468,16 @@ def test_files_that_a_full_disk_does_not_take_leave_the_result_on_the_standard_o
     with pytest.raises(SystemExit, match=r"^error: a file could not be written: .*No space left on device$"):
         command("--checkpoint", str(models[0] / "vil.pt"), "--json", str(tmp_path / "out.json"))
     assert "top-1" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validate, "validate", interrupted)
+    with pytest.raises(SystemExit, match="^130$"):
+        command(*VIL_PT)
+    assert capsys.readouterr() == ("", "\nstopped: nothing was written\n")
 
 
 def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp_path):

@@ -1,6 +1,7 @@
 """Command lines of small runs, and running them as a user does."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import random
@@ -129,6 +130,7 @@ def become(rank, processes, port, stdout, stderr):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     for standard, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
+    logging.getLogger().handlers.clear()  # pytest's, of which a forked process has copies
     # pytest may have put something else there
     sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
 

@@ -34,6 +34,7 @@ from vil.data.loaders import evaluation_loader, micro_batches, training_loader, 
 from vil.data.readers import EncodedReader, ImageReader
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import open_split, open_splits
+from vil.evaluation.imagenet import open_test_split
 from vil.viz import __main__ as viz
 
 CPU = torch.device("cpu")
@@ -699,6 +700,9 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     assert f"endless.tar: ReadError('{2**60} bytes of a member')" in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
+    again, _ = open_test_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
+    targets = torch.cat([targets for _, targets in evaluation_loader(again, DATA_CONFIG, CPU, 0, 4, 0, 1)])
+    assert sorted(targets.tolist()) == [UNREADABLE] * 5 + [3]
     assert not (tmp_path / "ran").exists()
 
 
@@ -729,6 +733,11 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
 def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, message, pillow):
     with pytest.raises(ConfigError, match=message):
         open_split(None, dataset, "train")
+
+
+def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
+    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: SimpleNamespace(**options))
+    assert vars(open_split("/cache", "hfds/x", "test", seed=3)) == dict(root="/cache", split="test", seed=3)
 
 
 # classes

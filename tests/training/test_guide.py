@@ -170,3 +170,17 @@ def test_command_lines_have_options_that_there_are(document, monkeypatch, tmp_pa
         else:
             assert importlib.util.find_spec(program), words
     assert lines or document == "docs/hardware.md"
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "missing"),
+    [
+        ("vil.predict", ["x.png"], "--checkpoint"), ("vil.viz", [], "--checkpoint, --images"),
+        ("vil.export", [], "--out"),
+    ],
+)  # fmt: skip
+def test_what_a_command_line_lacks_is_said(program, words, missing, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program, *words])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"{program}.__main__").main()
+    assert re.search(f"arguments are required: {missing}$", f"{capsys.readouterr().err}{stopped.value.code}", re.M)

@@ -270,12 +270,13 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
 ):
     def evaluate(_):
         counts = [top1[len(run.history)] for top1 in (model, average) if top1]
-        return [Evaluation(42, count, 42, 1.0, 0, 1.0) for count in counts]
+        return [Evaluation(42, count, 42, 1.0, 0, 7.0) for count in counts]
 
     run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None, checkpoint_interval="1")
     assert run.evaluator.models == [run.model, *([run.ema.module] if average else [])]
     run.evaluator = evaluate
     run.run()
+    assert {row["eval_images_per_second"] for row in run.history} == {7.0}
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
     assert (saved["epoch"], len(saved["history"]), saved["best"]) == (epoch, epoch, best)
