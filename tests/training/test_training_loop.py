@@ -238,7 +238,9 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     with pytest.raises(PreemptedError, match="step 2 of epoch 2, and --resume auto goes on from there"):
         first.run()
     last = tmp_path / "run" / "last.pt"
-    checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
+    saved = checkpoint.read_checkpoint(last)
+    assert saved["num_images"] == 56
+    checkpoint.save_checkpoint(saved | dict(num_images=50), last)
     bars = []
 
     class Bar(tqdm):
