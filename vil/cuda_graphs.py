@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import warnings
@@ -53,7 +54,7 @@ class Replayed:
                 if not tried:
                     self._try_out()
                 # other threads, such as the loader's, go on meanwhile
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                with nothing_collected(), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.outputs = function(*inputs)
             except torch.OutOfMemoryError:
                 raise
@@ -101,6 +102,19 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
             for t, value in zip(tensors, before):
                 t.copy_(value)
         torch.cuda.set_rng_state(state)
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Garbage goes ahead, not within: an earlier run's graph that is destroyed within a capture makes that one fail."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _random_state_of_host() -> tuple:

@@ -1,10 +1,12 @@
 """Training runs in one process: what they write, how they begin, go on and end, and what they refuse."""
 
 import csv
+import gc
 import itertools
 import re
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import train_imagenet
 from train_imagenet import DivergenceError, Trainer
 from vil import checkpoint
 from vil.config import Config, load_config
+from vil.cuda_graphs import nothing_collected
 from vil.factory import create_model
 from vil.training.interruption import PreemptedError
 
@@ -307,6 +310,16 @@ def test_a_state_that_no_run_leaves_is_not_gone_on_with(
     assert status == 1
     assert error.startswith(f"error: {tmp_path / 'odd.pt'} does not fit this run: ")
     assert "\n" not in error
+
+
+def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_not_within():
+    earlier = torch.nn.Identity()
+    earlier.itself, left = [earlier], weakref.ref(earlier)  # a cycle, as a run with its CUDA graph is
+    del earlier
+    with nothing_collected():
+        assert left() is None
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
