@@ -169,11 +169,18 @@ class Probe:
         return found
 
 
+def judged(rows: Rows) -> dict[int, dict[str, dict[int, float]]]:
+    """The top-1 of what counts by images of a kind, way and seed, as far as it is there."""
+    ways = dict.fromkeys(row["way"] for row in rows)
+    numbers = dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"])
+    return {n: {way: transfer.by_seed(rows, way, n) for way in ways} for n in numbers}
+
+
 def ways_table(rows: Rows) -> str:
-    """Markdown: mean and deviation of every way over the seeds that all ways have."""
+    """Markdown: mean and deviation of every way over its seeds."""
     table = [["images of a kind", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
-    for per_class, own in transfer.complete(rows).items():
-        for way, top1 in own.items():
+    for per_class, own in judged(rows).items():
+        for way, top1 in ((way, top1) for way, top1 in own.items() if top1):
             setting = f"{transfer.chosen(rows, way, per_class):g}"
             table.append([str(per_class or "all"), way, setting, spread(top1.values()), listed(top1.values())])
     return markdown_table(table)
@@ -185,7 +192,7 @@ def differences_table(rows: Rows) -> str:
     By the paired test with 20 of a kind, where a seed draws the same images for all ways, else by Welch's.
     """
     found = []
-    for per_class, own in transfer.complete(rows).items():
+    for per_class, own in judged(rows).items():
         first, *others = [way for way in own if way.startswith(fine_tuned(""))]
         frozen = linear(first.removeprefix(fine_tuned("")))
         gaps = [(way, (paired if per_class else welch)(own[first], own[way])) for way in (SCRATCH, *others, frozen)]
