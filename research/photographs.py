@@ -183,7 +183,7 @@ class Study:
 def read(results: Path) -> tuple[Runs, Judged | None]:
     """The runs that a file of results has and what they take the test images for; none if there is no such file."""
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    judged = any(run["stage"] == "seeds" for run in runs)
+    judged = any(run.get("stage") == "seeds" for run in runs)  # a file of research/seeds.py has no stages
     return runs, Judged.read(seeds.predictions_of(results)) if judged else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -33,6 +33,10 @@ STUDIES = {
     "digits": "[digits](small_images.md#digits)",
     "digits_few": "[20 digits of each class](small_images.md#few-digits)",
 }
+
+# recipes for ViL that are compared with that of the photographs, by their files of results
+RECIPES = {"recipes_teacher": "a teacher", "recipes_bce": "3-Augment, binary cross-entropy"}
+RECIPE_SEEDS = 3
 
 
 def runs_of(name: str) -> list[dict[str, Any]]:
@@ -96,11 +100,22 @@ def of_photographs(table: Callable[..., str], judged: bool = True) -> str:
     return table(runs, found) if judged else table(runs)
 
 
-def of_clothing(table: Callable[[Sequence[dict[str, Any]]], str]) -> str:
-    """A table of the ways that have a run which counts: the others are under way."""
-    rows = runs_of("clothing")
-    counted = {row["way"] for row in rows if not row["rehearse"]}
-    return table([row for row in rows if row["way"] in counted])
+def recipes() -> str:
+    """ViL by each recipe less ViL by the plain one, on the test images; no accuracy before the last run of them all."""
+    runs, judged = photographs.read(RESULTS / "photographs.json")
+    plain = photographs.top1_of_test(runs, judged).get(photographs.VIL, {})
+    found = {name: seeds.top1_by_seed(photographs.read(RESULTS / f"{name}.json")[0]) for name in RECIPES}
+    found = {name: models.get(photographs.VIL, {}) for name, models in found.items()}
+    if complete := plain and all(len(top1) == RECIPE_SEEDS for top1 in found.values()):
+        gaps = [welch(top1, plain) for top1 in found.values()]
+        corrected = holm([gap.p_value for gap in gaps])
+    table = [["recipe", "runs", "test top-1 %, mean ± deviation", "less plain (95% interval)", "p (Welch)", "p (Holm)"]]
+    for i, (name, top1) in enumerate(found.items()):
+        cells = ["-"] * 4
+        if complete:
+            cells = [spread(top1.values()), str(gaps[i]), f"{gaps[i].p_value:.2g}", f"{corrected[i]:.2g}"]
+        table.append([RECIPES[name], str(len(top1)), *cells])
+    return markdown_table(table)
 
 
 def weights() -> str:
@@ -126,8 +141,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
-    "clothing": partial(of_clothing, clothing.ways_table),
-    "clothing-differences": partial(of_clothing, clothing.differences_table),
+    "clothing": lambda: clothing.ways_table(runs_of("clothing")),
+    "clothing-differences": lambda: clothing.differences_table(runs_of("clothing")),
+    "recipes": recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},
 }

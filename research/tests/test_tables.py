@@ -9,6 +9,7 @@ import re
 import naive_evaluation as naive
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 
 from research import seeds, tables
 
@@ -30,6 +31,27 @@ def test_a_table_stands_between_its_marks_and_nothing_else_changes(monkeypatch):
     assert tables.filled(page) == tables.filled(expected) == expected
     with pytest.raises(KeyError, match="three"):
         tables.filled("<!-- table: three -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize("missing", ["no run", "a seed of a recipe", "the plain ones"])
+def test_recipes_are_compared_when_the_last_run_is_there(missing, monkeypatch, tmp_path):
+    plain, found = [40.0, 41.5, 40.5, 41.0, 42.0], {"recipes_teacher": [43.0, 44.0, 42.5], "recipes_bce": [41, 40, 42]}
+    for name, top1 in found.items():
+        seen = top1[:2] if missing == "a seed of a recipe" and name == "recipes_bce" else top1
+        runs = [dict(model="vil_tiny", seed=seed, top1=value) for seed, value in enumerate(seen)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(dict(runs=runs)))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    by_model = {} if missing == "the plain ones" else {"vil_tiny": dict(enumerate(plain))}
+    monkeypatch.setattr(tables.photographs, "top1_of_test", lambda runs, judged: by_model)
+    rows = [line.split(" | ")[1:] for line in tables.recipes().splitlines()[2:]]
+    if missing != "no run":
+        assert all(cell.strip(" |") == "-" for row in rows for cell in row[1:])
+        return
+    p_values = [ttest_ind(top1, plain, equal_var=False).pvalue for top1 in found.values()]
+    assert rows[0][1].startswith("43.17")
+    assert rows[0][2].startswith("+2.17")
+    assert [float(row[3]) for row in rows] == pytest.approx(p_values, rel=0.05)
+    assert float(rows[0][4].strip(" |")) == pytest.approx(2 * p_values[0], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "rehearsal", "rehearsal2"])
