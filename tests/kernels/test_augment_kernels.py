@@ -223,6 +223,30 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, inter
     assert_levels(result, expected, 0, 0)
 
 
+def test_every_image_goes_through_its_own_operations_in_order(where):
+    names = [["Invert", "Brightness"], ["Brightness", "Invert"], ["", "Brightness"], ["", ""]]
+    operations = np.array([[CODES[name] for name in turns] for turns in names], np.uint8)
+    arguments = np.zeros((4, 2, batched_transforms.ARGUMENTS), np.float32)
+    arguments[:, :, 0] = [[0, 0.5], [0.25, 0], [0, 0.75], [0, 0]]
+    images = torch.full((4, 3, 2, 2), 200, dtype=torch.uint8, device=where.device)
+    result = apply_operations(images, operations, arguments, FILL, "bicubic")
+    assert result[:, 0, 0, 0].tolist() == [27, 205, 150, 200]
+    assert (result == result[:, :1, :1, :1]).all()
+
+
+@pytest.mark.parametrize("interpolation", METHODS)
+def test_a_batch_is_transformed_where_it_is(interpolation):
+    """A tensor of no device but "meta" takes none of another for an operand."""
+    images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
+    boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
+    crops = crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
+    assert (crops.device.type, crops.shape) == ("meta", (3, 3, 8, 12))
+    operations = np.array([[CODES["Affine"], CODES[name]] for name in ("Color", "Contrast", "Solarize")], np.uint8)
+    arguments = np.zeros((3, 2, batched_transforms.ARGUMENTS), np.float32)
+    result = apply_operations(crops, operations, arguments, FILL, interpolation)
+    assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
+
+
 def test_batches_without_operations_stay_as_they_are(where):
     images = batch([noise(5, 7)] * 2, where.device)
     for turns in (0, 2):
