@@ -14,8 +14,6 @@ from vil.kernels.scan import operator
 
 import vil  # noqa: F401  registers the models
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 
 def counted(function, *arguments, **keywords):
     """What a function returns, and the FLOPs of it."""
