@@ -156,8 +156,9 @@ def random_operation(numbers, name=None):
     """One of timm's with an argument: its name, argument, code and arguments here."""
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
-    ranges |= dict.fromkeys(("TranslateX", "TranslateY"), (-20, 20))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
+    if name in ("TranslateX", "TranslateY"):  # by halves, with which pixels come from the very edge
+        return name, numbers.randint(-40, 40) / 2
     if name not in ranges:  # blends by tenths, whose levels are often whole numbers but for rounding
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
