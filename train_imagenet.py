@@ -47,7 +47,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timm.data import resolve_data_config
-from timm.scheduler import create_scheduler_v2
 from timm.utils import distribute_bn
 from torch import Tensor
 from tqdm import tqdm
@@ -60,7 +59,7 @@ from vil.data.augmentation import BatchAugmentation
 from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
-from vil.data.splits import class_names, describe_split, open_splits
+from vil.data.splits import class_names, open_splits
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
@@ -74,7 +73,7 @@ from vil.processes import (
     leave_processes,
     sum_over_processes,
 )
-from vil.training.building import build_model, build_optimizer
+from vil.training.building import build_model, build_optimizer, build_scheduler
 from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.losses import Loss
@@ -170,14 +169,11 @@ class Trainer:
         seed_everything(config.seed)
         fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
         self.model = build_model(fresh, num_classes).to(device)
-        data_config = resolve_data_config(
-            {"img_size": config.img_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation},
-            model=self.model,
-        )
+        seen = {name: getattr(config, name) for name in ("img_size", "crop_pct", "interpolation")}
+        data_config = resolve_data_config(seen, model=self.model)
         self.label_names = checkpoint.labels_of(class_names(train_set))
-        self.teacher = None
-        if config.teacher:
-            self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
+        taught = config, num_classes, self.label_names, data_config, self.model
+        self.teacher = Teacher(*taught) if config.teacher else None
         self.loss_fn = Loss(config, num_classes, self.teacher)
         self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
@@ -188,20 +184,10 @@ class Trainer:
         self.augment = BatchAugmentation(config, num_classes, data_config)
 
         self.optimizer = build_optimizer(config, self.model)
-        self.scheduler, _ = create_scheduler_v2(
-            self.optimizer,
-            sched=config.sched,
-            num_epochs=config.epochs,
-            warmup_epochs=config.warmup_epochs,
-            warmup_lr=config.warmup_lr,
-            min_lr=config.min_lr,
-        )
+        self.scheduler = build_scheduler(config, self.optimizer)
         self.ema = ListedEma(self.model, decay=config.model_ema_decay) if config.model_ema else None
-        if rank == 0 and not config.synthetic:
-            logging.warning("%s", describe_split(config.train_split, train_set))
-            logging.warning("%s", describe_split(config.val_split, val_set))
         if rank == 0:
-            announce(config, phase, self.batches)
+            announce(config, phase, self.batches, train_set, val_set)
         self.precision = autocast(device, config.amp, config.amp_dtype)
         scaled = config.amp and config.amp_dtype == "float16" and device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)

@@ -78,7 +78,7 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
         with (
             torch.autocast("cuda", dtype, enabled=dtype != torch.float32),
             mock.patch.multiple(torch, mm=in_fp32(torch.mm), bmm=in_fp32(torch.bmm)),
-            mock.patch("vil.kernels.block.gate_outproj._add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
+            mock.patch("vil.kernels.block.gate_outproj.add_product", lambda x, a, b: x.add_(torch.mm(a, b))),
             mock.patch.object(hardware, "multiprocessors", return_value=multiprocessors),
             mock.patch.object(hardware, "is_hopper", return_value=on_hopper),
         ):

@@ -170,7 +170,7 @@ class BidirectionalMixer(nn.Module):
     """
 
     direction: type[LonghornDirection]
-    recurrence: str
+    recurrence: str  # its name to the fused kernels, which run no other mixer
 
     def __init__(
         self,

@@ -587,7 +587,7 @@ def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, 
     return state_dict
 
 
-def _cfg(**kwargs) -> dict[str, Any]:
+def _cfg() -> dict[str, Any]:
     return {
         "url": "",
         "num_classes": 1000,
@@ -601,12 +601,10 @@ def _cfg(**kwargs) -> dict[str, Any]:
         "first_conv": "patch_embed.proj",
         "classifier": "head",
         "license": "apache-2.0",
-        **kwargs,
     }
 
 
-NAMES = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("tiny", "small", "base")]
-default_cfgs = generate_default_cfgs({name + suffix: _cfg() for suffix in ("", "_pooled") for name in NAMES})
+default_cfgs: dict[str, Any] = {}  # where timm looks for them: `register` adds that of each model
 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
@@ -632,6 +630,7 @@ def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLon
         raise RuntimeError(
             f"timm has a model {name} of {module}, which that of {__name__} would hide: use them in different processes"
         )
+    default_cfgs.update(generate_default_cfgs({name: _cfg()}))
     return register_model(function)
 
 

@@ -262,7 +262,8 @@ def softplus(x):
 
 # Rows of `LANES` channels, as kernels work on them. A last block of fewer channels is padded with zeros.
 
-inlined = njit(error_model="numpy", forceinline=True)  # by LLVM: Numba's own way takes it several times as long
+# by LLVM: Numba's own way takes it several times as long
+inlined = njit(error_model="numpy", fastmath=FAST, forceinline=True)
 
 
 @inlined

@@ -55,62 +55,9 @@ def locate(task, blocks, B, D):
     return sequence // B, sequence % B, sequence, first, min(LANES, D - first)
 
 
-def longhorn_forward(N: int, chunk: int):
-    size = N * LANES
-
-    def kernel(arguments):
-        (
-            _, _, tasks, blocks, B, L, D, reverse, x_data, x_G, x_B, x_L,
-            step_logits_data, step_logits_G, step_logits_B, step_logits_L, k_data, k_G, k_B, k_L, q_data, q_G, q_B, q_L,
-            _, skip_data, step_bias_data, y_data, states_data, chunk_states,
-        ) = to_fixed_tuple(carray(arguments, (FORWARD,)), FORWARD)  # fmt: skip
-        S, step_size = carray(local_floats(size), (N, LANES)), carray(local_floats(LANES), (LANES,))
-        drive, y = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
-        x_padded, step_logits_padded = local_floats(LANES), local_floats(LANES)
-        skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
-        while True:
-            task = count_up(arguments)
-            if task >= tasks:
-                break
-            g, b, sequence, first, width = locate(task, blocks, B, D)
-            ahead = -AHEAD if reverse >> g & 1 else AHEAD
-            x_start = x_data + g * x_G + b * x_B + BYTES * first
-            step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
-            k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
-            states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
-            load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
-            load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
-            y_start = y_data + BYTES * (sequence * L * D + first)
-            clear(S, N)
-            for i in range(L):
-                t = L - 1 - i if reverse >> g & 1 else i
-                if chunk_states and i and i % chunk == 0:
-                    store_rows(states_start + BYTES * (i // chunk - 1) * N * D, BYTES * D, width, N, S)
-                x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
-                step_logits = lanes(readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded))
-                k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
-                norm = ONE
-                for n in range(N):
-                    norm += k[n] * k[n]
-                for d in range(LANES):
-                    step_size[d] = ONE / (norm + exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d])))
-                    drive[d] = step_size[d] * x[d]
-                    y[d] = skip[0, d] * x[d]
-                for v in range(0, LANES, WIDTH):
-                    e, ex, out = load(step_size, v), load(drive, v), load(y, v)
-                    for n in range(N):
-                        kn, s = broadcast(k[n]), load(S, n * LANES + v)
-                        s = s + kn * (ex - (kn * e) * s)
-                        store(S, n * LANES + v, s)
-                        out = out + broadcast(q[n]) * s
-                    store(y, v, out)
-                store_row(y_start + BYTES * t * D, width, y)
-
-    return kernel
-
-
-def selective_forward(N: int, chunk: int):
-    size = N * LANES
+def _forward(N: int, chunk: int, rows_of_A: int, advance):
+    """The walk over tokens; `advance` goes a token further with the states and writes its y."""
+    of_states, of_A = N * LANES, max(1, rows_of_A) * LANES
 
     def kernel(arguments):
         (
@@ -118,7 +65,7 @@ def selective_forward(N: int, chunk: int):
             step_logits_data, step_logits_G, step_logits_B, step_logits_L, k_data, k_G, k_B, k_L, q_data, q_G, q_B, q_L,
             A_data, skip_data, step_bias_data, y_data, states_data, chunk_states,
         ) = to_fixed_tuple(carray(arguments, (FORWARD,)), FORWARD)  # fmt: skip
-        S, A = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
+        S, A = carray(local_floats(of_states), (N, LANES)), carray(local_floats(of_A), (rows_of_A, LANES))
         step_size, drive = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
         y = carray(local_floats(LANES), (LANES,))
         x_padded, step_logits_padded = local_floats(LANES), local_floats(LANES)
@@ -135,7 +82,7 @@ def selective_forward(N: int, chunk: int):
             states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
             load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
             load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
-            load_rows(A_data + BYTES * (g * N * D + first), BYTES * D, width, N, A)
+            load_rows(A_data + BYTES * (g * N * D + first), BYTES * D, width, rows_of_A, A)
             y_start = y_data + BYTES * (sequence * L * D + first)
             clear(S, N)
             for i in range(L):
@@ -145,138 +92,62 @@ def selective_forward(N: int, chunk: int):
                 x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
                 step_logits = lanes(readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded))
                 k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
-                for d in range(LANES):
-                    step_size[d] = softplus(step_logits[d] + step_bias[0, d])
-                    drive[d] = step_size[d] * x[d]
-                    y[d] = skip[0, d] * x[d]
-                for n in range(N):
-                    kn, qn = k[n], q[n]
-                    for d in range(LANES):
-                        s = exp2(A[n, d] * step_size[d]) * S[n, d] + kn * drive[d]
-                        S[n, d] = s
-                        y[d] += qn * s
+                advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y)
                 store_row(y_start + BYTES * t * D, width, y)
 
     return kernel
 
 
-def longhorn_backward(N: int, chunk: int):
-    """By the residuals r = x - k S of a chunk of tokens, as docs/kernels derives it.
+def longhorn_forward(N: int, chunk: int):
+    @inlined
+    def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
+        norm = ONE
+        for n in range(N):
+            norm += k[n] * k[n]
+        for d in range(LANES):
+            step_size[d] = ONE / (norm + exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d])))
+            drive[d] = step_size[d] * x[d]
+            y[d] = skip[0, d] * x[d]
+        for v in range(0, LANES, WIDTH):
+            e, ex, out = load(step_size, v), load(drive, v), load(y, v)
+            for n in range(N):
+                kn, s = broadcast(k[n]), load(S, n * LANES + v)
+                s = s + kn * (ex - (kn * e) * s)
+                store(S, n * LANES + v, s)
+                out = out + broadcast(q[n]) * s
+            store(y, v, out)
 
-    With e the step size it keeps `errors` e (2 r - x): their sum with the states' gradients is that of k, and, as
-    e r = (e (2 r - x) + e x) / 2, that of the step size.
+    return _forward(N, chunk, 0, advance)
+
+
+def selective_forward(N: int, chunk: int):
+    @inlined
+    def advance(S, A, x, step_logits, k, q, skip, step_bias, step_size, drive, y):
+        for d in range(LANES):
+            step_size[d] = softplus(step_logits[d] + step_bias[0, d])
+            drive[d] = step_size[d] * x[d]
+            y[d] = skip[0, d] * x[d]
+        for n in range(N):
+            kn, qn = k[n], q[n]
+            for d in range(LANES):
+                s = exp2(A[n, d] * step_size[d]) * S[n, d] + kn * drive[d]
+                S[n, d] = s
+                y[d] += qn * s
+
+    return _forward(N, chunk, N, advance)
+
+
+def _backward(N: int, chunk: int, rows_of_A: int, kept_arrays: int, again, back):
+    """The walk over chunks from the last to the first: through one once more, then back.
+
+    Args:
+        rows_of_A: N, or 0 for a recurrence without A.
+        kept_arrays: Of states of a chunk, between the two.
+        again: Goes a token further with the states, keeps what `back` needs of it and writes its dq.
+        back: Goes a token back with the states' gradients and writes its dx, dstep_logits and dk.
     """
-    size, of_chunk, twice, of_sums = N * LANES, chunk * N * LANES, 2 * LANES, N * WIDTH
-
-    def kernel(arguments):
-        (
-            _, _, tasks, blocks, B, L, D, reverse, x_data, x_G, x_B, x_L,
-            step_logits_data, step_logits_G, step_logits_B, step_logits_L, k_data, k_G, k_B, k_L, q_data, q_G, q_B, q_L,
-            _, skip_data, step_bias_data, dy_data, dy_G, dy_B, dy_L, states_data, chunk_states, dx_data,
-            dstep_logits_data, dk_data, dq_data, _, dchannels_data, scratch_data, _,
-        ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
-        scratch = scratch_data + BYTES * count_up(second(arguments)) * (of_chunk + 2 * chunk * LANES)
-        errors = carray(floats(scratch), (chunk, LANES // WIDTH, N, WIDTH))
-        step_sizes = carray(floats(scratch + BYTES * of_chunk), (chunk, LANES))
-        slopes = carray(floats(scratch + BYTES * (of_chunk + chunk * LANES)), (chunk, LANES))
-        S, G = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
-        x_padded, step_logits_padded, dy_padded = local_floats(LANES), local_floats(LANES), local_floats(LANES)
-        skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
-        drive, sums = carray(local_floats(LANES), (LANES,)), carray(local_floats(of_sums), (N, WIDTH))
-        dx, dstep_logits = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
-        dchannels = carray(local_floats(twice), (2, LANES))
-        while True:
-            task = count_up(arguments)
-            if task >= tasks:
-                break
-            g, b, sequence, first, width = locate(task, blocks, B, D)
-            ahead = -AHEAD if reverse >> g & 1 else AHEAD
-            x_start = x_data + g * x_G + b * x_B + BYTES * first
-            step_logits_start = step_logits_data + g * step_logits_G + b * step_logits_B + BYTES * first
-            k_start, q_start = k_data + g * k_G + b * k_B, q_data + g * q_G + b * q_B
-            states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
-            load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
-            load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
-            dy_start = dy_data + g * dy_G + b * dy_B + BYTES * first
-            dx_start = dx_data + BYTES * (sequence * L * D + first)
-            dstep_logits_start = dstep_logits_data + BYTES * (sequence * L * D + first)
-            # a block's part of the sums over channels that dk and dq are
-            part = BYTES * L * N * (task % blocks * (tasks // blocks) + sequence)
-            dk_start, dq_start = dk_data + part, dq_data + part
-            clear(G, N)
-            clear(dchannels, 2)
-            for c in range(chunk_states, -1, -1):
-                clear(S, N)
-                if c:
-                    load_rows(states_start + BYTES * (c - 1) * N * D, BYTES * D, width, N, S)
-                tokens = min(chunk, L - c * chunk)
-                for i in range(tokens):
-                    t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start, x_L, t, ahead, width, x_padded))
-                    step_logits = lanes(
-                        readable_row(step_logits_start, step_logits_L, t, ahead, width, step_logits_padded)
-                    )
-                    dy = lanes(readable_row(dy_start, dy_L, t, ahead, width, dy_padded))
-                    k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
-                    norm = ONE
-                    for n in range(N):
-                        norm += k[n] * k[n]
-                    for d in range(LANES):
-                        e = exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d]))
-                        step_sizes[i, d] = ONE / (norm + e)
-                        slopes[i, d] = e * step_sizes[i, d]
-                        drive[d] = step_sizes[i, d] * x[d]
-                    for n in range(N):
-                        kn, products = broadcast(k[n]), broadcast(ZERO)
-                        for v in range(0, LANES, WIDTH):
-                            s, ex = load(S, n * LANES + v), load(drive, v)
-                            er = ex - (kn * load(step_sizes, i * LANES + v)) * s
-                            s = s + kn * er
-                            store(S, n * LANES + v, s)
-                            store(errors, (i * LANES + v) * N + n * WIDTH, er + er - ex)
-                            products = products + s * load(dy, v)
-                        dq[n] = total(products)
-                for i in range(tokens - 1, -1, -1):
-                    t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
-                    x = lanes(readable_row(x_start, x_L, t, -ahead, width, x_padded))
-                    dy = lanes(readable_row(dy_start, dy_L, t, -ahead, width, dy_padded))
-                    k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
-                    dk = carray(floats(dk_start + BYTES * t * N), (N,))
-                    for n in range(N):
-                        store(sums, n * WIDTH, broadcast(ZERO))
-                    norms = broadcast(ZERO)
-                    for v in range(0, LANES, WIDTH):
-                        e, xv, dyv = load(step_sizes, i * LANES + v), load(x, v), load(dy, v)
-                        by_drive, by_factor = broadcast(ZERO), broadcast(ZERO)
-                        for n in range(N):
-                            kn, gradient = broadcast(k[n]), load(G, n * LANES + v) + broadcast(q[n]) * dyv
-                            error = gradient * load(errors, (i * LANES + v) * N + n * WIDTH)
-                            by_drive = by_drive + kn * gradient
-                            by_factor = by_factor + kn * error
-                            store(sums, n * WIDTH, load(sums, n * WIDTH) + error)
-                            store(G, n * LANES + v, gradient - (broadcast(k[n] * k[n]) * e) * gradient)
-                        by_x = e * by_drive
-                        by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # times e
-                        norms = norms + e * by_step_size
-                        by_step_logit = load(slopes, i * LANES + v) * by_step_size
-                        store(dx, v, by_x + load(skip, v) * dyv)
-                        store(dstep_logits, v, by_step_logit)
-                        store(dchannels, v, load(dchannels, v) + xv * dyv)
-                        store(dchannels, LANES + v, load(dchannels, LANES + v) + by_step_logit)
-                    norm = total(norms)
-                    for n in range(N):
-                        dk[n] = total(load(sums, n * WIDTH))
-                        dk[n] -= TWO * k[n] * norm
-                    store_row(dx_start + BYTES * t * D, width, dx)
-                    store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
-            image = b * (tasks // blocks // B) + g  # the number of image and direction, for sums over images
-            store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
-
-    return kernel
-
-
-def selective_backward(N: int, chunk: int):
-    size, of_chunk, twice = N * LANES, chunk * N * LANES, 2 * LANES
+    of_states, of_A, of_sums = N * LANES, max(1, rows_of_A) * LANES, N * WIDTH
+    of_kept, of_steps, two = kept_arrays * chunk * N * LANES, chunk * LANES, 2 * LANES
 
     def kernel(arguments):
         (
@@ -285,18 +156,17 @@ def selective_backward(N: int, chunk: int):
             A_data, skip_data, step_bias_data, dy_data, dy_G, dy_B, dy_L, states_data, chunk_states, dx_data,
             dstep_logits_data, dk_data, dq_data, dA_data, dchannels_data, scratch_data, _,
         ) = to_fixed_tuple(carray(arguments, (BACKWARD,)), BACKWARD)  # fmt: skip
-        scratch = scratch_data + BYTES * count_up(second(arguments)) * (2 * of_chunk + 2 * chunk * LANES)
-        states_before = carray(floats(scratch), (chunk, N, LANES))
-        decays = carray(floats(scratch + BYTES * of_chunk), (chunk, N, LANES))
-        step_sizes = carray(floats(scratch + BYTES * 2 * of_chunk), (chunk, LANES))
-        slopes = carray(floats(scratch + BYTES * (2 * of_chunk + chunk * LANES)), (chunk, LANES))
-        S, G = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
-        A, dA = carray(local_floats(size), (N, LANES)), carray(local_floats(size), (N, LANES))
-        drive = carray(local_floats(LANES), (LANES,))
+        scratch = scratch_data + BYTES * count_up(second(arguments)) * (of_kept + 2 * of_steps)
+        kept = carray(floats(scratch), (kept_arrays, chunk, N, LANES))
+        step_sizes = carray(floats(scratch + BYTES * of_kept), (chunk, LANES))
+        slopes = carray(floats(scratch + BYTES * (of_kept + of_steps)), (chunk, LANES))
+        S, G = carray(local_floats(of_states), (N, LANES)), carray(local_floats(of_states), (N, LANES))
+        A, dA = carray(local_floats(of_A), (rows_of_A, LANES)), carray(local_floats(of_A), (rows_of_A, LANES))
         x_padded, step_logits_padded, dy_padded = local_floats(LANES), local_floats(LANES), local_floats(LANES)
         skip, step_bias = carray(local_floats(LANES), (1, LANES)), carray(local_floats(LANES), (1, LANES))
+        drive, sums = carray(local_floats(LANES), (LANES,)), carray(local_floats(of_sums), (N, WIDTH))
         dx, dstep_logits = carray(local_floats(LANES), (LANES,)), carray(local_floats(LANES), (LANES,))
-        dchannels = carray(local_floats(twice), (2, LANES))
+        dchannels = carray(local_floats(two), (2, LANES))
         while True:
             task = count_up(arguments)
             if task >= tasks:
@@ -309,14 +179,14 @@ def selective_backward(N: int, chunk: int):
             states_start = states_data + BYTES * (sequence * chunk_states * N * D + first)
             load_rows(skip_data + BYTES * (g * D + first), 0, width, 1, skip)
             load_rows(step_bias_data + BYTES * (g * D + first), 0, width, 1, step_bias)
+            load_rows(A_data + BYTES * (g * N * D + first), BYTES * D, width, rows_of_A, A)
             dy_start = dy_data + g * dy_G + b * dy_B + BYTES * first
             dx_start = dx_data + BYTES * (sequence * L * D + first)
             dstep_logits_start = dstep_logits_data + BYTES * (sequence * L * D + first)
             # a block's part of the sums over channels that dk and dq are
             part = BYTES * L * N * (task % blocks * (tasks // blocks) + sequence)
             dk_start, dq_start = dk_data + part, dq_data + part
-            load_rows(A_data + BYTES * (g * N * D + first), BYTES * D, width, N, A)
-            clear(dA, N)
+            clear(dA, rows_of_A)
             clear(G, N)
             clear(dchannels, 2)
             for c in range(chunk_states, -1, -1):
@@ -332,53 +202,129 @@ def selective_backward(N: int, chunk: int):
                     )
                     dy = lanes(readable_row(dy_start, dy_L, t, ahead, width, dy_padded))
                     k, dq = carray(floats(k_start + t * k_L), (N,)), carray(floats(dq_start + BYTES * t * N), (N,))
-                    for d in range(LANES):
-                        step_logit = step_logits[d] + step_bias[0, d]
-                        step_sizes[i, d] = softplus(step_logit)
-                        slopes[i, d] = sigmoid(step_logit)
-                        drive[d] = step_sizes[i, d] * x[d]
-                    for n in range(N):
-                        kn, total = k[n], ZERO
-                        for d in range(LANES):
-                            decay = exp2(A[n, d] * step_sizes[i, d])
-                            s = decay * S[n, d] + kn * drive[d]
-                            states_before[i, n, d] = S[n, d]
-                            decays[i, n, d] = decay
-                            S[n, d] = s
-                            total += s * dy[d]
-                        dq[n] = total
+                    again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq)
                 for i in range(tokens - 1, -1, -1):
                     t = L - 1 - (c * chunk + i) if reverse >> g & 1 else c * chunk + i
                     x = lanes(readable_row(x_start, x_L, t, -ahead, width, x_padded))
                     dy = lanes(readable_row(dy_start, dy_L, t, -ahead, width, dy_padded))
                     k, q = carray(floats(k_start + t * k_L), (N,)), carray(floats(q_start + t * q_L), (N,))
                     dk = carray(floats(dk_start + BYTES * t * N), (N,))
-                    for d in range(LANES):
-                        dx[d] = ZERO
-                        dstep_logits[d] = ZERO
-                    for d in range(LANES):
-                        drive[d] = step_sizes[i, d] * x[d]
-                    for n in range(N):
-                        kn, qn, total = k[n], q[n], ZERO
-                        for d in range(LANES):
-                            gradient = G[n, d] + qn * dy[d]
-                            dx[d] += kn * gradient
-                            total += gradient * drive[d]
-                            gradient *= decays[i, n, d]
-                            exponent = gradient * states_before[i, n, d]
-                            dstep_logits[d] += A[n, d] * exponent
-                            dA[n, d] += step_sizes[i, d] * exponent
-                            G[n, d] = gradient
-                        dk[n] = total
-                    for d in range(LANES):
-                        dstep_logits[d] = (x[d] * dx[d] + LN_2 * dstep_logits[d]) * slopes[i, d]
-                        dx[d] = step_sizes[i, d] * dx[d] + skip[0, d] * dy[d]
-                        dchannels[0, d] += x[d] * dy[d]
-                        dchannels[1, d] += dstep_logits[d]
+                    back(
+                        i, G, A, dA, x, dy, k, q, skip, kept, step_sizes, slopes, drive, sums, dx, dstep_logits, dk,
+                        dchannels,
+                    )  # fmt: skip
                     store_row(dx_start + BYTES * t * D, width, dx)
                     store_row(dstep_logits_start + BYTES * t * D, width, dstep_logits)
             image = b * (tasks // blocks // B) + g  # the number of image and direction, for sums over images
             store_rows(dchannels_data + BYTES * (image * 2 * D + first), BYTES * D, width, 2, dchannels)
-            store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, N, dA)
+            store_rows(dA_data + BYTES * (image * N * D + first), BYTES * D, width, rows_of_A, dA)
 
     return kernel
+
+
+def longhorn_backward(N: int, chunk: int):
+    """By the residuals r = x - k S of a chunk of tokens, as docs/kernels derives it.
+
+    With e the step size it keeps e (2 r - x): their sum with the states' gradients is that of k, and, as
+    e r = (e (2 r - x) + e x) / 2, that of the step size.
+    """
+
+    @inlined
+    def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):
+        norm = ONE
+        for n in range(N):
+            norm += k[n] * k[n]
+        for d in range(LANES):
+            e = exp2_clamped(-LOG2_E * (step_logits[d] + step_bias[0, d]))
+            step_sizes[i, d] = ONE / (norm + e)
+            slopes[i, d] = e * step_sizes[i, d]
+            drive[d] = step_sizes[i, d] * x[d]
+        for n in range(N):
+            kn, products = broadcast(k[n]), broadcast(ZERO)
+            for v in range(0, LANES, WIDTH):
+                s, ex = load(S, n * LANES + v), load(drive, v)
+                er = ex - (kn * load(step_sizes, i * LANES + v)) * s
+                s = s + kn * er
+                store(S, n * LANES + v, s)
+                store(kept, (i * LANES + v) * N + n * WIDTH, er + er - ex)
+                products = products + s * load(dy, v)
+            dq[n] = total(products)
+
+    @inlined
+    def back(i, G, A, dA, x, dy, k, q, skip, kept, step_sizes, slopes, drive, sums, dx, dstep_logits, dk, dchannels):
+        for n in range(N):
+            store(sums, n * WIDTH, broadcast(ZERO))
+        norms = broadcast(ZERO)
+        for v in range(0, LANES, WIDTH):
+            e, xv, dyv = load(step_sizes, i * LANES + v), load(x, v), load(dy, v)
+            by_drive, by_factor = broadcast(ZERO), broadcast(ZERO)
+            for n in range(N):
+                kn, gradient = broadcast(k[n]), load(G, n * LANES + v) + broadcast(q[n]) * dyv
+                error = gradient * load(kept, (i * LANES + v) * N + n * WIDTH)
+                by_drive = by_drive + kn * gradient
+                by_factor = by_factor + kn * error
+                store(sums, n * WIDTH, load(sums, n * WIDTH) + error)
+                store(G, n * LANES + v, gradient - (broadcast(k[n] * k[n]) * e) * gradient)
+            by_x = e * by_drive
+            by_step_size = broadcast(HALF) * (by_factor + xv * by_x)  # times e
+            norms = norms + e * by_step_size
+            by_step_logit = load(slopes, i * LANES + v) * by_step_size
+            store(dx, v, by_x + load(skip, v) * dyv)
+            store(dstep_logits, v, by_step_logit)
+            store(dchannels, v, load(dchannels, v) + xv * dyv)
+            store(dchannels, LANES + v, load(dchannels, LANES + v) + by_step_logit)
+        norm = total(norms)
+        for n in range(N):
+            dk[n] = total(load(sums, n * WIDTH))
+            dk[n] -= TWO * k[n] * norm
+
+    return _backward(N, chunk, 0, 1, again, back)
+
+
+def selective_backward(N: int, chunk: int):
+    """By the decays of a chunk's tokens and the states before them, which it keeps."""
+
+    @inlined
+    def again(i, S, A, x, step_logits, dy, k, step_bias, kept, step_sizes, slopes, drive, dq):
+        for d in range(LANES):
+            step_logit = step_logits[d] + step_bias[0, d]
+            step_sizes[i, d] = softplus(step_logit)
+            slopes[i, d] = sigmoid(step_logit)
+            drive[d] = step_sizes[i, d] * x[d]
+        for n in range(N):
+            kn, product = k[n], ZERO
+            for d in range(LANES):
+                decay = exp2(A[n, d] * step_sizes[i, d])
+                s = decay * S[n, d] + kn * drive[d]
+                kept[0, i, n, d] = S[n, d]
+                kept[1, i, n, d] = decay
+                S[n, d] = s
+                product += s * dy[d]
+            dq[n] = product
+
+    @inlined
+    def back(i, G, A, dA, x, dy, k, q, skip, kept, step_sizes, slopes, drive, sums, dx, dstep_logits, dk, dchannels):
+        for d in range(LANES):
+            dx[d] = ZERO
+            dstep_logits[d] = ZERO
+        for d in range(LANES):
+            drive[d] = step_sizes[i, d] * x[d]
+        for n in range(N):
+            kn, qn, product = k[n], q[n], ZERO
+            for d in range(LANES):
+                gradient = G[n, d] + qn * dy[d]
+                dx[d] += kn * gradient
+                product += gradient * drive[d]
+                gradient *= kept[1, i, n, d]
+                exponent = gradient * kept[0, i, n, d]
+                dstep_logits[d] += A[n, d] * exponent
+                dA[n, d] += step_sizes[i, d] * exponent
+                G[n, d] = gradient
+            dk[n] = product
+        for d in range(LANES):
+            dstep_logits[d] = (x[d] * dx[d] + LN_2 * dstep_logits[d]) * slopes[i, d]
+            dx[d] = step_sizes[i, d] * dx[d] + skip[0, d] * dy[d]
+            dchannels[0, d] += x[d] * dy[d]
+            dchannels[1, d] += dstep_logits[d]
+
+    return _backward(N, chunk, N, 2, again, back)

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import torch
+from scans import relative_error
 from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
 from vil.kernels.cuda import hardware
@@ -50,10 +51,6 @@ def weights_of(block, detach=False):
 
 def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None):
     return Options(block.mixer.recurrence, block.norm.eps, dtype, class_token_only, norm_next, lines)
-
-
-def relative_error(value, truth):
-    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):

@@ -51,7 +51,7 @@ SCANS = pytest.mark.parametrize(
 
 
 def relative_error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300)).item()
 
 
 def exact(inputs):

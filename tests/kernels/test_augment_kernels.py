@@ -156,8 +156,9 @@ def random_operation(numbers, name=None):
     """One of timm's with an argument: its name, argument, code and arguments here."""
     name = name or numbers.choice([*POINTWISE, *batched_transforms.GEOMETRIC, "GaussianBlur"])
     ranges = dict(Posterize=(0, 8), Solarize=(0, 256), SolarizeAdd=(0, 110), Rotate=(-30, 30), GaussianBlur=(0.1, 2))
-    ranges |= dict.fromkeys(("TranslateX", "TranslateY"), (-20, 20))
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
+    if name in ("TranslateX", "TranslateY"):  # by halves, with which pixels come from the very edge
+        return name, numbers.randint(-40, 40) / 2
     if name not in ranges:  # blends by tenths, whose levels are often whole numbers but for rounding
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
@@ -221,6 +222,30 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, inter
         expected.append(tensor(image))
     result = apply_operations(batch(images, where.device), codes, arguments, FILL, interpolation)
     assert_levels(result, expected, 0, 0)
+
+
+def test_every_image_goes_through_its_own_operations_in_order(where):
+    names = [["Invert", "Brightness"], ["Brightness", "Invert"], ["", "Brightness"], ["", ""]]
+    operations = np.array([[CODES[name] for name in turns] for turns in names], np.uint8)
+    arguments = np.zeros((4, 2, batched_transforms.ARGUMENTS), np.float32)
+    arguments[:, :, 0] = [[0, 0.5], [0.25, 0], [0, 0.75], [0, 0]]
+    images = torch.full((4, 3, 2, 2), 200, dtype=torch.uint8, device=where.device)
+    result = apply_operations(images, operations, arguments, FILL, "bicubic")
+    assert result[:, 0, 0, 0].tolist() == [27, 205, 150, 200]
+    assert (result == result[:, :1, :1, :1]).all()
+
+
+@pytest.mark.parametrize("interpolation", METHODS)
+def test_a_batch_is_transformed_where_it_is(interpolation):
+    """A tensor of no device but "meta" takes none of another for an operand."""
+    images = [torch.empty(3, 20, 30 + i, dtype=torch.uint8, device="meta") for i in range(3)]
+    boxes, flips = np.array([[0, 0, 20, 30]] * 3), np.array([True, False, True])
+    crops = crop_resize_flip(images, boxes, flips, (8, 12), interpolation)
+    assert (crops.device.type, crops.shape) == ("meta", (3, 3, 8, 12))
+    operations = np.array([[CODES["Affine"], CODES[name]] for name in ("Color", "Contrast", "Solarize")], np.uint8)
+    arguments = np.zeros((3, 2, batched_transforms.ARGUMENTS), np.float32)
+    result = apply_operations(crops, operations, arguments, FILL, interpolation)
+    assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
 
 
 def test_batches_without_operations_stay_as_they_are(where):

@@ -14,11 +14,12 @@ import timm
 import torch
 import torch.nn.utils.prune
 import torch.utils.checkpoint
-from blocks import MIXERS, make_block, operator_on_a_cpu, options_of, outcome, relative_error, weights_of
+from blocks import MIXERS, make_block, operator_on_a_cpu, options_of, outcome, weights_of
 from emulator import EMULATED
 from models import assert_same_output_and_gradients, random_images, small, stochastic_depth
 from models import with_random_parameters as randomised
 from plain_kernels import PlainKernels
+from scans import relative_error
 from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 from vil.kernels import backends

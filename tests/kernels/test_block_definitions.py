@@ -6,9 +6,10 @@ import math
 import emulator
 import pytest
 import torch
-from blocks import close, make_block, on_an_emulated_gpu, relative_error, weights_of
+from blocks import close, make_block, on_an_emulated_gpu, weights_of
 from emulator import EMULATED
 from plain_kernels import PlainKernels, in_tiles
+from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
 from vil.kernels.block import (

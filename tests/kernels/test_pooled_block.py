@@ -5,16 +5,17 @@ import pytest
 import torch
 from blocks import (
     MIXERS,
+    Scale,
     close,
     make_block,
     on_an_emulated_gpu,
     operator_on_a_cpu,
     options_of,
     outcome,
-    relative_error,
     weights_of,
 )
 from emulator import EMULATED
+from scans import relative_error
 from vil.kernels import backends
 from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
@@ -117,22 +118,13 @@ def test_a_fused_pooled_block_equals_the_plain_one(dtype, tolerance, mixer, axis
     block, truth = (make_block(mixer, C, drop_path=0.25, pool=axis).to(device).train() for _ in range(2))
     x, dy = torch.randn(2, 4, h * w + 1, C, device=device)
     monkeypatch.setattr(vil_block, "path_scale", lambda *_: x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
-    truth.double().drop_path = Scale([4 / 3, 0, 4 / 3, 4 / 3])
+    truth.double().drop_path = Scale(x.new_tensor([4 / 3, 0, 4 / 3, 4 / 3]))
     expected = outcome(truth, x.double(), dy.double(), grid=(h, w))
     with operator_on_a_cpu():
         found, again = (outcome(block.to(dtype), x, dy, grid=(h, w)) for _ in range(2))
     for name, value in expected.items():
         assert torch.equal(found[name], again[name]), name
         assert relative_error(found[name], value) < tolerance, name
-
-
-class Scale(torch.nn.Module):
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, y):
-        return y * y.new_tensor(self.scale)[:, None, None]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -100,7 +100,6 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
     model.eval()
     assert_close(torch.jit.script(model)(images), logits)
-    assert_close(torch.export.export(model, (images,)).module()(images), logits)
     features = timm.create_model(name, depth=2, features_only=True, dynamic_img_size=True, out_indices=[1])
     features.load_state_dict(model.state_dict(), strict=False)
     assert features(torch.randn(1, 3, 40, 100))[0].shape == (1, 192, 3, 7)

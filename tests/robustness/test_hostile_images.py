@@ -166,13 +166,14 @@ def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
         (root / "train" / "bee" / f"whole {i}.png").write_bytes(SMALL_JPEG)
     loader = loader_of(root, path)
     start = time.monotonic()
-    targets = torch.cat([targets for _, targets in loader])
+    pixels, targets = (torch.cat(parts) for parts in zip(*loader))
     assert time.monotonic() - start < 30
     unfit = {f"bee/{name}.jpg" for name in (*UNFIT, "long")} | {f"bee/{name}.png" for name in ("pipe", "gone")}
     assert sorted(named(caplog)) == sorted(unfit)
     counted = unreadable_images(loader)
     if path == "evaluation":
         assert (targets == UNREADABLE).sum() == counted == len(unfit)
+        assert not pixels[targets == UNREADABLE].any()  # blank
     else:
         assert counted >= len(unfit)
         assert set(targets.tolist()) == {0, 1}
@@ -390,10 +391,15 @@ def test_of_a_million_broken_files_a_hundred_say_that_none_can_be_read():
     assert max(rows.asked) - min(rows.asked) > 900_000  # from all over the split
 
 
-def test_behind_a_long_row_of_broken_files_there_is_one_to_take():
+def test_behind_a_long_row_of_broken_files_there_is_one_to_take(caplog):
     rows = Million(lambda index: index >= 50_000)
     assert next(readers(rows))[100, 0][1] >= 50_000
     assert next(readers(Million(lambda index: index >= 105)))[100, 0][1] == 105  # the next one where it is near
+    image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]  # behind the last comes the first
+    assert (target, np.array_equal(image, RGB)) == (0, True)
+    caplog.clear()
+    assert next(readers(Rows(b"", b"", SMALL_JPEG)))[0, 0][1] == 2
+    assert named(caplog) == ["file 0", "file 1"]
 
 
 def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp_path):

@@ -356,20 +356,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_name(image_folder, tmp_path,
         trained(image_folder, tmp_path, resume="auto", epochs=4, lr=1e30, min_lr=1e30, log_interval=1)
     assert f"the last checkpoint, of before, is {last}. A lower --lr" in str(stopped.value)
     assert last.read_bytes() == before
-
-
-@pytest.mark.parametrize(("log_interval", "trained_steps"), [(1, 2), (3, 3), (50, 4)])
-def test_the_loss_is_looked_at_as_often_as_asked_for(image_folder, tmp_path, log_interval, trained_steps, monkeypatch):
-    """And at the end of an epoch, of four steps here."""
-    trainer = Trainer(small_config(image_folder, output=str(tmp_path), log_interval=log_interval), CPU, 0, 1)
-    update, updates = trainer.update, []
-
-    def poisoned():
-        updates.append(update())
-        return updates[-1] * torch.nan if len(updates) == 2 else updates[-1]
-
-    monkeypatch.setattr(trainer, "update", poisoned)
-    with pytest.raises(DivergenceError, match="gradient's norm is nan at step 2 of epoch 1, .* is none yet"):
-        trainer.run()
-    assert len(updates) == trained_steps
-    assert not (tmp_path / "run" / "last.pt").exists()

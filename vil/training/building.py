@@ -1,4 +1,4 @@
-"""The model and the optimizer that the options of a run ask for."""
+"""The model, the optimizer and its schedule that the options of a run ask for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from ..config import Config
@@ -50,3 +52,17 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer
+
+
+def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Scheduler:
+    """timm's schedule of a run, by epochs."""
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=config.sched,
+        num_epochs=config.epochs,
+        warmup_epochs=config.warmup_epochs,
+        warmup_lr=config.warmup_lr,
+        min_lr=config.min_lr,
+    )
+    assert scheduler is not None  # of a choice that Config has checked
+    return scheduler

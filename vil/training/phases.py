@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import checkpoint
 from ..config import Config, ConfigError
 from ..data.samplers import TrainingBatches, split_global_batch
+from ..data.splits import describe_split
 from .building import build_model
 from .losses import Loss
 
@@ -52,8 +54,11 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
             raise ConfigError(f"phase {number + 1}: {error}") from error
 
 
-def announce(config: Config, phase: int, batches: TrainingBatches) -> None:
-    """Says what a phase is, and warns where it is too short for its schedule or its average."""
+def announce(config: Config, phase: int, batches: TrainingBatches, train_set: Any, val_set: Any) -> None:
+    """Says what a phase is and its splits, and warns where it is too short for its schedule or its average."""
+    if not config.synthetic:
+        _logger.warning("%s", describe_split(config.train_split, train_set))
+        _logger.warning("%s", describe_split(config.val_split, val_set))
     if config.phases:
         options = ", ".join(f"{name} {value}" for name, value in config.phases[phase].items())
         _logger.warning("phase %d of %d: %s", phase + 1, config.num_phases, options)
