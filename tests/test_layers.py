@@ -17,8 +17,8 @@ LAYERS = """
     vil.kernels
     vil.block
     vil.vision_longhorn
-    vil.config vil.files vil.info vil.processes vil.published
-    vil.checkpoint vil.devices
+    vil.config vil.files vil.info vil.published
+    vil.checkpoint vil.devices vil.processes
     vil.factory vil.output
     vil.data vil.cuda_graphs
     vil.predict

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 import warnings
 import zipfile
 import zlib
@@ -42,10 +43,13 @@ PARTS: dict[str, type] = {
     "num_images": int,
 }  # fmt: skip
 LONGEST_LABEL = 1000  # characters of the name of a class
+LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
+MOST_CONFIG = 2**26  # characters of config.json
 CROPPING = ("crop_mode", "crop_pct", "interpolation")
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 # of values within values, as files of any origin have some five levels of, and of the values of one level
 DEEPEST, MOST = 20, 2_000_000
+MOST_RESAMPLED = 2**26  # values that resampling for images of another size may add to them
 MOST_TENSORS, MOST_DIMENSIONS = 100_000, 64  # of a .safetensors file: PyTorch computes with as many dimensions
 # what PyTorch's unpickler makes anything of any size of, out of a few bytes
 GROWING = re.compile(rb"(?:__builtin__|builtins)\n(?:bytearray|set)\n|collections\nCounter\n")
@@ -184,13 +188,22 @@ def preprocessing(path: str | Path) -> dict[str, Any]:
     with _reading(file_of(path)):
         said = {name: json.loads(metadata[name]) for name in ("mean", "std") if name in metadata}
         said |= {name: metadata[name] for name in ("crop_mode",) if name in metadata}
-        if (beside := Path(path) / "config.json").is_file():  # what timm reads of a folder
-            own = json.loads(beside.read_text()).get("pretrained_cfg", {})
+    if (beside := Path(path) / "config.json").is_file():  # what timm reads of a folder
+        try:
+            with open(beside, encoding="utf-8") as file:
+                own = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
             said |= {name: own[name] for name in ("mean", "std", *CROPPING) if own.get(name) is not None}
-    channels = (saved_config(path).get("model_kwargs") or {}).get("in_chans", 3)
-    for name, least in {"mean": -math.inf, "std": 0.0}.items():
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise BrokenCheckpointError(f"{beside} is no table of a model: {str(error)[:200]}") from error
+    check_preprocessing(said, path, (saved_config(path).get("model_kwargs") or {}).get("in_chans", 3))
+    return said
+
+
+def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 3) -> None:
+    """Raises an error as `preprocessing` does, unless images of so many channels can be prepared as a file says."""
+    for name, least in {"mean": -LARGEST, "std": 1 / LARGEST}.items():
         values = said.get(name, [0.5])
-        numbers = isinstance(values, list) and all(type(v) in (int, float) and least < v < math.inf for v in values)
+        numbers = isinstance(values, list) and all(type(v) in (int, float) and least <= v <= LARGEST for v in values)
         if not numbers or len(values) not in (1, channels):
             raise CheckpointError(f"{path} has {name} {str(values)[:100]}, which is no number for each channel")
     if said.get("crop_mode", "center") not in ("center", "squash", "border"):
@@ -198,7 +211,6 @@ def preprocessing(path: str | Path) -> dict[str, Any]:
             f"{path} has crop_mode {str(said['crop_mode'])[:100]}, and may have center, squash or border"
         )
     options_of_checkpoint({name: said[name] for name in ("crop_pct", "interpolation") if name in said}, path)
-    return said
 
 
 def says_average_is_best(path: str | Path) -> bool | None:
@@ -329,7 +341,10 @@ def _judge_archive(file: BinaryIO, whole: bool) -> None:
             if not part.CRC:  # torch.serialization.set_crc32_options(False) writes none
                 del part.CRC
             if "/data/" not in part.filename:
-                if GROWING.search(archive.read(part)):
+                content = archive.read(part)
+                if part.filename.endswith("/byteorder") and content != sys.byteorder.encode():
+                    raise zipfile.BadZipFile("its numbers are in the byte order of other machines")
+                if GROWING.search(content):
                     raise zipfile.BadZipFile("it holds more than tensors, lists and tables")
             elif whole:
                 with archive.open(part) as values:
@@ -471,9 +486,12 @@ def _is_unfit(tensor: Any) -> str | None:
     """Why a value of a state dict can be no weight, or None."""
     if not isinstance(tensor, torch.Tensor):
         return f"is no tensor but {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
+    if tensor.is_nested or tensor.is_meta:
+        return "is a tensor that is nested or has no values"
+    tiny = tensor.is_floating_point() and tensor.element_size() == 1
+    if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized or tiny:
         return f"is a tensor of {tensor.dtype}, {tensor.layout}"
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models compute with it
         return "has values that are not finite"
     return None
 
@@ -484,7 +502,11 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
     Raises:
         CheckpointError: They are of another architecture or number of classes than the model.
     """
-    try:  # a model without memory of its own takes the file's
+    try:
+        wanted, given = (sum(math.prod(tensor.shape) for tensor in w.values()) for w in (model.state_dict(), weights))
+        if wanted > 4 * given + MOST_RESAMPLED:
+            raise ValueError(f"it has {wanted} values, and the file {given}")
+        # a model without memory of its own takes the file's
         model.load_state_dict(weights, assign=any(parameter.is_meta for parameter in model.parameters()))
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the last two of names that are no text
         lines = [line.strip()[:400] for line in str(error).splitlines()]
@@ -496,6 +518,8 @@ def _reason(error: Exception) -> str:
     if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"it holds {code[1]}, and nothing is loaded that may run code; save its state_dict() alone"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, READABLE) and lines:
+    if "TorchScript" in str(error):
+        return "it is a TorchScript program, and nothing is loaded that may run code; save its state_dict() alone"
+    if isinstance(error, READABLE) and lines and "weights_only" not in lines[0]:
         return lines[0][:400]
     return "it holds no tensors as torch.save and safetensors write them"

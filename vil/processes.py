@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from timm.utils import init_distributed_device
 from torch import Tensor
+
+from .config import ConfigError
 
 GRACE = 20  # seconds in which a process may notice by itself that another is gone
 RESTART = 120  # seconds in which all processes have been started again, if they are
@@ -28,19 +31,52 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 
 def join_processes(device: str) -> tuple[torch.device, int, int]:
-    """Meets the other processes, if there are any; returns this one's device, its rank and their number."""
+    """Meets the other processes, if there are any; returns this one's device, its rank and their number.
+
+    Raises:
+        ConfigError: They do not meet.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # where torchrun itself is killed, its processes would go on, beside those of the next start
     # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
-    chosen = init_distributed_device(process)
+    try:
+        with _hearing_signals():
+            chosen = init_distributed_device(process)
+    except (ValueError, dist.DistError) as error:
+        reason = (str(error).splitlines() or ["no reason is known"])[0]
+        raise ConfigError(
+            f"the processes of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not meet; torchrun sets these: {reason}"
+        ) from error
     if process.world_size > 1:
         global _watch
         _watch = _Watch(process.rank, process.world_size)
         sum_over_processes(torch.zeros(()))  # or one that has an error to tell would end while another still joins
         _watch.start()
     return chosen, process.rank, process.world_size
+
+
+@contextmanager
+def _hearing_signals() -> Iterator[None]:
+    """Has a thread call the handlers of signals: this one may wait for others in PyTorch, which lets none run."""
+    reader, writer = os.pipe()
+
+    def hear() -> None:
+        while number := os.read(reader, 1):
+            if callable(handler := signal.getsignal(number[0])):
+                handler(number[0], None)
+
+    os.set_blocking(writer, False)
+    before, thread = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), threading.Thread(target=hear)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:

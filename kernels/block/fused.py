@@ -19,7 +19,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     It takes (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None: `operator.block` says more.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes
-    fits = [t is not None and t.dtype == dtype and t.device == device for t in weights.flat()]
+    fits = [t is not None and t.dtype == dtype and t.device == device and is_plain(t) for t in weights.flat()]
     if x_BLC.dtype != FP32 or x_BLC.numel() == 0 or dtype not in backends.DTYPES or not all(fits):
         return None
     if sizes.N not in backends.STATE_SIZES or sizes.K not in TAPS:
@@ -32,3 +32,8 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
     if backend != "cpu" or not hidden or (pooled and cpu.needs_gradients(x_BLC, weights)):
         return None
     return cpu.block
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is values in memory, and none that stands for others, as those of torchao and DTensor do."""
+    return not hasattr(type(tensor), "__tensor_flatten__")

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import math
 import sys
 import threading
@@ -23,6 +24,8 @@ from pathlib import Path
 import torch
 
 from .. import cache
+
+_logger = logging.getLogger(__name__)
 
 COUNTERS = 2  # the first numbers of a kernel's arguments: next task, next thread
 LANES = 64  # channels of a task: four of the widest vectors, and states of all of them in the first cache
@@ -90,6 +93,7 @@ def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
         entry = f"{factory}-{hashlib.sha256(key).hexdigest()[:32]}.sealed"
         binary = cache.read(entry, key)
         if binary is None:
+            _say_once()
             binary = compile_kernel(module, factory, constants)
             cache.write(entry, key, binary)
         engine = _engine()
@@ -97,6 +101,11 @@ def load(module: str, factory: str, constants: tuple[int, ...]) -> int:
         engine.finalize_object()
         address = engine.get_function_address(_symbol(factory, constants))
         return _addresses.setdefault((module, factory, constants), address)
+
+
+@functools.cache
+def _say_once() -> None:
+    _logger.warning("compiling kernels for this CPU, some 25 s of a core in all, which later processes find done")
 
 
 def _symbol(factory: str, constants: tuple[int, ...]) -> str:

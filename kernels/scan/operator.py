@@ -98,6 +98,8 @@ def _scan_backward(backend, recurrence, dy, x, step_logits, k, q, A, skip, step_
 
 @torch.library.register_fake("vil::scan")
 def _fake_scan(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, reverse, keep):
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError("ONNX has no such scan: vil.export.export_model(model, 'model.onnx') writes one")
     _check(backend, recurrence, x, step_logits, k, q, A, skip, step_bias, len(reverse))
     G, B, L, D = x.shape
     states = (G, B, chunk_state_count(L), k.shape[-1], D) if keep else (0,)

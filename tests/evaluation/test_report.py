@@ -80,7 +80,8 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     assert page.references
     assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references)
     assert "1 unreadable images were left out." in found[-1]
-    assert "http" not in found[-1]
+    assert "://" not in found[-1]
+    assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in found[-1]
     several = len(page.tables[0]) == 3
     assert ("McNemar" in found[-1]) == several
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several  # above the tables and the mistakes of each

@@ -154,8 +154,10 @@ def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path
     start = anew if UNDER_TEST else run  # from a process that has not imported Numba
 
     def imports_numba():
-        reason, imported = start([sys.executable, str(script)]).stdout.split()
+        ended = start([sys.executable, str(script)])
+        reason, imported = ended.stdout.split()
         assert reason == "None"
+        assert ("compiling kernels for this CPU" in ended.stderr) == (imported == "True")
         return imported == "True"
 
     assert imports_numba()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from vil.kernels import backends
 from vil.kernels.block import cpu, operator
 
@@ -55,6 +56,9 @@ OTHERS = {
         for p in PLACES
     },
     "a forward of an instance": lambda block: setattr(block.mixer.out_proj, "forward", lambda y: y),
+    "a weight that stands for others": lambda block: setattr(
+        block.mixer.in_proj, "weight", nn.Parameter(TwoTensor(*2 * [block.mixer.in_proj.weight.detach()]))
+    ),
     "a weight in fp64": lambda block: block.mixer.in_proj.double(),
     "a block in fp64": lambda block: block.double(),
     "another norm": replaced("norm", nn.RMSNorm(16)),

@@ -321,6 +321,11 @@ def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypat
         export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx")
 
 
+def test_pytorchs_own_export_to_onnx_says_whose_to_take(tmp_path):
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"vil.export.export_model\(model, 'model.onnx'\)"):
+        torch.onnx.export(small("vil_tiny").eval(), (torch.zeros(1, 3, 16, 24),), tmp_path / "x.onnx", verbose=False)
+
+
 @pytest.mark.parametrize("missing", ["onnx", "onnxruntime", "onnxscript"])
 def test_a_missing_package_is_named_with_the_remedy(missing, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)

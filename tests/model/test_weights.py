@@ -18,6 +18,7 @@ from timm.models import save_for_hf
 
 import vil
 from vil import checkpoint
+from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError
 from vil.export import ExportError, export_model
 from vil.export import __main__ as command_line
@@ -131,7 +132,12 @@ def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessi
     assert f"{'vil_tiny' if of_a_run else 'resnet10t'}, 7 classes, images of {size[0]}x{size[1]} pixels\n" in card
     assert "- commit: 0012\n" in card
     assert '"local-dir:mine", pretrained=True' in card
-    assert "license" not in (folder / "config.json").read_text()
+    config = (folder / "config.json").read_text()
+    assert "license" not in config
+    for odd in ("[]", "[" * 10**5, config.replace('"std"', '"std": [1e-50], "x"'), " " * 2**26 + config):
+        (folder / "config.json").write_text(odd)
+        with pytest.raises(CheckpointError, match=r"config.json is no table of a model: |mine has std \[1e-50\]"):
+            vil.from_checkpoint(folder)
     assert export_model(model, folder).path == folder  # in place of what is there
     (tmp_path / "a file").write_text("")
     with pytest.raises(ExportError, match="a file is a file, and would become the other"):

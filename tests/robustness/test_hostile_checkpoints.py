@@ -17,6 +17,7 @@ import struct
 import sys
 import tarfile
 import zipfile
+from unittest import mock
 
 import pytest
 import timm
@@ -103,6 +104,7 @@ def error_of_validation(monkeypatch):
         (dict(num_classes=10**9), "has num_classes 1000000000, and may have at most 1000000"),
         (dict(img_size=10**6), "has img_size 1000000, and may have at most 8192"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
+        (dict(crop_pct=300), "option 'crop_pct' in the checkpoint .* must be at most 2, not 300"),
         (dict(crop_pct=1e-4), "has crop_pct 0.0001, for which images would be more than large"),
         (dict(interpolation="7"), "has interpolation '7', which is unknown"),
     ],
@@ -283,6 +285,17 @@ def saved(thing, **how):
     return file.getvalue()
 
 
+def in_the_byte_order_of(order):
+    with mock.patch.object(sys, "byteorder", order):
+        return saved([1, 2])
+
+
+def program():
+    with zipfile.ZipFile(content := io.BytesIO(saved([1, 2])), "a") as file:
+        file.writestr("archive/constants.pkl", b"")  # by which PyTorch knows one of TorchScript
+    return content.getvalue()
+
+
 def exported():
     torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.zeros(1),)), file := io.BytesIO())
     return file.getvalue()
@@ -299,6 +312,8 @@ def exported():
         ("list.pt", saved([1, 2]), "it holds no tensors"),
         ("model.pt2", exported(), "PytorchStreamReader failed|it holds no tensors"),
         ("model.onnx", b"\x08\n\x12\x07pytorch", "it holds no tensors"),
+        ("order.pt", in_the_byte_order_of("big"), "the byte order of other machines"),  # PyTorch dies of shapes alone
+        ("program.pt", program(), "it is a TorchScript program"),
         ("code.pt", saved(pathlib.PurePosixPath("x")), "it holds pathlib.PurePosixPath, and nothing .* may run code"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -316,9 +331,15 @@ def test_a_file_that_is_no_checkpoint_is_refused_without_advice_to_load_it_all_t
 COMMANDS = [(validate, ("--checkpoint",)), (viz, ("--images", "x", "--checkpoint")), (train_imagenet, ("--resume",))]
 
 
+LARGE = [dict(model_kwargs=dict(embed_dim=8192, depth=64)), dict(model_kwargs=KWARGS | dict(stride=1), img_size=1600)]
+
+
+@pytest.mark.parametrize("large", LARGE, ids=["blocks", "positions"])
 @pytest.mark.parametrize(("command", "words"), COMMANDS)
-def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_validation, monkeypatch, command, words):
-    """A checkpoint may name a model of gigabytes: it is compared with the weights first."""
+def test_a_model_that_does_not_fit_its_weights_takes_no_memory(
+    write, error_of_validation, monkeypatch, command, words, large
+):
+    """A checkpoint may name a model of gigabytes: it is compared with the weights before it and they take memory."""
     real = timm.create_model
 
     def made(*args, **kwargs):
@@ -326,19 +347,20 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(write, error_of_v
         return real(*args, **kwargs)
 
     monkeypatch.setattr(timm, "create_model", made)
-    path = write(dict(model_kwargs=dict(embed_dim=8192, depth=64)))
-    assert "does not fit the model" in error_of_validation(*words, path, main=command.main, common=())
+    assert "does not fit the model" in error_of_validation(*words, write(large), main=command.main, common=())
 
 
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
         (torch.tensor([1.0, torch.nan, torch.inf, 0.0]), "has values that are not finite"),
+        (torch.full((4,), 1e39, dtype=torch.float64), "has values that are not finite"),  # in fp32
         (torch.zeros(4, dtype=torch.complex64), "is a tensor of torch.complex64"),
+        (torch.zeros(4, dtype=torch.float8_e4m3fn), "is a tensor of torch.float8_e4m3fn"),
         (torch.zeros(4).to_sparse(), "is a tensor of torch.float32, torch.sparse_coo"),
         ("weights", "is no tensor but str"),
     ],
-    ids=["not finite", "complex", "sparse", "text"],
+    ids=["not finite", "too large", "complex", "8 bits", "sparse", "text"],
 )
 def test_weights_that_are_none_are_named(write, small, tensor, message, error_of_validation):
     path = write(state_dict=small | {"head.bias": tensor})

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from faults import Torchrun, assert_same, before, signals
-from processes import ROOT, in_processes, train_command
+from processes import ROOT, free_port, in_processes, train_command
 
 import train_imagenet
 from vil import checkpoint, processes
@@ -135,13 +136,20 @@ def wait_for_a_checkpoint(process, folder):
     return last
 
 
-@pytest.mark.parametrize("seconds", [0, 1.5])
-def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folder, tmp_path, seconds):
-    """While it imports PyTorch and others."""
+@pytest.mark.parametrize("waits", [0, 1.5, "for another process"])
+def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folder, tmp_path, monkeypatch, waits):
+    """While it imports PyTorch and others, or waits in PyTorch for a process that never comes."""
+    alone = waits != "for another process"
+    place = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2 - alone, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
     process = start_in_a_terminal(train_command(tmp_path, image_folder))
     while signal.SIGUSR1 not in signals(process.pid, "SigCgt"):
         assert process.poll() is None
-    time.sleep(seconds)
+    time.sleep(waits if alone else 0)
+    while not alone and socket.socket().connect_ex(("localhost", place["MASTER_PORT"])):
+        assert process.poll() is None
+        time.sleep(0.1)
     assert press(process).strip() == "stopped by a signal with nothing to save"
     assert process.returncode == PREEMPTED
     assert not (tmp_path / "run" / "last.pt").exists()

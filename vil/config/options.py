@@ -134,7 +134,7 @@ class Config:
     distillation_tau: float = _option(1.0, "temperature of soft distillation", above=0)
     # evaluation
     crop_pct: float | None = _option(
-        None, "share of the image that evaluation sees; the model's default if not given", above=0
+        None, "share of the image that evaluation sees; the model's default if not given", above=0, high=2
     )
     interpolation: str | None = _option(None, "interpolation in evaluation; the model's default if not given")
     # run

@@ -25,7 +25,7 @@ from PIL import Image
 from timm.data import ImageNetInfo, resolve_model_data_config
 from torch import Tensor, nn
 
-from ..checkpoint import label_of, printable
+from ..checkpoint import check_preprocessing, label_of, printable
 from ..config import ConfigError, options_of_checkpoint
 from ..devices import default_device
 from ..factory import from_checkpoint
@@ -134,7 +134,7 @@ class Classifier:
             torch.tensor(self.data_config[name], device=self.device).view(-1, 1, 1) * 255 for name in ("mean", "std")
         )
         logits = self.run((images.to(self.device) - mean) / std)
-        if logits.dim() != 2 or len(logits) != len(images):
+        if logits.dim() != 2 or len(logits) != len(images) or not logits.shape[1]:
             raise ConfigError(
                 f"the model makes {tuple(logits.shape)} of {len(images)} images, and no row of classes each"
             )
@@ -225,11 +225,12 @@ NEEDED = ("input_size", "mean", "std", "crop_pct")
 
 def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
     """The names of classes, if what a file says, which may come from anybody, is what a checkpoint may say."""
-    (channels, *size), (mean, std) = config["input_size"], (config["mean"], config["std"])
-    options_of_checkpoint(dict(img_size=max(size)) | {n: config[n] for n in ("crop_pct", "interpolation")}, path)
-    sizes = channels, len(size), len(mean), len(std)
-    if sizes != (3, 2, 3, 3) or min(size) < 1 or not np.isfinite(mean).all() or not 0 < min(std) <= max(std) < np.inf:
-        raise ConfigError(f"images of {size} with mean {mean} and std {std}")
+    channels, *size = config["input_size"]
+    check_preprocessing(config, path)
+    for side in size:
+        options_of_checkpoint(dict(img_size=side, crop_pct=config["crop_pct"]), path)
+    if (channels, len(size)) != (3, 2):
+        raise ConfigError(f"images of {channels} channels and {size} pixels")
     if not isinstance(names, list) or any(name != label_of(name) for name in names):
         raise ConfigError("label_names that are no short lines")
     return names
