@@ -60,6 +60,9 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
 @contextmanager
 def _hearing_signals() -> Iterator[None]:
     """Has a thread call the handlers of signals: this one may wait for others in PyTorch, which lets none run."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():  # which have no such place
+        yield
+        return
     reader, writer = os.pipe()
 
     def hear() -> None:
