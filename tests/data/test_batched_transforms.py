@@ -49,7 +49,7 @@ def test_crops_are_resized_and_flipped_as_by_pil(device, interpolation, share):
 # of the sizes that timm draws; AutoContrast, Equalize and Invert take none
 ARGUMENTS = dict(Posterize=[0, 1, 4], Solarize=[0, 26, 256], SolarizeAdd=[0, 99, 110], Rotate=[30.0, -27.3, 0.1])
 ARGUMENTS |= {key: [0.1, 1.0, 1.87] for key in ("Color", "Contrast", "Brightness", "Sharpness")}
-ARGUMENTS |= {key: [30.2, -11.0, 0.0] for key in ("TranslateX", "TranslateY")}
+ARGUMENTS |= {key: [30.2, -10.5, 30.5] for key in ("TranslateX", "TranslateY")}  # halves end on the edge
 ARGUMENTS |= {key: [0.3, -0.27, 0.411] for key in ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")}
 EXACT = ("Equalize", "Invert", "Posterize", "Solarize", "SolarizeAdd")
 ENHANCING = ("Color", "Contrast", "Brightness", "Sharpness")  # a product of fp32 for one of C's double

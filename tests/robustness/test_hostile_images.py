@@ -246,10 +246,10 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     with pytest.raises(KeyboardInterrupt):  # in the midst of a question
         of_process.decode(FailingFile(KeyboardInterrupt), 100)
     assert images.read_image(io.BytesIO(gif)) == expected
-    times = iter((0, decoder.SECONDS))  # when the clock was about to end it
+    child, times = of_process._child, iter((0, decoder.SECONDS))  # when the clock was about to end it
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
-    assert of_process._child is None
+    assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
 
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
