@@ -176,6 +176,10 @@ OTHERS = [
     ("block_backward", dict(class_token_only=True, dnext_TC=None)),
     ("block_backward of the class token", dict(class_token_only=False)),
     ("block_backward", dict(dnext_TC=lambda dnext: dnext, next_normed=[])),
+    (
+        "block_backward of the class token",
+        dict(dnext_TC=torch.zeros(2, 16), next_normed=[torch.zeros(2, 16), torch.zeros(2)]),
+    ),
     ("block_backward", dict(next_normed=without_last)),
     ("block_backward", dict(directions=without_last)),
 ]

@@ -227,6 +227,9 @@ def test_photographs_are_decoded_where_they_are_read(name):
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
         assert not decoder.is_bounded(io.BytesIO(large), len(large))
+    for kind in (b"tEXt", b"IDAT") if name == "png" else ():  # or of many parts, behind its header
+        large = content[:33] + (bytes(4) + kind + bytes(4)) * 2 * decoder.MOST_PARTS + content[33:]
+        assert not decoder.is_bounded(io.BytesIO(large), len(large))
 
 
 def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits(monkeypatch):
