@@ -221,6 +221,9 @@ def test_photographs_are_decoded_where_they_are_read(name):
     """Guarded they would be slower."""
     content = fuzz_images.corpus(name)[name]
     assert decoder.is_bounded(io.BytesIO(content), len(content))
+    for notes in (1, 2) if "jpeg" in name else ():  # each a TIFF, whose tags may share bytes
+        noted = content[:2] + b"\xff\xe1\0\x08Exif\0\0" * notes + content[2:]
+        assert decoder.is_bounded(io.BytesIO(noted), len(noted)) == (notes == 1)
     twice = large_header(SMALL_JPEG, 24, 32, 2)  # which of two frames a decoder believes nobody knows
     assert not decoder.is_bounded(io.BytesIO(twice), len(twice))
     if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
