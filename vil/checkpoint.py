@@ -253,7 +253,7 @@ def digest(weights: Any, said: Any = None) -> str:
     return f"{total:08x}"
 
 
-def _content(path: str | Path, whole: bool = True) -> Any:
+def _content(path: str | Path, whole: bool) -> Any:
     """What a file holds, once it has been judged: the one place where files of any origin are read.
 
     Args:
@@ -470,7 +470,7 @@ def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any
     Raises:
         CheckpointError: The file is missing or corrupt.
     """
-    content = _content(path)
+    content = _content(path, whole=True)
     with _reading(file_of(path)):
         if use_ema is None:
             use_ema = _average_is_best(content) is not False

@@ -487,7 +487,7 @@ class VisionLonghorn(nn.Module):
         if strict:
             check_architecture(state_dict, self)
             classes = len(state_dict.get("head.bias", ()))
-            if classes not in (0, self.num_classes):
+            if classes != self.num_classes:
                 raise RuntimeError(
                     f"the checkpoint has {classes} classes but the model {self.num_classes}: create the model with "
                     f"num_classes={classes}, and then call its reset_classifier({self.num_classes})"

@@ -202,7 +202,7 @@ def test_a_file_that_has_changed_is_read_again(files, device, unchanged):
         content = encode(PHOTO.rotate(180).resize((300, 200) if i % 2 else (50, 40)))
         before = path.stat().st_mtime_ns
         path.write_bytes(of_length(content) if unchanged == "length" else content)
-        os.utime(path, ns=(0, before if unchanged == "time" else 0))
+        os.utime(path, ns=(0, before + (unchanged != "time")))
     expected, _ = epochs(files, device)
     for epoch in range(3):
         loader.batches.set_epoch(epoch)

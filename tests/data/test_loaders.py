@@ -145,14 +145,15 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
 def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch):
     """Prepared images, pixels of small ones, or files with room for larger ones."""
     taken = []
-    monkeypatch.setattr(loaders, "choose_settings", lambda *a: taken.append(a[4]) or workers.choose_settings(*a))
+    monkeypatch.setattr(loaders, "choose_settings", lambda *a: taken.append(a[3:5]) or workers.choose_settings(*a))
     sizes = [path.stat().st_size for path in (photo_folder / "val").glob("*/*")]
     images = open_split(str(photo_folder), "", "val")
-    for batch_size, on_device, small in ((4, False, 2**20), (100, False, 2**20), (4, True, 2**20), (100, True, 0)):
+    for batch_size, on_device, small in ((2, False, 2**20), (100, False, 2**20), (2, True, 2**20), (100, True, 0)):
         monkeypatch.setattr(encoded, "SMALL", small)
         evaluation_loader(images, DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
     files = 64 * (3 * sum(sizes) // (2 * len(sizes)))
-    assert taken == [4 * 3 * 12 * 16, 64 * 3 * 12 * 16, 4 * 3 * 2**14, files]
+    pieces = len(sizes) // 2, 2
+    assert taken == [*zip(pieces, (2 * 3 * 12 * 16, 64 * 3 * 12 * 16)), *zip(pieces, (2 * 3 * 2**14, files))]
 
 
 @pytest.mark.parametrize(

@@ -259,10 +259,10 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
     """28 images, in pieces of at most 3, by one worker or several, again and again."""
     monkeypatch.setattr("vil.data.samplers.PIECE", 3)
     monkeypatch.setattr("vil.data.host_loader.PIECE", 3)
-    loader, processes = started(count, batch_size=8)
+    loader, processes = started(count, batch_size=9)
     assert len(processes) == count
     for _ in range(2):
-        assert [len(images) for images, _ in loader] == [8, 8, 8, 4]
+        assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]

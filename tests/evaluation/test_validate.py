@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import naive_evaluation as naive
@@ -485,3 +486,5 @@ def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp
     words = ["--checkpoint", str(models[0] / "vil.pt"), "--workers", "0", "--json", str(tmp_path / "out.json")]
     assert run([*script("validate.py"), *words], check=False, output="/dev/full").returncode == 1
     assert json.loads((tmp_path / "out.json").read_text())["images"] == 24
+    with open("/dev/full", "w") as lost, redirect_stdout(lost), pytest.raises(validate.LostResultError):
+        validate.print_result("top-1")  # which is not tried again as the file is closed

@@ -220,8 +220,8 @@ def test_every_image_of_a_batch_has_its_own_operations_turn_by_turn(where, inter
         for turn, (name, argument) in enumerate(turns):
             image = by_timm(image, name, argument, interpolation) if codes[i, turn] else image
         expected.append(tensor(image))
-    result = apply_operations(batch(images, where.device), codes, arguments, FILL, interpolation)
-    assert_levels(result, expected, 0, 0)
+    strided = batch(images, where.device).to(memory_format=torch.channels_last)
+    assert_levels(apply_operations(strided, codes, arguments, FILL, interpolation), expected, 0, 0)
 
 
 def test_every_image_goes_through_its_own_operations_in_order(where):
@@ -248,11 +248,13 @@ def test_a_batch_is_transformed_where_it_is(interpolation):
     assert (result.device.type, result.shape) == ("meta", (3, 3, 8, 12))
 
 
-def test_batches_without_operations_stay_as_they_are(where):
-    images = batch([noise(5, 7)] * 2, where.device)
+def test_turns_without_operations_leave_batches_as_they_are(where):
+    images = batch([noise(5, 7)] * 2, where.device).to(memory_format=torch.channels_last)
     for turns in (0, 2):
         codes, arguments = np.zeros((2, turns), np.uint8), np.zeros((2, turns, 6), np.float32)
         assert torch.equal(apply_operations(images, codes, arguments, FILL, "bicubic"), images)
+    codes[:, 1] = CODES["Invert"]
+    assert torch.equal(apply_operations(images, codes, arguments, FILL, "bicubic"), 255 - images)
 
 
 def test_a_blur_of_any_radius_is_pils(where):
@@ -278,6 +280,7 @@ def test_images_are_normalised_erased_and_mixed(where, shape):
         height, width = height + 200, width + 200
     numbers = np.random.default_rng(0)
     images = batch([noise(height, width, i) for i in range(count)], where.device)
+    images = images.to(memory_format=torch.channels_last)
     given, whole = images.clone(), normalised(images)
     boxes = np.array([(0, 0, 0, 0), (0, 0, height, width), (height // 2, width // 3, 1, 1)] * 2, np.int32)[:count]
     erased = whole.clone()

@@ -1,5 +1,7 @@
 """The block on CPUs against `naive_model` in fp64, and who computes it when."""
 
+from types import SimpleNamespace
+
 import naive_model
 import pytest
 import torch
@@ -27,9 +29,14 @@ def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the kernels have computed a block."""
-    made, forward = [], cpu._forward
-    monkeypatch.setattr(cpu, "_forward", lambda *a, **k: made.append(k["keep"]) or forward(*a, **k))
+    """How often the kernels have computed a block, and whether its scan has kept states for backward."""
+    made, scans = [], cpu.scans
+
+    def forward(*arguments):
+        made.append(arguments[-1])
+        return scans.forward(*arguments)
+
+    monkeypatch.setattr(cpu, "scans", SimpleNamespace(forward=forward, backward=scans.backward))
     return made
 
 

@@ -176,6 +176,10 @@ OTHERS = [
     ("block_backward", dict(class_token_only=True, dnext_TC=None)),
     ("block_backward of the class token", dict(class_token_only=False)),
     ("block_backward", dict(dnext_TC=lambda dnext: dnext, next_normed=[])),
+    (
+        "block_backward of the class token",
+        dict(dnext_TC=torch.zeros(2, 16), next_normed=[torch.zeros(2, 16), torch.zeros(2)]),
+    ),
     ("block_backward", dict(next_normed=without_last)),
     ("block_backward", dict(directions=without_last)),
 ]
@@ -288,6 +292,8 @@ OPTIONS = [
     *(("scan", dict(x_GBLD=torch.zeros(2, *size, 8), step_logits_GBLD=torch.zeros(2, *size, 8),
                     k_GBLN=torch.zeros(2, *size, 4), q_GBLN=torch.zeros(2, *size, 4)))
       for size in ((0, 66), (3, 0), (3, 64), (3, 65))),
+    ("scan_backward by Numba", {name: torch.zeros(2, 3, 66, width, dtype=torch.bfloat16) for name, width in
+                                dict(dy_GBLD=8, x_GBLD=8, step_logits_GBLD=8, k_GBLN=4, q_GBLN=4).items()}),
     *(("reference_scan", dict(keep=keep)) for keep in (False, True)),
     *(
         ("block", dict(class_token_only=only, norm_next=norm_next, keep=keep, scale_B=scale_B, normed=normed))

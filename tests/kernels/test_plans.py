@@ -107,9 +107,10 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
         return torch.zeros(*size, **kind).as_subclass(OnGpu)
 
     odd, eight = (torch.zeros(3 + i)[i:].as_subclass(OnGpu) for i in (1, 2))  # 4 and 8 bytes behind a multiple of 16
+    first = t(3).as_subclass(type("OnFirst", (OnGpu,), dict(get_device=lambda _: 0)))
     calls = [
-        (t(3), [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (eight, [t(2, 2)], None, 1),
-        (t(4), [t(2, 2)], None, 1), (t(3), [t(2, 2).t()[:, :1]], None, 1),
+        (t(3), [t(2, 2)], None, 1), (first, [t(2, 2)], None, 1), (odd, [t(2, 2)], None, 1), (eight, [t(2, 2)], None, 1),
+        (t(4), [t(2, 2)], None, 1), (t(3), [t(2, 2).t()], None, 1),
         (t(3), [t(2, 2), t(2, 2)], None, 1), (t(3), [t(2, 2)], t(1), 1), (t(3), [t(2, 2)], None, 2),
         (t(3).double(), [t(2, 2)], None, 1), (t(3), [], t(2, 2), 1),
     ]  # fmt: skip

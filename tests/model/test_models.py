@@ -560,10 +560,17 @@ def test_registered_with_timm():
     names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("base", "small", "tiny")]
     assert timm.list_models(module="vision_longhorn", exclude_filters="*_pooled") == names
     assert timm.list_models("*_pooled", module="vision_longhorn") == [f"{name}_pooled" for name in names]
-    model = small("vil_small")
-    assert isinstance(model, vil.VisionLonghorn)
-    assert model.num_features == model.head_hidden_size == model.embed_dim == 32
-    assert model.num_prefix_tokens == 0  # before the patches, which code for timm's models would cut off
+    for name in timm.list_models(module="vision_longhorn"):
+        model = small(name, device="meta")
+        assert isinstance(model, vil.VisionLonghorn)
+        assert (model.pooled, type(model.blocks[0].mixer)) == (
+            "pooled" in name,
+            LonghornMixer if "vil" in name else MambaMixer,
+        )
+        assert model.num_features == model.head_hidden_size == model.embed_dim == 32
+        with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+            small(name, pretrained=True)
+        assert model.num_prefix_tokens == 0  # before the patches, which code for timm's models would cut off
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_base"])
@@ -591,3 +598,4 @@ def test_a_model_of_another_package_is_not_hidden(monkeypatch):
             vision_longhorn.register(vision_longhorn.vil_tiny)
         assert timm.models.model_entrypoint("vil_tiny") is vil_tiny
     assert timm.models.model_entrypoint("vil_tiny") is vision_longhorn.vil_tiny
+    assert vision_longhorn.register(vision_longhorn.vil_tiny) is vision_longhorn.vil_tiny  # as notebooks reload it

@@ -183,6 +183,10 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
         onnx.save(model, path)
         if not change and model.graph.node[0].op_type == node.op_type:
             assert {p.label for p in vil.predict(path, pixels)} == {"a", "b", "c"}
+            del texts["label_names"]
+            onnx.helper.set_model_props(model, texts)
+            onnx.save(model, path)
+            assert {p.label for p in vil.predict(path, pixels)} == {"0", "1", "2"}
             continue
         with pytest.raises(ConfigError, match=r"given.onnx is no model of vil.export, [^\n]*$") as refused:
             vil.predict(path, pixels)

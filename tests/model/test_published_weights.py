@@ -206,13 +206,14 @@ def test_partial_weights_load_when_asked_to():
     assert len(result.missing_keys) == len(model.state_dict()) - len(weights)
 
 
-@pytest.mark.parametrize("num_classes", [10, 0])
-def test_another_number_of_classes_without_adaptation_is_an_error_with_the_remedy(num_classes, tmp_path):
-    path = save(tmp_path, {"model": published(num_classes=5)})
+@pytest.mark.parametrize(("classes", "num_classes"), [(5, 10), (5, 0), (0, 10)])
+def test_another_number_of_classes_without_adaptation_is_an_error_with_the_remedy(classes, num_classes, tmp_path):
+    weights = published(num_classes=classes)
+    path = save(tmp_path, {"model": {name: w for name, w in weights.items() if classes or "head." not in name}})
     kwargs = {**SMALL, "num_classes": num_classes}
-    remedy = rf"create the model with num_classes=5, and then call its reset_classifier\({num_classes}\)$"
-    with pytest.raises(RuntimeError, match=f"has 5 classes but the model {num_classes}: {remedy}"):
+    remedy = rf"create the model with num_classes={classes}, and then call its reset_classifier\({num_classes}\)$"
+    with pytest.raises(RuntimeError, match=f"has {classes} classes but the model {num_classes}: {remedy}"):
         timm.create_model("vim_tiny", checkpoint_path=path, **kwargs)
-    model = timm.create_model("vim_tiny", checkpoint_path=path, **kwargs | {"num_classes": 5})
+    model = timm.create_model("vim_tiny", checkpoint_path=path, **kwargs | {"num_classes": classes})
     model.reset_classifier(num_classes)
     assert model(torch.zeros(1, 3, *model.patch_embed.img_size)).shape == (1, num_classes or model.embed_dim)

@@ -17,6 +17,7 @@ from processes import CONTEXT, become, draw_nothing, run, train_command
 import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
+from vil.output import _Lossy
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path):
@@ -150,6 +151,9 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
         (folder := tmp_path / str(len(output))).mkdir()
         run(train_command(folder, image_folder), processes, output=output)
         assert len(checkpoint.read_checkpoint(folder / "run" / "last.pt")["history"]) == 2
+    with open(os.devnull, "w") as closed:
+        pass
+    print("more", file=_Lossy(closed), flush=True)
 
 
 def train_in_a_terminal(command, terminal):

@@ -222,11 +222,17 @@ def test_photographs_are_decoded_where_they_are_read(name):
     """Guarded they would be slower."""
     content = fuzz_images.corpus(name)[name]
     assert decoder.is_bounded(io.BytesIO(content), len(content))
+    for notes in (1, 2) if "jpeg" in name else ():  # each a TIFF, whose tags may share bytes
+        noted = content[:2] + b"\xff\xe1\0\x08Exif\0\0" * notes + content[2:]
+        assert decoder.is_bounded(io.BytesIO(noted), len(noted)) == (notes == 1)
     twice = large_header(SMALL_JPEG, 24, 32, 2)  # which of two frames a decoder believes nobody knows
     assert not decoder.is_bounded(io.BytesIO(twice), len(twice))
     if name == "jpeg progressive":  # but for one of many pixels, over all of which each of its scans may go
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
+        assert not decoder.is_bounded(io.BytesIO(large), len(large))
+    for kind in (b"tEXt", b"IDAT") if name == "png" else ():  # or of many parts, behind its header
+        large = content[:33] + (bytes(4) + kind + bytes(4)) * 2 * decoder.MOST_PARTS + content[33:]
         assert not decoder.is_bounded(io.BytesIO(large), len(large))
 
 
@@ -247,10 +253,10 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     with pytest.raises(KeyboardInterrupt):  # in the midst of a question
         of_process.decode(FailingFile(KeyboardInterrupt), 100)
     assert images.read_image(io.BytesIO(gif)) == expected
-    times = iter((0, decoder.SECONDS))  # when the clock was about to end it
+    child, times = of_process._child, iter((0, decoder.SECONDS))  # when the clock was about to end it
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
-    assert of_process._child is None
+    assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
 
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):

@@ -226,7 +226,7 @@ def reporter(folder):
     return Reporter(folder, Config(log_wandb=True, experiment="mine"), dict(epochs=3), "1 x cpu")
 
 
-def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb):
+def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb, caplog):
     for epochs in ((1, 2), (3,)):
         report = reporter(tmp_path / "run")
         report.catch_up(HISTORY[: epochs[0] - 1])  # nothing that it has not
@@ -239,6 +239,7 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb):
     assert first == second != other
     assert re.fullmatch(r"\w{8,}", first)
     assert [rows for _, rows in wandb.pages] == [[(1, HISTORY[0]), (2, HISTORY[1])], [(3, HISTORY[2])], []]
+    assert caplog.messages == []
 
 
 def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, wandb):

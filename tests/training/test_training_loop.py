@@ -180,7 +180,7 @@ def _awkward(folder, tmp_path):
     root, last = tmp_path / "awkward", tmp_path / "run" / "last.pt"
     shutil.copytree(folder, root)
     shutil.rmtree(root / "val" / "6")
-    (root / "train" / "0" / "link").symlink_to(tmp_path)
+    (root / "val" / "0" / "link").symlink_to(tmp_path)
     checkpoint.save_checkpoint(checkpoint.read_checkpoint(last) | dict(num_images=50), last)
     return dict(data_dir=str(root), train_split="training", pretrained_path=str(tmp_path / "run" / "best.pt"))
 

@@ -36,7 +36,6 @@ class FolderReader(ReaderImageFolder):
     Args:
         root: Folder of the split; it may itself be a link.
         data_dir: Folder of the data set, in which links of the split may lead.
-        class_map: The number of each class by name; None to number the names that there are.
 
     Attributes:
         left_out: How many files with which ending are none that are read.
@@ -45,18 +44,22 @@ class FolderReader(ReaderImageFolder):
         RuntimeError: There are no images.
     """
 
-    def __init__(self, root: str, data_dir: str, class_map: dict[str, int] | None = None):
+    def __init__(self, root: str, data_dir: str):
         Reader.__init__(self)
         self.root = root
         self.left_out: Counter[str] = Counter()
         files = list_images(root, data_dir, self.left_out)
         names = [os.path.basename(os.path.dirname(file)) if os.path.dirname(file) != root else "" for file in files]
-        if class_map is None:
-            class_map = {name: number for number, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
-        self.class_to_idx = class_map
-        self.samples = [(file, class_map[name]) for file, name in zip(files, names) if name in class_map]
+        self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
+        self.samples = [(file, self.class_to_idx[name]) for file, name in zip(files, names)]
         if not self.samples:
             raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
+
+    def renumber(self, class_map: dict[str, int]) -> None:
+        """Gives the classes other numbers, by their names, without a second look at the folder."""
+        numbers = {number: class_map[name] for name, number in self.class_to_idx.items()}
+        self.class_to_idx = class_map
+        self.samples = [(file, numbers[number]) for file, number in self.samples]
 
     def __str__(self) -> str:
         """How many images there are of how many classes, and what else lies there, in a line."""

@@ -43,8 +43,7 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
             restrict_pillow()
             images = create_dataset(dataset, root=data_dir, split=split, **kwargs)
         elif (root := _find_split(data_dir, split)).is_dir():
-            reader = FolderReader(str(root), str(data_dir), kwargs.get("class_map"))
-            images = ImageDataset(str(root), reader=reader)
+            images = ImageDataset(str(root), reader=FolderReader(str(root), str(data_dir)))
         else:
             images = _open_tar(root, **kwargs)
     except ConfigError:
@@ -57,6 +56,14 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
             f"the split {split!r} of {data_dir} has {classes} classes but the model {num_classes} (num_classes)"
         )
     return images
+
+
+def renumbered(images, class_map: dict[str, int], data_dir: str | None, dataset: str, split: str):
+    """The split that was opened so, its classes with other numbers by their names, all of which the map has."""
+    if isinstance(images.reader, FolderReader):
+        images.reader.renumber(class_map)
+        return images
+    return open_split(data_dir, dataset, split, class_map=class_map)
 
 
 def _open_tar(path: Path, **kwargs):
@@ -118,7 +125,7 @@ def open_splits(config: Config):
                 "the split %r has no images of %d of the %d classes: %s",
                 config.val_split, len(missing), num_classes, _quoted(missing),
             )  # fmt: skip
-        val = open_split(*location, config.val_split, class_map=class_names(train))
+        val = renumbered(val, class_names(train), *location, config.val_split)
     return train, val, num_classes
 
 

@@ -10,7 +10,7 @@ from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
 from ..config import ConfigError
-from ..data.splits import class_names, limit_classes, open_split
+from ..data.splits import class_names, limit_classes, open_split, renumbered
 from ..published import IMAGENET_CLASSES
 
 
@@ -32,7 +32,7 @@ def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes:
     class_map = {name: number for number, name in enumerate(wordnet_ids) if name in names}
     if len(class_map) < len(names):  # it has others: the error says how many
         return open_split(data_dir, dataset, split, num_classes), None
-    return open_split(data_dir, dataset, split, class_map=class_map), sorted(class_map.values())
+    return renumbered(images, class_map, data_dir, dataset, split), sorted(class_map.values())
 
 
 class OnlyClasses(nn.Module):

@@ -143,7 +143,7 @@ class Bottleneck:
         # a host that waits for a GPU keeps it busy
         if not is_first_process() or gpu - at_looks + model >= IDLE * seconds:
             return
-        host, workers = seconds - data - gpu, data - model - thread
+        host, workers = seconds - data - gpu, data - thread
         longest = max(host, workers, thread)
         if longest == host:
             what = "what the host does"
