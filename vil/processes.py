@@ -27,6 +27,7 @@ RESTART = 120  # seconds in which all processes have been started again, if they
 # the notices of cluster schedulers, and what torchrun passes on when its terminal is closed; Windows has SIGTERM alone
 NOTICES = ("SIGTERM", "SIGUSR1", *(["SIGHUP"] if "TORCHELASTIC_RUN_ID" in os.environ else []))
 SCHEDULERS_SIGNALS = tuple(getattr(signal, name) for name in NOTICES if hasattr(signal, name))
+UNMET = (ValueError, *([dist.DistError] if dist.is_available() else []))  # raised where processes do not meet
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to get when the parent dies
 
 
@@ -44,7 +45,7 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     try:
         with _hearing_signals():
             chosen = init_distributed_device(process)
-    except (ValueError, dist.DistError) as error:
+    except UNMET as error:
         reason = (str(error).splitlines() or ["no reason is known"])[0]
         raise ConfigError(
             f"the processes of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not meet; torchrun sets these: {reason}"
