@@ -96,6 +96,17 @@ def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs
             assert torch.equal(actual, truth)
 
 
+def test_a_kernel_has_no_more_threads_than_tasks(threads, monkeypatch):
+    """Those without one would begin for nothing, and have no scratch memory."""
+    started, call = [], compiler._parallel()
+    monkeypatch.setattr(compiler, "_parallel", lambda: lambda *given: started.append(given[2]) or call(*given))
+    threads(3)
+    for channels in (64, 65, 129, 193):  # of which a task has 64
+        x, k = torch.randn(1, 2, channels), torch.randn(1, 2, 4)
+        longhorn_scan(x, x, k, k, backend="cpu")
+    assert started == [2, 3, 3]  # one task is the caller's own
+
+
 def test_calls_from_several_threads_at_once(threads):
     threads(2)
     inputs = longhorn_inputs(2, 70, 150, 4, torch.float32)
