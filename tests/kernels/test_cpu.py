@@ -17,7 +17,7 @@ from processes import UNDER_TEST, run
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
-from vil.kernels.scan import cpu_kernels, naive, operator
+from vil.kernels.scan import cpu_kernels, cpu_scan, naive, operator
 
 llvm = pytest.importorskip("llvmlite.binding")
 
@@ -70,6 +70,12 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, definit
         assert torch.isfinite(found[0]).sum() > found[0].numel() / 3  # other images or channels
         for a, e in zip(found[1:], expected[1:], strict=True):
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
+
+
+def test_rows_that_lie_apart_are_read_where_they_lie():
+    keys, channels_apart = torch.randn(2, 3, 5, 9)[..., 1:5], torch.randn(2, 3, 4, 5).mT
+    assert cpu_scan._readable(keys) is keys
+    assert cpu_scan._readable(channels_apart).is_contiguous()
 
 
 # Threads
