@@ -17,7 +17,7 @@ from processes import UNDER_TEST, run
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
 from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
-from vil.kernels.scan import cpu_kernels, naive, operator
+from vil.kernels.scan import cpu_kernels, cpu_scan, naive, operator
 
 llvm = pytest.importorskip("llvmlite.binding")
 
@@ -72,6 +72,12 @@ def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, definit
             assert a[torch.isnan(e)].isfinite().logical_not().all() or poison == poison
 
 
+def test_rows_that_lie_apart_are_read_where_they_lie():
+    keys, channels_apart = torch.randn(2, 3, 5, 9)[..., 1:5], torch.randn(2, 3, 4, 5).mT
+    assert cpu_scan._readable(keys) is keys
+    assert cpu_scan._readable(channels_apart).is_contiguous()
+
+
 # Threads
 
 
@@ -94,6 +100,17 @@ def test_any_number_of_threads_gives_the_same_bits(scan, definition, make_inputs
             threads(count)
         for actual, truth in zip(outputs_and_gradients(on_cpu(scan), inputs), expected, strict=True):
             assert torch.equal(actual, truth)
+
+
+def test_a_kernel_has_no_more_threads_than_tasks(threads, monkeypatch):
+    """Those without one would begin for nothing, and have no scratch memory."""
+    started, call = [], compiler._parallel()
+    monkeypatch.setattr(compiler, "_parallel", lambda: lambda *given: started.append(given[2]) or call(*given))
+    threads(3)
+    for channels in (64, 65, 129, 193):  # of which a task has 64
+        x, k = torch.randn(1, 2, channels), torch.randn(1, 2, 4)
+        longhorn_scan(x, x, k, k, backend="cpu")
+    assert started == [2, 3, 3]  # one task is the caller's own
 
 
 def test_calls_from_several_threads_at_once(threads):

@@ -337,6 +337,30 @@ def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
         assert len(run("block", named)[1]) == (0 if only else 2)
 
 
+def test_what_fits_is_checked_once_a_kind_and_what_does_not_each_time(monkeypatch):
+    ran, x, long, far = [], torch.zeros(2), torch.zeros(3), torch.zeros(2, device="meta")
+
+    def check(*arguments):
+        ran.append(arguments)
+        if arguments[-1] == "refused":
+            raise ArithmeticError
+
+    checked = checks.once_a_kind(check)
+    calls = (x, [x], 1), (x, [x, x], 1), (x, [long], 1), (x, [x], 2), (far, [x], 1), (x.double(), [x], 1), (x, None, 1)
+    for number, arguments in enumerate(calls, 1):
+        for _ in range(2):
+            checked(*tree_map_only(torch.Tensor, torch.ones_like, arguments))
+            assert len(ran) == number
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            checked(x, "refused")
+    assert len(ran) == len(calls) + 2
+    monkeypatch.setattr(checks, "KINDS", len(calls))
+    checked(long, [x], 1)  # which is one too many
+    checked(*calls[0])
+    assert len(ran) == len(calls) + 4
+
+
 @EMULATED
 @pytest.mark.parametrize(("G", "D"), [(0, 8), (2, 0)])
 def test_scans_of_no_directions_and_of_no_channels_are_empty(G, D, launched):

@@ -54,7 +54,7 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
     x, made = torch.randn(1000), []
     empty = torch.empty
-    for small, sizes in ((plan.SMALL, [4 * 1024]), (0, [1024, 1024, 1024, 1024])):
+    for small, sizes in ((plan.SMALL, [4 * 1024]), (4000, [4 * 1024]), (3999, [1024, 1024, 1024, 1024])):
         monkeypatch.setattr(plan, "SMALL", small)
         recorded = Plan(function, (x,), CPU)
         made.clear()
@@ -113,6 +113,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
         (t(4), [t(2, 2)], None, 1), (t(3), [t(2, 2).t()], None, 1),
         (t(3), [t(2, 2), t(2, 2)], None, 1), (t(3), [t(2, 2)], t(1), 1), (t(3), [t(2, 2)], None, 2),
         (t(3).double(), [t(2, 2)], None, 1), (t(3), [], t(2, 2), 1),
+        (t(3), [t(2, 2)], [t(2, 2)] * 2, 1), (t(3), [t(2, 2)] * 2, [t(2, 2)], 1),
     ]  # fmt: skip
     for number, call in enumerate(calls, 1):
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import re
 import runpy
 import subprocess
@@ -198,6 +199,7 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
     assert report.same_top1 == 4
     exec(export.usage(report.path, ["logits"]), used := dict(torch=torch, images=torch.zeros(5, 3, 16, 24)))
     assert used["logits"].shape == (5, model.num_classes)
+    assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET  # quiet for that time alone
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     export_model(vit(num_classes=0), tmp_path / "model.onnx")
@@ -313,6 +315,24 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
         with pytest.raises(ExportError, match=f"logits differs from the model's by {difference}"):
             export_model(model, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("logit", "allowed"), [(0.01, 1e-4), (100.0, 1e-2)])
+def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowed):
+    model = small("vil_tiny", depth=1)
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.fill_(logit)
+    for part in (0.9, 1.1, -0.9, -1.1):
+
+        def run(images, found=logit + part * allowed):
+            return [torch.full((len(images), model.num_classes), found)]
+
+        if abs(part) < 1:
+            assert export.compare(model, export.Exported(model), run) == (pytest.approx(0.9 * allowed, rel=0.01), 4, 4)
+        else:
+            with pytest.raises(ExportError, match="logits differs from the model's by"):
+                export.compare(model, export.Exported(model), run)
 
 
 def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypatch):
