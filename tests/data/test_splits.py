@@ -84,6 +84,10 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert describe_split("train", open_split("pets", "", "train")).endswith(
         "; not read as images: 8 'hidden', 2 '.txt', 1 '.heic'"
     )
+    kinds = folders.Counter({f".{i}": 9 - i for i in range(6)})
+    five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
+    assert folders.endings(kinds) == f"{five}, ..."
+    assert folders.endings(kinds - folders.Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
