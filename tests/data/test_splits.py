@@ -118,6 +118,10 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     assert numbers[0] < 10 < 20 < numbers[-1]  # not the first by their names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
     assert folders.split_folder(source, tmp_path / "two more", 0.999) == dict(train=2, validation=60)
+    (source / "fox").mkdir()
+    Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
+    with pytest.raises(ValueError, match="the class 'fox' has one image, and each split needs one"):
+        folders.split_folder(source, tmp_path / "three")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])

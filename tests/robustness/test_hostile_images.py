@@ -668,7 +668,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
         (dict(filenames=["validation-0.tar", "./validation-0.tar"]), "'./validation-0.tar' is listed twice in "),
         (dict(filenames=["link.tar"]), "the shard 'link.tar' is no regular file in "),
         (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' is no regular file in "),
-        (dict(num_samples=10**12), "cannot have 1000000000000 samples, but at most 30: see _info.json"),
+        (dict(num_samples=31), "cannot have 31 samples, but at most 30: see _info.json"),
         (dict(num_samples="many"), "cannot have 'many' samples, but at most 30"),
         (dict(filenames=7), "cannot open the split 'validation' of "),
         (dict(note="x" * 9000), "cannot open the split 'train' of "),
@@ -682,6 +682,9 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
     (tmp_path / "shards" / "link.tar").symlink_to("../elsewhere.tar")
     os.mkfifo(tmp_path / "shards" / "pipe.tar")
     whole = json.loads((tmp_path / "shards" / "_info.json").read_text())
+    whole["splits"]["validation"] |= dict(num_samples=30)
+    (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
+    assert len(open_splits(config)[1]) == 30
     whole["splits"]["validation"] |= info
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=message):
