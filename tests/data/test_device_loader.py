@@ -224,7 +224,8 @@ def test_images_stay_decoded_where_all_of_them_have_room_and_a_line_says_so(
     monkeypatch.setenv("RANK", "1")  # of whose images the first process has told
     assert kept.KeptImages(3, device).choose_room(1)
     assert caplog.messages == []
-    few = kept.KeptImages(3, device, room=100)
+    assert [kept.KeptImages(room + more, device).choose_room(1) for more in (0, 1)] == [True, False]
+    few = kept.KeptImages(3, device, room=2 * 48)
     few.add({i: (torch.zeros(3, 4, 4, dtype=torch.uint8), 0, (0, 0)) for i in range(3)})
     assert list(few.images) == [0, 1]
 

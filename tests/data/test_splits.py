@@ -84,6 +84,10 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert describe_split("train", open_split("pets", "", "train")).endswith(
         "; not read as images: 8 'hidden', 2 '.txt', 1 '.heic'"
     )
+    kinds = folders.Counter({f".{i}": 9 - i for i in range(6)})
+    five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
+    assert folders.endings(kinds) == f"{five}, ..."
+    assert folders.endings(kinds - folders.Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
@@ -114,6 +118,10 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     assert numbers[0] < 10 < 20 < numbers[-1]  # not the first by their names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
     assert folders.split_folder(source, tmp_path / "two more", 0.999) == dict(train=2, validation=60)
+    (source / "fox").mkdir()
+    Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
+    with pytest.raises(ValueError, match="the class 'fox' has one image, and each split needs one"):
+        folders.split_folder(source, tmp_path / "three")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])

@@ -86,8 +86,9 @@ def test_loading_gets_the_cores_that_training_leaves(machine, device, cores_proc
 
 
 @pytest.mark.parametrize(("wanted", "threads"), [(0, 6), (2, 4), (5, 1), (9, 1), (None, 5)])
-def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads):
-    machine(6)
+@pytest.mark.parametrize("processes", [None, 2])
+def test_workers_get_cores_of_their_own(machine, monkeypatch, wanted, threads, processes):
+    machine(6 * (processes or 1), processes=processes)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -116,8 +117,8 @@ def shared_memory(tmp_path, monkeypatch):
     return make
 
 
-def chosen(wanted=None, batch_size=256, pieces=1000, on_device=False):
-    made = workers.choose_settings(wanted, CUDA, batch_size, pieces, 10 * MIB, on_device)
+def chosen(wanted=None, batch_size=256, pieces=1000, on_device=False, **options):
+    made = workers.choose_settings(wanted, CUDA, batch_size, pieces, 10 * MIB, on_device, **options)
     return made.workers, made.prefetch
 
 
@@ -129,6 +130,7 @@ def test_workers_are_no_more_than_there_is_work_for_and_prepare_whole_batches_ah
     assert chosen(pieces=0)[0] == 1
     assert chosen(wanted=30, pieces=3)[0] == 30  # who says how many gets them
     assert chosen(wanted=0) == (0, None)
+    assert (chosen(on_device=True)[0], chosen(on_device=True, decode=True)[0]) == (8, 14)  # files are read fast
     for wanted, batch_size in ((2, 256), (1, 1024), (14, 1024), (4, 8)):
         count, prefetch = chosen(wanted, batch_size)
         assert prefetch >= 2

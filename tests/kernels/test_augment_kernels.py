@@ -142,6 +142,12 @@ def test_windows_are_those_of_timms_evaluation(where, interpolation, crop_pct):
     assert_levels(windows, expected, *((0, 0) if where.exact else (1, 0.1)))
 
 
+def test_crops_of_like_size_are_padded_together_as_many_as_memory_holds():
+    sides = np.array([100, 256, 257, 5000, 300, 9000, 9000, *[200] * 1023])
+    groups = [rows.tolist() for rows in batched_transforms._rows_of_similar_size(sides)]
+    assert groups == [[0, 1, *range(7, 1029)], [1029], [2, 4], [3], [5], [6]]
+
+
 def test_a_crop_that_is_not_in_its_image_is_refused(where):
     images, flips = [torch.zeros(3, 8, 9, dtype=torch.uint8, device=where.device)] * 2, np.zeros(2, bool)
     for box in ((0, 0, 9, 9), (0, 1, 8, 9), (-1, 0, 2, 2), (0, -1, 2, 2), (3, 3, 0, 2), (3, 3, 2, 0)):

@@ -116,6 +116,25 @@ def test_a_checkpoint_decides_no_programs_addresses_and_sizes(write, error_of_va
     assert not marker.exists()
 
 
+def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
+    largest = dict(model_kwargs=dict(embed_dim=8192, patch_size=[512, 512]), num_classes=10**6, img_size=8192)
+    largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
+    assert options_of_checkpoint(largest, "x") == largest
+    for more, message in (
+        (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
+        (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            options_of_checkpoint(largest | more, "x")
+
+
+@pytest.mark.parametrize(("more", "reason"), [(0, "size mismatch"), (1, r"it has \d+ values, and the file 10$")])
+def test_resampling_may_add_values_up_to_a_limit(more, reason):
+    model = torch.nn.Linear(1, 4 * 10 + checkpoint.MOST_RESAMPLED + more, bias=False, device="meta")
+    with pytest.raises(CheckpointError, match=f"x.pt does not fit the model: .*{reason}"):
+        checkpoint.load_weights(model, dict(weight=torch.zeros(10)), "x.pt")
+
+
 def test_a_checkpoint_that_is_compared_with_decides_as_little(write, error_of_validation):
     path = write(dict(model="hf-hub:someone/model"))
     against = path.replace(path.with_name("against.pt"))

@@ -96,7 +96,7 @@ def test_noise_comes_in_the_number_of_imagenets_images_or_any_other(words, image
     ("option", "text", "value"),
     [
         ("lr", "1e-3", 0.001), ("lr", "1", 1.0), ("clip_grad", "5", 5.0), ("clip_grad", "null", None),  # 1e-3 is text
-        ("clip_grad", "none", None), ("epochs", "7.0", 7), ("img_size", "none", None), ("batch_size", "32", 32),
+        ("clip_grad", "none", None), ("epochs", "7.0", 7), ("img_size", "'null'", None), ("batch_size", "32", 32),
         ("experiment", "2024", "2024"), ("checkpoint_interval", "500", "500"), ("checkpoint_interval", "null", None),
         ("aa", "null", None), ("aa", "3a", "3a"), ("opt_betas", "[0.8, 1]", (0.8, 1.0)), ("opt_betas", "none", None),
         ("model_kwargs", "{depth: 2, patch_size: [8, 4]}", {"depth": 2, "patch_size": [8, 4]}),

@@ -85,14 +85,16 @@ def test_a_teacher_that_will_not_do_is_refused_before_work_starts(
 
 
 @pytest.mark.parametrize(
-    ("threshold", "smoothing", "ok"), [(0.0, 0.0, True), (0.02, 0.1, False), (0.2, 0.1, True), (0.95, 0.1, False)]
+    ("threshold", "smoothing", "ok"),
+    [(0.0, 0.0, True), (0.02, 0.1, False), (0.2, 0.1, True), (0.95, 0.1, False), (0.999, 0.0, True), (1.0, 0.0, False)],
 )
 def test_a_threshold_is_between_the_targets_of_right_and_wrong_classes(threshold, smoothing, ok):
     config = Config(bce_loss=True, bce_target_thresh=threshold, smoothing=smoothing)
     if ok:
         Loss(config, 4)
         return
-    with pytest.raises(ConfigError, match=f"bce_target_thresh {threshold} tells no right class .* 0.925 and 0.025;"):
+    targets = "0.925 and 0.025" if smoothing else "1 and 0"
+    with pytest.raises(ConfigError, match=f"bce_target_thresh {threshold:g} tells no right class .* {targets};"):
         Loss(config, 4)
 
 

@@ -47,7 +47,7 @@ def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
     )
     gradients = FlatGradients(models[0].parameters())
     update = Update(models[0], gradients, ours, torch.amp.GradScaler("cpu", enabled=False), None, None, False)
-    for rates in ((0.1, 0.2), (0.1, 0.01), (0.3, 0.01)):
+    for rates in ((0.1, 0.2), (0.1, 0.01), (0.3, 0.01), (0.3, 0.01)):
         for optimizer in (ours, theirs):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate
@@ -59,6 +59,7 @@ def test_a_fused_step_takes_the_learning_rates_of_the_moment(monkeypatch):
         theirs.zero_grad()
         torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
         assert [group["lr"] for group in ours.param_groups] == [*rates]
+    assert update.rates._version == 3  # they go to the device when they change
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_warmup=True, update_after_step=1)], ids=str)

@@ -20,7 +20,8 @@ from processes import SMALL
 import train_imagenet
 from train_imagenet import Trainer
 from vil import checkpoint
-from vil.config import Config, ConfigError, load_config, options_of_checkpoint
+from vil.config import FIELDS, Config, ConfigError, load_config, options_of_checkpoint
+from vil.config.options import PHASE_OPTIONS
 from vil.training import summary
 
 CPU = torch.device("cpu")
@@ -137,6 +138,11 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
     assert config.phases == [dict(epochs=3, lr=1e-3), dict(epochs=7, lr=1e-4)]
     assert [config.epochs_of_phase(n) for n in range(2)] == [range(3), range(3, 10)]
     assert config.of_phase(1).of_phase(0) == config.of_phase(0)  # a checkpoint of any phase says them all
+    of_run = "amp amp_dtype augment_on_device checkpoint_interval cuda_graphs data_dir dataset device experiment "
+    of_run += "interpolation log_interval log_tensorboard log_wandb model model_ema model_kwargs num_classes output "
+    of_run += "phases pretrained_path resume seed synthetic teacher teacher_checkpoint torchcompile train_split "
+    of_run += "val_split workers"
+    assert sorted(FIELDS.keys() - PHASE_OPTIONS) == of_run.split()
 
 
 @pytest.mark.parametrize(

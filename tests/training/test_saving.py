@@ -170,7 +170,7 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
         find_resumed("auto", tmp_path)
 
 
-@pytest.mark.parametrize("option", ["model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema"])
+@pytest.mark.parametrize("option", ["model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher"])
 def test_options_that_the_saved_tensors_depend_on_must_be_the_same(option, tmp_path):
     for other, named in (({option: "b"}, "'b'"), ({}, "None")):
         with pytest.raises(CheckpointError, match=f"run with {option} 'a', this one has {named}: resume with the same"):
@@ -179,7 +179,7 @@ def test_options_that_the_saved_tensors_depend_on_must_be_the_same(option, tmp_p
 
 def test_other_changes_are_said_and_harmless_ones_are_not(tmp_path, caplog):
     harmless = "resume output experiment workers device log_interval batch_size checkpoint_interval log_tensorboard"
-    saved = dict.fromkeys(f"{harmless} log_wandb".split(), 1)
+    saved = dict.fromkeys(f"{harmless} log_wandb cuda_graphs augment_on_device".split(), 1)
     checkpoint.check_same_run(saved, dict.fromkeys(saved, 2), tmp_path)
     checkpoint.check_same_run({"lr": 0.1}, {"lr": 0.1, "new": 3}, tmp_path)
     assert caplog.text == ""

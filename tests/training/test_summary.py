@@ -170,6 +170,7 @@ def test_without_matplotlib_a_run_says_at_its_start_that_there_will_be_no_pictur
     assert len(caplog.messages) == 1
     assert (tmp_path / "summary.csv").exists()
     assert not (tmp_path / "curve.png").exists()
+    assert report.closing_line(HISTORY).endswith(f": {tmp_path}/best.pt")
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_evaluation_prepares_images_as_the_options_say(image_folder):
     transform = create_transform(16, crop_pct=0.6, interpolation="bilinear", use_prefetcher=True, **mean_and_std)
     paths = [image_folder / "val" / CLASSES[0] / f"{i}.png" for i in range(7)]
     assert torch.equal(images[:7], torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths]))
+    on_device = Trainer(small_config(image_folder, augment_on_device=True), CPU, 0, 1)
+    assert on_device.val_loader.kept.choose_room(1)  # what the next epoch needs again
     # of a model whose weights came with a mean and a deviation of 0.5, white is 1
     other = dict(model="test_vit", model_kwargs={}, img_size=160, mixup=0.0, cutmix=0.0, reprob=0.0)
     trainer, white = Trainer(small_config(image_folder, **other), CPU, 0, 1), torch.full((2, 3, 160, 160), 255)
