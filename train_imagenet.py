@@ -172,8 +172,9 @@ class Trainer:
         seen = {name: getattr(config, name) for name in ("img_size", "crop_pct", "interpolation")}
         data_config = resolve_data_config(seen, model=self.model)
         self.label_names = checkpoint.labels_of(class_names(train_set))
-        taught = config, num_classes, self.label_names, data_config, self.model
-        self.teacher = Teacher(*taught) if config.teacher else None
+        self.teacher = None
+        if config.teacher:
+            self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
         self.loss_fn = Loss(config, num_classes, self.teacher)
         self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)

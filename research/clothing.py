@@ -180,9 +180,10 @@ def ways_table(rows: Rows) -> str:
     """Markdown: mean and deviation of every way over its seeds."""
     table = [["images of a kind", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
     for per_class, own in judged(rows).items():
-        for way, top1 in ((way, top1) for way, top1 in own.items() if top1):
-            setting = f"{transfer.chosen(rows, way, per_class):g}"
-            table.append([str(per_class or "all"), way, setting, spread(top1.values()), listed(top1.values())])
+        for way, top1 in own.items():
+            if top1:
+                setting = f"{transfer.chosen(rows, way, per_class):g}"
+                table.append([str(per_class or "all"), way, setting, spread(top1.values()), listed(top1.values())])
     return markdown_table(table)
 
 

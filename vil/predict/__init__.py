@@ -228,7 +228,7 @@ def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
     channels, *size = config["input_size"]
     check_preprocessing(config, path)
     for side in size:
-        options_of_checkpoint(dict(img_size=side, crop_pct=config["crop_pct"]), path)
+        options_of_checkpoint(dict(img_size=side), path)
     if (channels, len(size)) != (3, 2):
         raise ConfigError(f"images of {channels} channels and {size} pixels")
     if not isinstance(names, list) or any(name != label_of(name) for name in names):
