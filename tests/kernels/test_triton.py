@@ -23,11 +23,10 @@ def error(scan, definition, inputs, **options):
 
 # of three chunks and a part of one: each for itself, three and one, all in one that takes no state over
 @SCANS
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("large", "segment_chunks"), [(2**16, None), (2**16, 3), (32, None)])
-def test_segments_equal_the_definition(
-    scan, definition, make_inputs, large, segment_chunks, reverse, monkeypatch
-):  # fmt: skip
+@pytest.mark.parametrize(
+    ("large", "segment_chunks", "reverse"), [(2**16, None, False), (2**16, 3, True), (32, None, True)]
+)
+def test_segments_equal_the_definition(scan, definition, make_inputs, large, segment_chunks, reverse, monkeypatch):
     for module in (chunks, triton_scan):  # the interpreter takes milliseconds for a token
         monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(triton_scan, "CHANNELS", large)
