@@ -1,6 +1,6 @@
 # make demo    sets everything up, trains a small ViL on real images and validates it
-# make test    sets everything up and runs the tests of the package, in random order and on all cores
-# make research-tests    the same of the studies in research/
+# make test [PATHS=research/tests]    sets everything up and runs the tests of the package, or those of the studies,
+#              in random order and on all cores
 # make lint    checks style, types and names, and that every bug of cuda-mutants can be planted
 # make mutants [PATHS="vil/data kernels"] [TESTS=tests/data] [SAMPLE=200] [JOBS=2]
 #              says which changes of the code the tests would not notice
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test research-tests lint timm-tests slurm-test mutants cuda-mutants
+.PHONY: demo test lint timm-tests slurm-test mutants cuda-mutants
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -36,10 +36,7 @@ demo: .venv/installed data/digits
 	@echo "training curve: $(CURDIR)/output/digits/curve.png"
 
 test: .venv/installed
-	$(PYTEST)
-
-research-tests: .venv/installed
-	$(PYTEST) research/tests
+	$(PYTEST) $(PATHS)
 
 timm-tests: .venv/installed
 	$(BIN)/python tools/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
