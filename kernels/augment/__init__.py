@@ -69,7 +69,7 @@ def apply_operations(
     operations = np.empty((turns, count), OPERATION)
     operations["code"], operations["arguments"] = codes_BT.T, arguments_BTA.swapaxes(0, 1)
     records = _to_device(operations, images.device).view(turns, count * OPERATION.itemsize)
-    tables = torch.empty(count, 3, 256, dtype=torch.uint8, device=images.device)
+    tables = images.new_empty(count, 3, 256)
     parts = -(-H * W // 256)
     for record, codes_B in zip(records, codes_BT.T):
         if not codes_B.any():
@@ -104,7 +104,7 @@ def finish(
         rests["erased"], rests["key"] = erasing_B4, keys_B
     if mixing_B6 is not None:
         rests["mixing"], rests["partner"] = mixing_B6[:, :5], partners_B
-    result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
+    result = images.new_empty(images.shape, dtype=torch.float32)
     parts = -(-3 * H * W // (4 * 256))
     launch("augment/augment", "finish", MACROS, count * parts, 256, dict(
         rests=_to_device(rests, images.device), images=images.contiguous(), out=result, H=H, W=W, parts=parts,

@@ -93,7 +93,7 @@ def _through_directions(
     tokens: Tokens,
 ) -> DirectionGradients:  # fmt: skip
     """Scan, projections and convolutions of both directions; writes du."""
-    p = project(u_BLD, w, tokens.H)
+    p = project(u_BLD, w, tokens.H, True)
     dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
         recurrence, tokens.read_by_both(dy_BLD), p.v, p.step_logits, p.k, p.q, saved.A, w.skip,
         w.step_bias, saved.states, REVERSE, overwrite_step_logits=True,

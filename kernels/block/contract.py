@@ -73,7 +73,6 @@ def check_backward(
     check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
     sizes["W"] = kernels.packed_size(weights.sizes, dtype)
-    sizes["l"] = lines.S if lines else 0
     rows = [
         (f"saved[{i}] ({name})", t, layout, own or dtype)
         for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence, lines)))
@@ -89,7 +88,8 @@ def check_backward(
         found = f"{sizes['M']} and {sizes['U']}"
         need = "{} tokens and saved[0] (uz) {} columns".format(*expected)
         raise ValueError(f"with class_token_only={class_token_only} dx_BMC must have {need}, not {found}")
-    sizes.update(T=sizes["B"] * tokens.L, S=chunk_state_count(lines.S if lines else tokens.H))
+    read = lines.S if lines else tokens.H
+    sizes.update(T=sizes["B"] * tokens.L, l=read, S=chunk_state_count(read))
     check(sizes, residual, *rows)
 
 

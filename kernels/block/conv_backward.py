@@ -30,7 +30,7 @@ def conv_backward(
     macros = macros_of(u_BLD.dtype, vector_width(16 // size, u_BLD), taps, P)
     blocks, resident = -(-D // (8 * WARPS * min(2, macros["VECTOR"]))), 3 if size == 4 or P <= 80 else 2
     stretch, parts = share(B, L, resident * hardware.multiprocessors(place(u_BLD)) // blocks)
-    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
+    dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
     compiler.launch("block/conv_backward", "conv_backward", macros, parts * blocks, 32 * WARPS, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), dv=dv_2BHD, dprojected=dprojected_2TP, x_proj=x_proj_2PD, weights=conv_2DK,
         biases=conv_bias_2D, du=du_BLD, du_stride=du_BLD.stride(1), dfilters=dfilters, B=B, L=L, H=dv_2BHD.shape[2],

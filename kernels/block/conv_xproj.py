@@ -28,8 +28,8 @@ def conv_xproj(
         projected_2TP = torch.bmm(v_2BHD.flatten(1, 2), x_proj_2PD.mT)
         return v_2BHD, projected_2TP, torch.bmm(projected_2TP[..., :R], step_proj_2DR.mT) if project_step else None
     macros = macros_of(dtype, D, P, R, conv_2DK.shape[2], project_step, hardware.shared_bytes(place(u_BLD)))
-    v_2BHD = torch.empty(2, B, H, D, device=u_BLD.device, dtype=dtype)
-    projected_2TP = torch.empty(2, B * H, P, device=u_BLD.device, dtype=dtype)
+    v_2BHD = u_BLD.new_empty(2, B, H, D)
+    projected_2TP = u_BLD.new_empty(2, B * H, P)
     step_logits_2TD = u_BLD.new_empty(2, B * H, D) if project_step else None
     compiler.launch("block/conv_xproj", "conv_xproj", macros, -(-_strips(u_BLD) // STRIPS), 192 * macros["SPLIT"], dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, x_proj=x_proj_2PD,

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..cpu.compiler import LANES, Kernel
 from ..scan import cpu_scan as scans
 from .tokens import Tokens
-from .weights import BlockWeights, DirectionWeights, Normed, Options
+from .weights import BlockWeights, DirectionWeights, Normed, Options, needs_gradients
 
 REVERSE = (False, True)
 ROWS = 16  # tokens of a task
@@ -60,10 +60,6 @@ def block(
     else:
         y_BLC, _ = _forward(options, x_BLC, scale_B, weights, keep=False)
     return Tokens(y_BLC.shape[1], options.class_token_only).wanted(y_BLC), None
-
-
-def needs_gradients(x_BLC: Tensor, weights: BlockWeights) -> bool:
-    return torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in weights.flat()]))  # noqa: C419
 
 
 class _Block(torch.autograd.Function):

@@ -69,7 +69,7 @@ def _read_tokens(
 ) -> tuple[kernels.Read, None, Tensor]:
     """What the gate reads, if the recurrence has read every token; and its states."""
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
-    p = project(u_BLD, w, tokens.H, project_step=not from_step)
+    p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
         options.recurrence, p.v, p.step if from_step else p.step_logits, p.k, p.q, A_2DN,
         w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
@@ -120,7 +120,7 @@ def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> 
     return uz_BLE, torch.mm(xhat_BC, w.in_proj[D:].t()).unsqueeze(1)
 
 
-def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool = True) -> Projected:
+def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool) -> Projected:
     """Convolutions and projections of the H tokens that each direction reads; the step's logits if wanted."""
     B, R, P = len(u_BLD), w.step_proj.shape[2], w.x_proj.shape[1]
     v_2BHD, projected_2TP, step_logits_2TD = kernels.conv_xproj(

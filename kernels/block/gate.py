@@ -32,7 +32,7 @@ class Read(NamedTuple):
 def gate(y: Read, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """scale * mean * silu(z) of the mean of what is read; and that mean if `keep`, else an empty tensor."""
     B, L, D = y.first.shape
-    gated_BLD = torch.empty(B, L, D, device=z_BLD.device, dtype=z_BLD.dtype)
+    gated_BLD = z_BLD.new_empty(B, L, D)
     mean_BLD = torch.empty_like(gated_BLD) if keep else gated_BLD.new_empty(0)
     arguments = dict(
         **y.arguments(), z=z_BLD, z_stride=token_stride(z_BLD), scales=scale_B, gated=gated_BLD,

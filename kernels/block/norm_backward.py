@@ -24,7 +24,7 @@ def norm_backward(dxhat_TC: Tensor, xhat_TC: Tensor, rstd_T: Tensor, dresidual_T
 
 def empty_norm(x_TC: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Room for xhat in `dtype` and its factors (T,)."""
-    return [torch.empty_like(x_TC, dtype=dtype), torch.empty(len(x_TC), device=x_TC.device, dtype=x_TC.dtype)]
+    return [torch.empty_like(x_TC, dtype=dtype), x_TC.new_empty(len(x_TC))]
 
 
 def plain_norm(x_TC: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from .contract import check_backward, check_forward, check_lists, unobserved
 from .forward import A_of, forward
 from .lines import Lines
 from .tokens import Tokens
-from .weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward, Sizes
+from .weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward, Sizes, needs_gradients
 
 FP32 = torch.float32
 
@@ -70,8 +70,7 @@ def block(
     """
     if normed is not None and normed.xhat.dtype != options.dtype:
         normed = None
-    parameters = weights.flat()
-    needed = torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in parameters]))  # noqa: C419
+    needed = needs_gradients(x_BLC, weights)
     flat = Inputs(x_BLC, scale_B, normed, weights).flat()
     if not at_once(x_BLC):
         y_BMC, next_normed, _ = torch.ops.vil.block(*_listed(options, needed, flat))

@@ -71,7 +71,7 @@ def pack_weights(
     fp32, and x or a copy, which costs little here.
     """
     C, D, _, R, K = sizes = weights.sizes
-    packed = torch.empty(packed_size(sizes, dtype), device=weights.norm.device, dtype=dtype)
+    packed = weights.norm.new_empty(packed_size(sizes, dtype), dtype=dtype)
     views = PackedWeights.of(packed, sizes)
     T, (xhat_TC, rstd_T, copy_TC) = 0, (None, None, None)
     if x_TC is not None:

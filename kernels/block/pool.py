@@ -21,8 +21,8 @@ def pool(
     Tokens are in memory row by row, here as there.
     """
     B, L, D = u_BLD.shape
-    means_2BSD = torch.empty(2, B, lines.S, D, device=u_BLD.device, dtype=u_BLD.dtype)
-    skipped_BLD = torch.empty(B, L, D, device=u_BLD.device, dtype=u_BLD.dtype)
+    means_2BSD = u_BLD.new_empty(2, B, lines.S, D)
+    skipped_BLD = u_BLD.new_empty(B, L, D)
     vector = vector_width(VECTOR, u_BLD)
     groups, threads = cta_shape(D, vector)
     ctas, taps = WARPS * 32 // threads, conv_2DK.shape[2]

@@ -30,8 +30,8 @@ def pooled_conv_backward(
     groups, threads = cta_shape(D, vector)
     ctas = WARPS * 32 // threads
     stretch, parts = share(B, L, ctas * hardware.multiprocessors(place(u_BLD)) // groups)
-    dfilters = torch.empty(parts, 2, taps + 1, D, device=u_BLD.device, dtype=torch.float32)
-    dskips = torch.empty(parts, 2, D, device=u_BLD.device, dtype=torch.float32)
+    dfilters = u_BLD.new_empty(parts, 2, taps + 1, D, dtype=torch.float32)
+    dskips = u_BLD.new_empty(parts, 2, D, dtype=torch.float32)
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
     compiler.launch("block/pooled_conv_backward", "pooled_conv_backward", macros, parts * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), e=dy_BLD, dmeans=dmeans_2BSD, weights=conv_2DK, biases=conv_bias_2D,

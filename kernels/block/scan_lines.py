@@ -17,7 +17,7 @@ CHANNELS, MOST_LINES = 32, CHUNK  # of a CTA; more have states between chunks, w
 def fits(means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor) -> bool:
     """Whether `scan_lines` takes them: each CTA projects all channels of its image, which pays if there are few."""
     (_, B, S, D), P, R = means_2BSD.shape, x_proj_2PD.shape[1], step_proj_2DR.shape[2]
-    shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and R > 0 and S <= MOST_LINES
+    shape = means_2BSD.dtype.itemsize == 2 and D % 128 == R % 8 == 0 and P - R == 32 and S <= MOST_LINES
     device = place(means_2BSD)
     few = hardware.multiprocessors(device) >= B * (D // CHANNELS)
     return shape and few and cta_bytes(S, P) <= hardware.shared_bytes(device)
@@ -53,8 +53,8 @@ def cta_bytes(S: int, P: int) -> int:
 def plain(
     recurrence: str, means_2BSD: Tensor, x_proj_2PD: Tensor, step_proj_2DR: Tensor, A_2DN: Tensor | None,
     step_bias_2D: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The definition of `scan_lines`."""
+) -> Tensor:  # fmt: skip
+    """The definition of `scan_lines`, less the states, of which there are none."""
     P, R = x_proj_2PD.shape[1], step_proj_2DR.shape[2]
     projected_2BSP = means_2BSD @ x_proj_2PD.mT[:, None]
     step, k, q = projected_2BSP.split((R, (P - R) // 2, (P - R) // 2), dim=-1)
@@ -66,4 +66,4 @@ def plain(
             y_BSD += naive.longhorn(*read, reverse=g == 1)
         else:
             y_BSD += naive.selective(*read[:2], A_2DN[g], *read[2:], reverse=g == 1)
-    return y_BSD, y_BSD.new_empty(0)
+    return y_BSD

@@ -23,8 +23,8 @@ def step_proj_backward(
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
         return dprojected_2TP, products_over_tokens(dstep_logits_2TD, step_2TR)
     parts = min(-(-T // 16), -(-hardware.multiprocessors(place(dstep_logits_2TD)) // 2))
-    dprojected_2TP = torch.empty(2, T, R + 2 * N, device=dstep_logits_2TD.device, dtype=dstep_logits_2TD.dtype)
-    dstep_proj = torch.empty(2, parts, D, R, device=dstep_logits_2TD.device, dtype=torch.float32)
+    dprojected_2TP = dstep_logits_2TD.new_empty(2, T, R + 2 * N)
+    dstep_proj = dstep_logits_2TD.new_empty(2, parts, D, R, dtype=torch.float32)
     macros = macros_of(dstep_logits_2TD.dtype, D, R, N)
     compiler.launch("block/step_proj_bwd", "step_proj_backward", macros, 2 * parts, 256, dict(
         dstep_logits=dstep_logits_2TD, step=step_2TR, step_stride=step_2TR.stride(1),

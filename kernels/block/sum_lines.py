@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..cuda import compiler
@@ -13,7 +12,7 @@ from .lines import Lines, cta_shape
 def sum_lines(e_BLD: Tensor, lines: Lines) -> Tensor:
     """The sums over lines (B, S, D) of tokens that are in memory row by row."""
     B, _, D = e_BLD.shape
-    sums_BSD = torch.empty(B, lines.S, D, device=e_BLD.device, dtype=e_BLD.dtype)
+    sums_BSD = e_BLD.new_empty(B, lines.S, D)
     vector = vector_width(16 // e_BLD.element_size(), e_BLD)
     groups, threads = cta_shape(D, vector)
     macros = dict(INPUT=ELEMENT[e_BLD.dtype], VECTOR=vector, THREADS=threads)

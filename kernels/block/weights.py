@@ -91,6 +91,10 @@ class BlockWeights(NamedTuple):
         return Sizes(C, D, (direction.x_proj.shape[0] - R) // 2, R, direction.conv.shape[2])
 
 
+def needs_gradients(x_BLC: Tensor, weights: BlockWeights) -> bool:
+    return torch.is_grad_enabled() and (x_BLC.requires_grad or any([t.requires_grad for t in weights.flat()]))  # noqa: C419
+
+
 class Options(NamedTuple):
     """How a block is computed."""
 

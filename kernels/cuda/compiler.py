@@ -135,10 +135,10 @@ def parameters(name: str, entry: str) -> tuple[Parameter, ...]:
     for macro, a, b, body in re.findall(r"#define (\w+)\((\w+), (\w+)\) (.*)", text):
 
         def expand(use, a=a, b=b, body=body):
-            of = {a: use[1].strip(), b: use[2].strip()}
+            of = {a: use[1], b: use[2]}
             return re.sub(r"\w+", lambda word: of.get(word[0], word[0]), body.replace("##", "\0")).replace("\0", "")
 
-        listed = re.sub(rf"\b{macro}\(([^,()]*),([^,()]*)\)", expand, listed)
+        listed = re.sub(rf"\b{macro}\(([^,()]*),\s*([^,()]*)\)", expand, listed)
     result = []
     for declared in re.split(r",(?![^<]*>)", listed) if listed.strip() else []:
         kind, own = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*", declared, re.S).groups()

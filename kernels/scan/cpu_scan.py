@@ -25,8 +25,8 @@ def forward(
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs = [_readable(t) for t in (x, step_logits, k, q)]
     parameters = _parameters(inputs[0], A, skip, step_bias)
-    y = torch.empty((G, B, L, D), dtype=torch.float32)
-    states = torch.empty((G, B, chunk_state_count(L), N, D) if keep else 0, dtype=torch.float32)
+    new = inputs[0].new_empty  # in fp32
+    y, states = new(G, B, L, D), new((G, B, chunk_state_count(L), N, D) if keep else 0)
     _kernel(f"{recurrence}_forward", N, CHUNK).launch(
         G * B * blocks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
         *_addresses((y, states)), chunk_state_count(L) if keep else 0,
@@ -42,14 +42,12 @@ def backward(
     (G, B, L, D), N, blocks = x.shape, k.shape[-1], _blocks(x)
     inputs, dy = [_readable(t) for t in (x, step_logits, k, q)], _readable(dy)
     parameters = _parameters(inputs[0], A, skip, step_bias)
-    dx, dstep_logits = torch.empty((2, G, B, L, D), dtype=torch.float32)
-    parts = torch.empty((2, blocks, G, B, L, N), dtype=torch.float32)  # of dk's and dq's sums over channels
-    dchannels = torch.empty((B, G, 2, D), dtype=torch.float32)  # and over images
-    dA = torch.empty((B, G, N, D) if A is not None else 0, dtype=torch.float32)
-    tasks = G * B * blocks
-    scratch = torch.empty(
-        min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if A is None else 2 * N) + 2, dtype=torch.float32
-    )
+    new, tasks = dy.new_empty, G * B * blocks  # in fp32
+    dx, dstep_logits = new(2, G, B, L, D)
+    parts = new(2, blocks, G, B, L, N)  # of dk's and dq's sums over channels
+    dchannels = new(B, G, 2, D)  # and over images
+    dA = new((B, G, N, D) if A is not None else 0)
+    scratch = new(min(torch.get_num_threads(), tasks), CHUNK, LANES, (N if A is None else 2 * N) + 2)
     _kernel(f"{recurrence}_backward", N, CHUNK).launch(
         tasks, *_sizes(x, reverse), *_addresses_and_strides(inputs), *_addresses(parameters),
         *_addresses_and_strides([dy]), states.data_ptr(), chunk_state_count(L),

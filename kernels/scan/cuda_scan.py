@@ -13,8 +13,6 @@ in the module beside it:
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -44,9 +42,9 @@ def scan_forward(
     vectors = vector_width(8, x, step_logits, k, q) == 8
     variant, segment_chunks = schedule = schedule or _choose("forward", recurrence, x, N, vectors)
     segments = schedule.segments(L)
-    y = torch.empty(G, B, L, D, device=x.device, dtype=x.dtype)
+    y = x.new_empty(G, B, L, D)
     kept = (G, B, chunk_state_count(L), N, D) if keep else 0
-    chunk_states, initial_states = torch.empty(kept, device=x.device, dtype=torch.float32), None
+    chunk_states, initial_states = x.new_empty(kept, dtype=torch.float32), None
     if segments > 1:
         read = x, step_logits, k, q, A_GDN, step_bias_GD
         initial_states = between_segments(recurrence, *read, reverse, segment_chunks, gradients=False)
@@ -87,10 +85,9 @@ def scan_backward(
         read = dy, step_logits, k, q, A_GDN, step_bias_GD
         final_gradients = between_segments(recurrence, *read, reverse, segment_chunks, gradients=True)
     kernel = variant.kernel(recurrence, dy, x, step_logits, N)
-    new = functools.partial(torch.empty, device=x.device)
-    dx = new(x.shape, dtype=x.dtype)
-    dstep_logits = step_logits if overwrite_step_logits else new(x.shape, dtype=x.dtype)
-    dk, dq = new(k.shape, dtype=x.dtype), new(k.shape, dtype=x.dtype)
+    new = x.new_empty
+    dx, dk, dq = new(x.shape), new(k.shape), new(k.shape)
+    dstep_logits = step_logits if overwrite_step_logits else new(x.shape)
     dchannels = new(G, 2, D, dtype=torch.float32)
     dA = new((G, D, N) if A_GDN is not None else 0, dtype=torch.float32)
     # what CTAs leave for `reduce_partials`: dk and dq over their channels, dchannels and dA over their tokens

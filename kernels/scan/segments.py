@@ -52,7 +52,7 @@ def states_between_segments(
     """
     (G, B, L, D), N, segments = value.shape, k.shape[-1], -(-value.shape[2] // (segment_chunks * CHUNK))
     sequences = G * B * (segments - 1)
-    ends, decays = torch.empty(2, G, B, segments - 1, N, D, device=value.device, dtype=torch.float32)
+    ends, decays = value.new_empty(2, G, B, segments - 1, N, D, dtype=torch.float32)
     between = torch.empty_like(ends)
     common = dict(
         step_bias=step_bias, ends=ends, decays=decays, B=B, L=L, D=D, reverse=mask(reverse),
@@ -64,7 +64,7 @@ def states_between_segments(
     if isinstance(variant, SegmentGradientsMma):
         kernel = variant.kernel(recurrence, value, step_logits)
         tiles = sequences * -(-segment_chunks * CHUNK // variant.tile)
-        factors = torch.empty(tiles, kernel.macros["FACTOR_BYTES"] // 4, device=value.device, dtype=torch.float32)
+        factors = value.new_empty(tiles, kernel.macros["FACTOR_BYTES"] // 4, dtype=torch.float32)
         kernel.launch_beside(
             "stage_factors", -(-tiles // 2), 128, **tokens(k=k, q=q), factors=factors, count=tiles, B=B, L=L,
             reverse=mask(reverse), boundaries=segments - 1, segment_tokens=segment_chunks * CHUNK,

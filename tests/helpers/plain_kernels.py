@@ -12,7 +12,6 @@ from vil.kernels.block import (
     pack_weights,
     pool,
     pooled_conv_backward,
-    scan_lines,
     step_proj_bwd,
     sum_lines,
     unpack_gradients,
@@ -38,7 +37,7 @@ class PlainKernels:
 
     fuses_product, runs_hopper_kernels = staticmethod(lambda *_: False), staticmethod(lambda *_: True)
     empty_tiles, schedule_scan = staticmethod(lambda *_: None), staticmethod(lambda *_: (None, False))
-    scans_lines, scan_lines = staticmethod(lambda *_: False), staticmethod(scan_lines.plain)
+    scans_lines = staticmethod(lambda *_: False)
     pool, pooled_conv_backward = staticmethod(pool.plain), staticmethod(pooled_conv_backward.plain)
     add_product = staticmethod(lambda x, a, b: x + a @ b)
 

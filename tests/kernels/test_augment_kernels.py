@@ -410,7 +410,8 @@ def test_a_batch_takes_few_launches_and_one_copy_a_function(monkeypatch):
     assert launched == ["resize_weights", "crop_resize_flip", *turn, *turn, "finish"]
     assert len(copied) == 3
     launched.clear()
-    apply_operations(crops, np.full((13, 1), CODES["Affine"]), np.ones((13, 1, 6)), FILL, "bicubic")
+    codes = np.array([[CODES[name]] for name in ("Affine", "Color", "Sharpness")])
+    apply_operations(crops[:3], codes, np.ones((3, 1, 6)), FILL, "bicubic")
     assert launched == ["apply_operations"]
 
 

@@ -22,7 +22,7 @@ extern "C" __global__ void tiny(int *p) {
 }"""
 VALUES = 0x12345678, 0x23456789
 ENTRIES = """typedef INPUT T;
-#define BOTH(type, name) type *name##_0, type *name##_1
+#define BOTH(type, name) type *name##_0, type *the_##name
 extern "C" __global__ void other(float *x) {}
 // y may be null
 extern "C" __global__ void __launch_bounds__(32 * (1 + 2), 4)
@@ -205,7 +205,7 @@ def gpu(monkeypatch):
 
 def launch(name="scan/forward_simt", entry="entry", macros={}, grid=1, block=32, shared_bytes=0, **changed):  # noqa: B006
     x = torch.zeros(6).as_subclass(OnGpu)
-    arguments = dict(x_0=x, x_1=None, y=x[2:], count=3, eps=0.5, w=x.bfloat16()) if entry == "entry" else dict(x=x)
+    arguments = dict(x_0=x, the_x=None, y=x[2:], count=3, eps=0.5, w=x.bfloat16()) if entry == "entry" else dict(x=x)
     compiler.launch(name, entry, dict(INPUT="bf16", **macros), grid, block, arguments | changed, shared_bytes)
 
 
@@ -333,6 +333,7 @@ def test_gpus_from_sm_80_on_are_taken(capability, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", of_devices.get)
     monkeypatch.setattr(compiler, "unavailable", lambda: None)
     found = cuda.unavailable(torch.device("cuda", 1))
+    assert cuda.runs_on(torch.device("cuda", 1)) == (reason is None)
     assert found is None if reason is None else reason in found
     monkeypatch.setattr(compiler, "unavailable", lambda: "NVRTC is missing")
     assert reason is not None or cuda.unavailable(torch.device("cuda", 1)) == "NVRTC is missing"

@@ -160,6 +160,7 @@ assert "numba" not in sys.modules and "llvmlite" not in sys.modules
 math.pow = lambda x, y: x**y  # as torch.export has it while it traces
 from vil.kernels.cpu import compiler
 print(compiler.unavailable(), "numba" in sys.modules)
+assert compiler.load("vil.kernels.cpu.language", "nothing", ())  # again
 """
 
 

@@ -112,7 +112,9 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
         block(x).sum().backward()
         for name, t in tensors.items():
             assert t.grad is None if name in frozen else torch.equal(t.grad, expected[name]), name
-    assert calls == [True] * 3
+    x.requires_grad_(False)
+    block(x)  # of which nothing is to be kept
+    assert calls == [True] * 3 + [False]
 
 
 @MIXERS

@@ -12,7 +12,7 @@ from blocks import operator_on_a_cpu
 from emulator import EMULATED
 from hostile import FIRST, LAYOUTS, RECURRENCES, assert_same, changed, kinds, on_this_machine, places, plain, run
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from vil.kernels import checks
 from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
@@ -316,7 +316,15 @@ def test_compilers_are_told_what_comes_out(call, options, recurrence, launched):
     named = CALLS[call](recurrence) | options
     with FakeTensorMode() as mode:
         foretold = run(call, tree_map_only(torch.Tensor, mode.from_tensor, named))
-    assert kinds(run(call, named)) == kinds(foretold)
+    found = run(call, named)
+    assert kinds(found) == kinds(foretold)
+    given, results = (
+        [t.untyped_storage().data_ptr() for t in tree_leaves(of) if isinstance(t, torch.Tensor) and t.numel()]
+        for of in (named, found)
+    )
+    if call.startswith("block"):
+        assert len({*results} - {*given}) == len(results)
+    assert call != "block" or bool(found[2]) == named["keep"]
 
 
 @EMULATED

@@ -1,5 +1,7 @@
 """Plans: what is recorded on stand-ins and replayed does what the function does, whatever tensors it is given."""
 
+import functools
+
 import emulator
 import pytest
 import torch
@@ -40,6 +42,9 @@ def test_a_replayed_plan_does_what_the_function_does(poison):
         x, weights = tensors()
         for found, expected in zip(recorded([x, *weights]), composition(x, weights, 2.0), strict=True):
             assert found is None if expected is None else torch.equal(found, expected)
+    nowhere = [t.to("meta") for t in (x, *weights)]  # results are where the tensors are
+    results = Plan(composition, (nowhere[0], nowhere[1:], 2.0), torch.device("meta"))(nowhere)
+    assert all(t is None or t.is_meta for t in results)
 
 
 def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(monkeypatch):
@@ -54,7 +59,8 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
 
     x, made = torch.randn(1000), []
     empty = torch.empty
-    for small, sizes in ((plan.SMALL, [4 * 1024]), (4000, [4 * 1024]), (3999, [1024, 1024, 1024, 1024])):
+    one, four = ([4 * 1024], [1, 4]), ([1024] * 4, [1, 2, 1, 1])  # and how many are freed, the sum a + d among them
+    for small, (sizes, freed) in ((plan.SMALL, one), (4000, one), (3999, four)):
         monkeypatch.setattr(plan, "SMALL", small)
         recorded = Plan(function, (x,), CPU)
         made.clear()
@@ -62,6 +68,7 @@ def test_small_buffers_are_one_allocation_and_large_ones_that_are_freed_at_once(
         assert torch.equal(recorded([x])[0], 4 * x)
         monkeypatch.setattr(torch, "empty", empty)
         assert [size for (size,) in made] == sizes
+        assert [len(step.args[0]) for step in recorded.steps if isinstance(step, functools.partial)] == freed
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -95,6 +102,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
 
     class Recorded:
         def __init__(self, function, arguments, device):
+            assert callable(function)
             recorded.append(arguments)
 
         def __call__(self, tensors):
@@ -114,6 +122,7 @@ def test_a_function_is_recorded_once_for_tensors_and_values_of_one_kind(monkeypa
         (t(3), [t(2, 2), t(2, 2)], None, 1), (t(3), [t(2, 2)], t(1), 1), (t(3), [t(2, 2)], None, 2),
         (t(3).double(), [t(2, 2)], None, 1), (t(3), [], t(2, 2), 1),
         (t(3), [t(2, 2)], [t(2, 2)] * 2, 1), (t(3), [t(2, 2)] * 2, [t(2, 2)], 1),
+        (t(3), t(3), None, 1), (t(3), None, t(3), 1),
     ]  # fmt: skip
     for number, call in enumerate(calls, 1):
         for _ in range(2):

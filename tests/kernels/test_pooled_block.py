@@ -88,14 +88,20 @@ def test_scan_lines_equals_its_definition(B, S, D, R, recurrence, dtype, device,
     A = -random(2, D, 16, dtype=torch.float32).exp() if recurrence == "selective" else None
     bias = random(2, D, dtype=torch.float32)
     assert scan_lines.fits(means, x_proj, step_proj)
-    assert not scan_lines.fits(means.repeat(1, 133, 1, 1), x_proj, step_proj)  # too many images
+    for other in (
+        (means.repeat(1, 133, 1, 1), x_proj, step_proj),  # too many images
+        (means.repeat(1, 1, 65, 1), x_proj, step_proj),  # and lines
+        (means.float(), x_proj, step_proj), (means[..., 64:], x_proj, step_proj),
+        (means, x_proj[:, 16:], step_proj), (means, x_proj[:, 4:], step_proj[..., 4:]),  # of 8 states; ranks
+    ):  # fmt: skip
+        assert not scan_lines.fits(*other)
     (found, states), (again, _) = (
         scan_lines.scan_lines(recurrence, means, x_proj, step_proj, A, bias) for _ in range(2)
     )
     assert torch.equal(found, again)
     assert states.shape == (2, B, 0, 16, D)
     exactly = [t if t is None else t.double() for t in (means, x_proj, step_proj, A, bias)]
-    truth, _ = scan_lines.plain(recurrence, *exactly)
+    truth = scan_lines.plain(recurrence, *exactly)
     close(found, truth, dtype, "conv_xproj")  # which rounds steps, keys and queries, too
 
 
