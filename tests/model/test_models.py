@@ -33,6 +33,7 @@ def test_parameter_counts(name, parameters):
     assert not list(model.buffers())
     if name == "vil_tiny":  # what is built if nothing is said
         assert repr(vil.VisionLonghorn(device="meta")) == repr(model)
+        assert "DropPath" not in repr(model)
         assert vil.VisionLonghorn(device="meta").patch_embed.img_size == (224, 224)
 
 

@@ -143,7 +143,8 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
     for (first, *_), (same, *_) in zip(found[::6], alone, strict=True):
         assert (first.label, first.probability) == (same.label, pytest.approx(same.probability, rel=1e-4))
     assert f"{str(photos / 'gone.png')!r} has no predictions" in caplog.text
-    assert "array (3, 8, 8) of uint8 is no image: give (H, W) or (H, W, 3)" in caplog.text
+    for array in (others[0], *others[2:]):
+        assert f"array {array.shape} of {array.dtype} is no image: give (H, W) or (H, W, 3)" in caplog.text
     assert vil.predict(checkpoint, []) == []
     with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
         vil.predict(checkpoint, photos / "broken.png")
