@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
-from timm.models import checkpoint, register_notrace_function
+from timm.models import checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
@@ -24,7 +24,6 @@ from .kernels.block.lines import Lines
 from .kernels.block.weights import BlockWeights, DirectionWeights, Options
 
 
-@register_notrace_function
 def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -186,7 +185,6 @@ class BidirectionalMixer(nn.Module):
         super().__init__()
         self.pool = pool
         inner, rank = expand * dim, math.ceil(dim / 16)
-        self.state_size = state_size
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **dd)
         self.directions = nn.ModuleList(
             [self.direction(inner, state_size, rank, conv_width, reverse=reverse, **dd) for reverse in (False, True)]
@@ -318,7 +316,6 @@ for _name in ("at_least_fp32", "bidirectional_longhorn_scan", "bidirectional_sel
     torch.fx.wrap(_name)
 
 
-@register_notrace_function
 @torch.jit.ignore
 def bidirectional_longhorn_scan(
     v_2BLD: Tensor, logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip_2D: Tensor | None, bias_2D: Tensor
@@ -326,7 +323,6 @@ def bidirectional_longhorn_scan(
     return longhorn_scan(v_2BLD, logits_2BLD, k_2BLN, q_2BLN, skip_2D, bias_2D, reverse=(False, True))
 
 
-@register_notrace_function
 @torch.jit.ignore
 def bidirectional_selective_scan(
     v_2BLD: Tensor, logits_2BLD: Tensor, A_2DN: Tensor, b_2BLN: Tensor, c_2BLN: Tensor, skip_2D: Tensor | None,
@@ -379,7 +375,7 @@ def run_blocks(
     checkpointing: bool = False,
     grid: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Blocks one behind the other: all tokens of the last, or the class token alone (B, 1, C).
+    """Blocks one behind the other: all tokens of the last, or if nothing watches them the class token alone (B, 1, C).
 
     A fused block gives the norm of what it puts out to a fused one behind it, where nothing sees what is in between.
 
@@ -391,8 +387,7 @@ def run_blocks(
         grid: Of patches (h, w), for pooled blocks.
     """
     if type(blocks) is not nn.Sequential or watched(blocks):
-        x_BLC = blocks(x_BLC)
-        return middle_token(x_BLC) if class_token_only else x_BLC
+        return blocks(x_BLC)
     modules = list(blocks)
     fused = [fused_block(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
     normed = None
@@ -511,8 +506,7 @@ def options(
     """How the operator computes the block: products in the dtype of autocast if that is on, else in the weights'."""
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else weights.norm.dtype
-    if lines is not None:  # there are no kernels for the class token alone
-        class_token_only = False
+    class_token_only = class_token_only and lines is None  # pooled kernels compute all tokens
     recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
     return Options(recurrence, eps, dtype, class_token_only, norm_next, lines)
 

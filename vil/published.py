@@ -20,5 +20,5 @@ def published_for(model: str) -> dict[str, tuple[float, float | None]]:
 
 def published(model: str) -> tuple[float | None, float | None]:
     """The published (top-1, top-5) of one model, such as "vil_tiny"."""
-    name = model.split(".")[0].replace("_", "-").lower()
+    name = model.split(".")[0].replace("_", "-")
     return next((numbers for peer, numbers in published_for(model).items() if peer.lower() == name), (None, None))

@@ -31,7 +31,6 @@ from timm.models import (
     is_model,
     model_entrypoint,
     register_model,
-    register_notrace_function,
     register_notrace_module,
 )
 from timm.models._features import feature_take_indices
@@ -75,7 +74,6 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches, self.weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
-@register_notrace_function
 @torch.jit.ignore
 def copy_for_product(x: Tensor) -> Tensor:
     """A contiguous copy of x, in the dtype that autocast would give it next if it is on."""
@@ -144,7 +142,7 @@ class PatchEmbed(nn.Module):
             dd: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
             self.proj = PatchProjection(old.in_channels, old.out_channels, patch_size, stride, **dd)
             with torch.no_grad():
-                self.proj.weight.copy_(resample_patch_embed(old.weight, list(patch_size)))
+                self.proj.weight.copy_(resample_patch_embed(old.weight, patch_size))
                 self.proj.bias.copy_(old.bias)
             self.proj.requires_grad_(old.weight.requires_grad)
         self.img_size, self.patch_size, self.stride, self.grid_size = img_size, patch_size, stride, grid_size
@@ -158,7 +156,7 @@ class PatchEmbed(nn.Module):
         return patch_grid(img_size, self.patch_size, self.stride, pad=self.dynamic_img_size)
 
     def forward(self, x_B3HW: Tensor, add_bias: bool = True) -> Tensor:
-        check_channels(x_B3HW.shape, self.proj.in_channels)
+        check_channels(x_B3HW, self.proj.in_channels)
         height, width = x_B3HW.shape[2], x_B3HW.shape[3]
         if self.dynamic_img_size:
             h, w = self.dynamic_feat_size((height, width))
@@ -174,14 +172,12 @@ for _name in ("add_to_patches", "check_channels", "check_size", "copy_for_produc
     torch.fx.wrap(_name)
 
 
-@register_notrace_function
-def check_channels(shape: list[int], channels: int) -> None:
+def check_channels(x: Tensor, channels: int) -> None:
     """Raises a ValueError unless there are images (B, channels, H, W)."""
-    if len(shape) != 4 or shape[1] != channels:
-        raise ValueError(f"images must be (B, {channels}, H, W), not {list(shape)}")
+    if x.dim() != 4 or x.shape[1] != channels:
+        raise ValueError(f"images must be (B, {channels}, H, W), not {list(x.shape)}")
 
 
-@register_notrace_function
 def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
     """Raises a ValueError if an image is not of the size that a model was built for."""
     if height != img_size[0] or width != img_size[1]:
@@ -192,7 +188,6 @@ def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
         )
 
 
-@register_notrace_function
 def patch_grid(
     img_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int], pad: bool
 ) -> tuple[int, int]:
@@ -202,18 +197,16 @@ def patch_grid(
     return max(1, h), max(1, w)
 
 
-@register_notrace_function
 @torch.jit.ignore
 def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: list[int]) -> Tensor:
     """Resamples position embeddings from one grid of patches to another; the class token's row stays in the middle."""
-    if tuple(new_size) == tuple(old_size):
+    if new_size == old_size:
         return pos_embed_1LC
     patches, token = split_class_token(pos_embed_1LC)
-    patches = resample_abs_pos_embed(patches, list(new_size), list(old_size), num_prefix_tokens=0)
+    patches = resample_abs_pos_embed(patches, new_size, old_size, num_prefix_tokens=0)
     return insert_class_token(patches, token)
 
 
-@register_notrace_function
 @torch.jit.ignore
 def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
     """x in fp32, with the bias added to all tokens but the class token."""
@@ -311,29 +304,24 @@ class VisionLonghorn(nn.Module):
                 with torch.no_grad():
                     mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
 
-    @torch.jit.ignore
     def init_weights(self) -> None:
         """Initialises every parameter, such as after building the model on the meta device."""
         for module in reversed(list(self.modules())):  # what a module contains before the module
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {"pos_embed", "cls_token"}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(
             stem=r"^cls_token|pos_embed|patch_embed",
             blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         )
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head
 
@@ -346,7 +334,6 @@ class VisionLonghorn(nn.Module):
         self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.head.train(self.training)
 
-    @torch.jit.ignore
     def set_input_size(
         self,
         img_size: int | tuple[int, int] | None = None,
@@ -362,7 +349,6 @@ class VisionLonghorn(nn.Module):
             info["reduction"] = self.patch_embed.feat_ratio()
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
 
-    @torch.jit.ignore
     def forward_intermediates(
         self,
         x: Tensor,
@@ -418,7 +404,6 @@ class VisionLonghorn(nn.Module):
             intermediates = list(zip(intermediates, class_tokens))
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
-    @torch.jit.ignore
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
@@ -573,8 +558,8 @@ def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, 
     state_dict = dict(state_dict)
     patches = state_dict.get("patch_embed.proj.weight")
     # of another number of dimensions is for load_state_dict to refuse
-    if patches is not None and patches.dim() == 4 and patches.shape[-2:] != model.patch_embed.patch_size:
-        state_dict["patch_embed.proj.weight"] = resample_patch_embed(patches, list(model.patch_embed.patch_size))
+    if patches is not None and patches.dim() == 4:
+        state_dict["patch_embed.proj.weight"] = resample_patch_embed(patches, model.patch_embed.patch_size)
     pos_embed = state_dict.get("pos_embed")
     if pos_embed is not None and pos_embed.dim() == 3 and pos_embed.shape[1] != model.pos_embed.shape[1]:
         side = math.isqrt(max(0, pos_embed.shape[1] - 1))

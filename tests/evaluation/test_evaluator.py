@@ -42,6 +42,11 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
         assert {name: getattr(result, name) for name in expected} == pytest.approx(expected, rel=1e-5)
         assert (result.unreadable, result.images_per_second) == (2, 10 / 4)
     assert [model.training for model in models] == [True, False]
+    monkeypatch.undo()
+    (alone, _) = evaluate([(pixels[:1], targets[:1])])
+    assert alone.loss == pytest.approx(
+        naive.numbers(images[:1].bfloat16().double().numpy(), targets[:1].numpy())["loss"]
+    )
     assert [target for target, *_ in observed] == targets.tolist()
     for i, (_, *logits) in enumerate(observed):
         assert [x.dtype for x in logits] == [torch.bfloat16] * 2
@@ -62,3 +67,5 @@ def test_precision_is_mixed_on_gpus_where_it_is_asked_for():
 def test_no_image_says_nothing():
     nothing = Evaluation(images=0, top1_correct=0, top5_correct=0, loss=0.0, unreadable=3, images_per_second=9)
     assert (nothing.top1, nothing.top5, nothing.top1_interval) == (0.0, 0.0, (0.0, 100.0))
+    one = Evaluation(images=1, top1_correct=1, top5_correct=1, loss=0.0, unreadable=0, images_per_second=9)
+    assert (one.top1, one.top5) == (100.0, 100.0)

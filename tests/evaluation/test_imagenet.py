@@ -10,13 +10,16 @@ from vil.config import ConfigError
 from vil.evaluation.imagenet import open_test_split
 
 
-def test_folders_named_by_class_numbers_keep_them_as_in_imagenet_v2(tmp_path):
-    for number in range(12):  # in the order of their names 10 would come before 2
-        (tmp_path / "v2" / str(number)).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "v2" / str(number) / "image.png")
-    images, classes = open_test_split(str(tmp_path), "", "v2", 12)
+@pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
+def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path):
+    """By numbers, as in ImageNet-V2, whose names would have 10 before 2; or by ImageNet's own names."""
+    for name in names:
+        (tmp_path / "all" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "all" / name / "image.png")
+    images, classes = open_test_split(str(tmp_path), "", "all", len(names))
     assert classes is None
-    assert all(int(images.filename(i).split("/")[0]) == images.reader[i][1] for i in range(12))
+    assert [images.filename(i).split("/")[0] for i in range(len(names))] == names
+    assert [images.reader[i][1] for i in range(len(names))] == [*range(len(names))]
 
 
 def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path):

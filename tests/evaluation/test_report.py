@@ -114,8 +114,9 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
         counts = [[int(cell or 0) for cell in row[1:]] for row in matrices[m][1:]]
         assert counts == confusion_matrix(targets, said).tolist()
         expected += confusion_matrix(targets, said, normalize="true").flatten().tolist()
-    strengths = [float(strength) for strength in re.findall(r"background: rgb\([ 0-9]+ / ([.0-9]+)\)", text)]
-    assert strengths == pytest.approx(expected, abs=0.006)
+    cells = re.findall(r"background: rgb\(([ 0-9]+) / ([.0-9]+)\)", text)
+    assert [float(strength) for _, strength in cells] == pytest.approx(expected, abs=0.006)
+    assert [colour == "46 160 67" for colour, _ in cells] == [*np.eye(4).flatten()] * models  # what is right is green
 
 
 def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):

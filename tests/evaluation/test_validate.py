@@ -145,6 +145,7 @@ VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir"
         (VIL_PT, "vil", "other", AS_SAVED),
         ([*VIL_PT, "--use-ema"], "vil ema", "other", AS_SAVED),
         (["--checkpoint", "{models}/vil best.pt"], "vil ema", "other", AS_SAVED),
+        (["--checkpoint", "{models}/vil best.pt", "--no-use-ema"], "vil", "other", AS_SAVED),
         ([*VIL_PT, *OTHER_WORDS], "larger", "val", AS_SAVED | OTHER),
         (
             [*VIT_WORDS, "--num-classes", "12", "--model-kwargs", *pretrained("MODELS/vit.pth", 12)],
@@ -155,7 +156,7 @@ VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir"
             "own", "validation", dict(input_size=(3, 16, 16), **OWN),
         ),
     ],
-    ids=["as saved", "EMA", "best", "options", "pretrained", "exported"],
+    ids=["as saved", "EMA", "best", "not the average", "options", "pretrained", "exported"],
 )  # fmt: skip
 def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
     folder = folders / {"validation": "val"}.get(split, split)
@@ -346,6 +347,8 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     assert printed.endswith(f"\n{tmp_path}/page/index.html\n")
     page = (tmp_path / "page" / "index.html").read_text()
     assert f"<td>{result['top1']:.2f}</td>" in page
+    assert f"Validation of vil_tiny on {folders}, other" in page
+    assert "top-1" not in command.errors  # what is printed is printed once
     assert page.count("<figure>") == min(32, round(24 * (1 - result["top1"] / 100)))
     assert all(f'<img src="data:image/jpeg;base64,{start}' in page for start in ("/9j/",))
     _, targets, logits = naive.saved_logits(models[1]["vil"], folders / "other", NUMBERS, **AS_SAVED)

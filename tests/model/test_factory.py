@@ -133,10 +133,11 @@ def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_i
 def test_weights_of_others_need_the_name_of_their_model(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)
-    with pytest.raises(ConfigError, match=r"vim.pth does not say its model: give the name as well"):
+    with pytest.raises(ConfigError, match=r"as well, vil.from_checkpoint\('\S+/vim.pth', 'vim_tiny'\)$"):
         vil.from_checkpoint(path)
     model = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=7)
-    assert resolve_model_data_config(model)["input_size"] == (3, 48, 48)
+    default = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, num_classes=7)
+    assert [resolve_model_data_config(m)["input_size"] for m in (model, default)] == [(3, 48, 48), (3, 224, 224)]
     with pytest.raises(CheckpointError, match="the checkpoint has 7 classes but the model 1000"):
         vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):

@@ -31,6 +31,10 @@ def test_parameter_counts(name, parameters):
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert all(p.is_meta for p in model.parameters())
     assert not list(model.buffers())
+    if name == "vil_tiny":  # what is built if nothing is said
+        assert repr(vil.VisionLonghorn(device="meta")) == repr(model)
+        assert "DropPath" not in repr(model)
+        assert vil.VisionLonghorn(device="meta").patch_embed.img_size == (224, 224)
 
 
 @pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
@@ -78,6 +82,7 @@ def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
     u, z = causal.in_proj(x).chunk(2, dim=-1)
     y = naive_model.direction(u, dict(causal.named_parameters(prefix="mixer")), naive_model.OURS["directions"][0])
     torch.testing.assert_close(causal(x), causal.out_proj(y * F.silu(z)), rtol=1e-9, atol=1e-12)
+    assert all(p.is_meta for p in vil.Longhorn(16, device="meta").parameters())
 
 
 def test_pooling():
@@ -110,8 +115,9 @@ def fused(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(48, 48), (48, 64), (16, 16)])
-def test_the_last_block_computes_the_class_token_alone(size, fused):
-    model = randomised(small(depth=3, img_size=size, drop_path_rate=0.5))
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled"])
+def test_the_last_block_computes_the_class_token_alone(name, size, fused):
+    model = randomised(small(name, depth=3, img_size=size, drop_path_rate=0.5))
     x = random_images(4, 3, *size, dtype=torch.float64)
     for checkpointing in (False, True):
         torch.manual_seed(1)
@@ -120,7 +126,7 @@ def test_the_last_block_computes_the_class_token_alone(size, fused):
         model.set_grad_checkpointing(checkpointing)
         torch.manual_seed(1)
         actual = model(x)
-        assert fused == [False, False, True]
+        assert fused == [False, False, name == "vil_tiny"]  # a pooled one has no kernels for that
         assert_same_output_and_gradients(model, actual, expected)
 
 
@@ -142,6 +148,14 @@ def test_the_last_block_computes_all_tokens_for_whoever_looks_at_them(fused):
     model.blocks[-1] = torch.nn.Sequential(model.blocks[-1])
     torch.testing.assert_close(model(x), expected)
     assert fused == [False] * 12
+
+    class Twice(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    model.blocks = Twice(*model.blocks)
+    assert not torch.allclose(model(x), expected)
+    assert fused == [False] * 16
     model.blocks = model.blocks[:0]
     assert model(x).shape == expected.shape
 
@@ -237,8 +251,8 @@ def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
     model.set_input_size(img_size=48, patch_size=16)
     assert all(p is q for p, q in zip(model.parameters(), before))
     torch.testing.assert_close(model(x), expected)
-    model.set_input_size(img_size=64, patch_size=8)
-    assert not any(p.requires_grad for p in model.parameters())  # resized or not
+    model.double().set_input_size(img_size=64, patch_size=8)
+    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.float64)}  # resized or not
 
 
 SIZE_ERRORS = {
@@ -295,8 +309,8 @@ def test_options_of_forward_intermediates():
         close(intermediates(indices=indices, intermediates_only=True), [patches[i] for i in chosen])
     for stop_early, last in ((True, 2), (False, 4)):
         close(intermediates(indices=[1], stop_early=stop_early), (model.norm(stream[last]), [patches[1]]))
-    (found,) = intermediates(indices=[1], return_prefix_tokens=True, intermediates_only=True)
-    close(found, (patches[1], class_tokens[1][:, None]))
+    found = intermediates(indices=[1], return_prefix_tokens=True, intermediates_only=True)
+    close(found[0], (patches[1], class_tokens[1][:, None]))
     ((_, token),) = intermediates(indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True)
     close(model.head(token[:, 0]), model(x))
     result = intermediates(output_dict=True)
@@ -352,7 +366,7 @@ def test_gradient_checkpointing_runs_every_block_again_for_its_gradient(fuse, re
     model = small(depth=3)
     x, runs = random_images(2, 3, 48, 48), []
     for i, block in enumerate(model.blocks):
-        block.mixer.register_forward_pre_hook(lambda module, args, i=i: runs.append(i))
+        (block if i == 1 else block.mixer).register_forward_pre_hook(lambda module, args, i=i: runs.append(i))
     for forward in (model, lambda x: model.forward_intermediates(x)[0]):
         for enable, again in ((True, [2, 1, 0]), (False, [])):
             model.set_grad_checkpointing(enable)

@@ -61,11 +61,13 @@ def test_a_checkpoint_is_due_every_so_many_steps_counted_from_where_the_run_bega
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number):
-    timer = CheckpointTimer(None, step=0)
+    before, timer = (CheckpointTimer(None, step=0) for _ in range(2))
     assert (timer.due(1), timer.stop) == (False, False)
     os.kill(os.getpid(), number)
     assert not timer.stop  # nothing happens in the middle of a step
     assert (timer.due(2), timer.stop) == (True, True)
+    timer.give_back()
+    assert signal.getsignal(number) == before._note
 
 
 def what_timers_say(rank):

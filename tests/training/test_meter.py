@@ -91,6 +91,7 @@ def test_a_meter_goes_on_where_another_one_stopped(clock):
     for meter in (whole, first):
         train(meter, clock, 3, wait=1.0, work=2, loss=0.3, norm=0.9)
         meter.collect()
+        meter.waited_for_gpu = 2.0
     second = EpochMeter()
     second.load_state_dict(first.state_dict())
     clock.now += 1e6  # until the run is resumed

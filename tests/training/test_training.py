@@ -70,6 +70,7 @@ def test_a_run_learns_and_writes_its_files(uninterrupted):
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     parts = {"state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler", "epoch", "config"}
     assert parts < set(checkpoint.read_checkpoint(folder / "last.pt"))
+    assert all(row["data_wait_percent"] > 0 for row in rows)
     assert parts - set(torch.load(folder / "best.pt", weights_only=True)) == {"optimizer"}
     with pytest.raises(checkpoint.CheckpointError, match=r"--resume \S+/run/last.pt goes on .* --pretrained"):
         checkpoint.read_checkpoint(folder / "best.pt")
@@ -89,6 +90,11 @@ def test_another_optimizer_and_another_schedule_are_timms(image_folder, tmp_path
     torch.testing.assert_close(weight, before - 0.5 * (1 + 0.9) * gradient)
     trainer.run()
     assert [row["lr"] for row in trainer.history] == [0.5, 0.5]
+    for name in ("sgd", "adafactor"):  # whose state is of other tensors than AdamW's, and of other shapes
+        choices = options | dict(opt=name, lr=0.01, output=str(tmp_path / name))
+        trainer = Trainer(small_config(image_folder, **choices, epochs=1), CPU, 0, 1)
+        trainer.run()
+        trainer.restore("last.pt", checkpoint.read_checkpoint(tmp_path / name / "run" / "last.pt"))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -256,6 +262,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
     assert torch.equal(model.blocks[1].mixer.in_proj.weight, source["blocks.1.mixer.in_proj.weight"])
     deit = dict(depth=1, embed_dim=48, img_size=32, num_classes=4)
     weights = timm.create_model("deit_tiny_patch16_224", **deit).state_dict()
+    weights = {name: t.double() / 3 for name, t in weights.items()}  # which are rounded
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
 
@@ -273,7 +280,10 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
         (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
         (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write in TMP/.lock/run: "),
         (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write in TMP/.holder/run: "),
-        (["--data-dir", "IMAGES", "--output", "TMP/best.pt"], "TMP/best.pt/run/best.pt is no file"),
+        *(
+            (["--data-dir", "IMAGES", "--output", f"TMP/{name}.pt"], f"TMP/{name}.pt/run/{name}.pt is no file")
+            for name in ("last", "previous", "best")
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_with_status_1(
@@ -281,7 +291,7 @@ def test_what_is_wrong_is_said_in_a_line_with_status_1(
 ):
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     (tmp_path / "small file").touch()
-    for name in (".lock", ".holder", "best.pt"):  # where a run has files
+    for name in (".lock", ".holder", "last.pt", "previous.pt", "best.pt"):  # where a run has files
         (tmp_path / name / "run" / name).mkdir(parents=True)
     words = [word.replace("IMAGES", str(image_folder)).replace("TMP", str(tmp_path)) for word in words]
     config = ["-c", uninterrupted / "small.yaml", "--output", tmp_path]
@@ -299,6 +309,7 @@ def test_what_is_wrong_is_said_in_a_line_with_status_1(
         ("optimizer", "step", "many"), ("optimizer", "step", torch.tensor(True)), ("optimizer", "exp_avg", None),
         ("optimizer", "exp_avg_sq", torch.ones(3)), ("history", "eval_top1", torch.nan), ("history", "epoch", 7),
         ("history", "eval_top1", "high"), ("history", "=1+1", 1.0), ("progress", "norms", [1.0]),
+        ("progress", "seconds", "long"),
     ],
 )  # fmt: skip
 def test_a_state_that_no_run_leaves_is_not_gone_on_with(
@@ -310,7 +321,7 @@ def test_a_state_that_no_run_leaves_is_not_gone_on_with(
     words = ["--output", tmp_path, "--epochs", 3, "--resume", tmp_path / "odd.pt"]
     status, error = main(monkeypatch, capsys, "-c", uninterrupted / "small.yaml", *words)
     assert status == 1
-    assert error.startswith(f"error: {tmp_path / 'odd.pt'} does not fit this run: ")
+    assert error.startswith(f"error: {tmp_path / 'odd.pt'} does not fit this run: ValueError: ")
     assert "\n" not in error
 
 

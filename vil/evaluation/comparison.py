@@ -99,7 +99,7 @@ class Paired:
 
 def confusion_counts(targets_N: np.ndarray, said_N: np.ndarray) -> Counter[tuple[int, int]]:
     """How many images of a class a model takes for which."""
-    return Counter(zip(targets_N.tolist(), said_N.tolist()))
+    return Counter(zip(targets_N, said_N))
 
 
 @dataclass
@@ -148,30 +148,30 @@ class Comparison:
 
     def judge(self, result: Evaluation, m: int) -> Evaluation:
         """The counts of model m by these images and labels; the loss stays that of the targets."""
-        top1, top5 = int(self.top1_NM[:, m].sum()), int(self.top5_NM[:, m].sum())
+        top1, top5 = self.top1_NM[:, m].sum(), self.top5_NM[:, m].sum()
         return replace(result, images=len(self.targets_N), top1_correct=top1, top5_correct=top5)
 
     @property
     def agreement(self) -> float:
         """Percent of the images for which both models predict the same class, right or wrong."""
-        return 100 * float((self.best_NMK[:, 0, 0] == self.best_NMK[:, 1, 0]).mean())
+        return 100 * (self.best_NMK[:, 0, 0] == self.best_NMK[:, 1, 0]).mean()
 
     def classes(self, names: dict[int, str]) -> list[dict[str, Any]]:
         """A row for each class that has images, by the folder that they are in."""
         rows = []
-        for target in np.unique(self.targets_N).tolist():
+        for target in np.unique(self.targets_N):
             right_NM = self.top1_NM[self.targets_N == target]
             row = {"class": target, "name": names.get(target, ""), "images": len(right_NM)}
             if right_NM.shape[1] == 1:
-                rows.append(row | {"top1": 100 * float(right_NM.mean())})
+                rows.append(row | {"top1": 100 * right_NM.mean()})
                 continue
             first, second = right_NM.T
             paired = Paired.of(first, second)
             rows.append(
                 row
                 | {
-                    "top1_first": 100 * float(first.mean()),
-                    "top1_second": 100 * float(second.mean()),
+                    "top1_first": 100 * first.mean(),
+                    "top1_second": 100 * second.mean(),
                     "difference": paired.difference,
                     "only_first": paired.only_first,
                     "only_second": paired.only_second,
@@ -219,7 +219,7 @@ class Comparison:
         by_class.scatter([r["top1_second"] for r in rows], [r["top1_first"] for r in rows], s=9, alpha=0.5)
         by_class.set(xlabel=f"{labels[1]}, top-1 of a class (%)", ylabel=f"{labels[0]} (%)")
         png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=150)
+        figure.savefig(png, dpi=150)
         return png.getvalue()
 
 

@@ -71,8 +71,8 @@ def calibration(shares_N: np.ndarray, right_N: np.ndarray) -> tuple[list[dict[st
     places, bins, error = np.minimum((shares_N * BINS).astype(int), BINS - 1), [], 0.0
     for place in range(BINS):
         chosen = places == place
-        count = int(chosen.sum())
-        accuracy, confidence = (100 * float(values[chosen].mean()) if count else 0.0 for values in (right_N, shares_N))
+        count = chosen.sum()
+        accuracy, confidence = (100 * values[chosen].mean() if count else 0.0 for values in (right_N, shares_N))
         bins.append(dict(images=count, accuracy=accuracy, confidence=confidence))
         error += count * abs(accuracy - confidence) / max(1, len(shares_N))
     return bins, error
@@ -87,18 +87,16 @@ def _cell(counts: Counter, row: int, column: int) -> dict[str, Any]:
 def _classes(found: Comparison, name_of) -> list[dict[str, Any]]:
     """A row for each class that has images, the one with the fewest right first."""
     rows = []
-    for target in np.unique(found.targets_N).tolist():
+    for target in np.unique(found.targets_N):
         of_class, columns = found.targets_N == target, []
         for m in range(found.best_NMK.shape[1]):
             said = found.best_NMK[:, m, 0]
             called = said == target
-            wrong = Counter(said[of_class & ~found.top1_NM[:, m]].tolist()).most_common(1)
-            precision = 100 * float(found.top1_NM[called, m].mean()) if called.any() else None
+            wrong = Counter(said[of_class & ~found.top1_NM[:, m]]).most_common(1)
+            precision = 100 * found.top1_NM[called, m].mean() if called.any() else None
             mistake = f"{name_of(wrong[0][0])} ({wrong[0][1]})" if wrong else ""
-            columns.append(
-                dict(recall=100 * float(found.top1_NM[of_class, m].mean()), precision=precision, mistake=mistake)
-            )
-        rows.append(dict(name=name_of(target), images=int(of_class.sum()), models=columns))
+            columns.append(dict(recall=100 * found.top1_NM[of_class, m].mean(), precision=precision, mistake=mistake))
+        rows.append(dict(name=name_of(target), images=of_class.sum(), models=columns))
     return sorted(rows, key=lambda row: row["models"][0]["recall"])
 
 
@@ -107,9 +105,9 @@ def _mistakes(found: Comparison, m: int, name_of, images: Any) -> list[dict[str,
     worst = wrong[np.argsort(-found.shares_NMK[wrong, m, 0], kind="stable")][:MOST_MISTAKES].tolist()
     return [
         {
-            "is": name_of(int(found.targets_N[i])),
-            "said": [(name_of(int(n)), 100 * s) for n, s in zip(found.best_NMK[i, m, :3], found.shares_NMK[i, m, :3])],
-            **_picture(images, int(found.places_N[i])),
+            "is": name_of(found.targets_N[i]),
+            "said": [(name_of(n), 100 * s) for n, s in zip(found.best_NMK[i, m, :3], found.shares_NMK[i, m, :3])],
+            **_picture(images, found.places_N[i]),
         }
         for i in worst
     ]

@@ -120,7 +120,7 @@ class Bottleneck:
 
     def __init__(self, interval: int):
         self.interval, self.found = interval, False
-        self.before: tuple[EpochMeter, tuple[float, ...]] | None = None
+        self.before: tuple[EpochMeter, list[float]] | None = None
 
     def look(self, meter: EpochMeter, how_loaded: str, for_model: float, for_thread: float) -> None:
         """The first look at an epoch is at a start, the next may find something. Called after each step.
@@ -132,9 +132,7 @@ class Bottleneck:
         """
         if self.found or meter.steps % self.interval:
             return
-        times = tuple(
-            sum_over_processes(torch.tensor([*meter.times, for_model, for_thread], dtype=torch.float64)).tolist()
-        )
+        times = sum_over_processes(torch.tensor([*meter.times, for_model, for_thread], dtype=torch.float64)).tolist()
         before, self.before = self.before, (meter, times)
         if before is None or before[0] is not meter:
             return

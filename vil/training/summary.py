@@ -123,7 +123,7 @@ def _tensorboard(config: Config, saved_config: dict[str, Any], folder: Path):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError("log_tensorboard needs a package: pip install tensorboard") from error
-    writer = SummaryWriter(str(folder))
+    writer = SummaryWriter(folder)
 
     def tensorboard(row: dict[str, Any]) -> None:
         for name, value in row.items():
@@ -188,7 +188,7 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
     figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.4)
     figure.suptitle(f"best: {_best(history)}")
     epochs = [row["epoch"] for row in history]
-    axes = list(figure.subplots(rows, 3, squeeze=False).flat)
+    axes = figure.subplots(rows, 3).flat
     for axis in axes[len(panels) :]:
         axis.remove()
     begun = [row["epoch"] for before, row in pairwise(history) if row.get("phase") != before.get("phase")]
@@ -207,5 +207,5 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
         if len(columns) > 1:
             axis.legend()
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=100)
+    figure.savefig(png, dpi=100)
     return png.getvalue()

@@ -127,7 +127,7 @@ def image_files(paths: list[Path]) -> list[Path]:
     Raises:
         ConfigError: There is none.
     """
-    folders = [sorted(map(Path, list_images(str(path), str(path)))) if path.is_dir() else [path] for path in paths]
+    folders = [map(Path, list_images(str(path), str(path))) if path.is_dir() else [path] for path in paths]
     files = [path for files in zip(*folders) for path in files]
     if not files:
         raise ConfigError("--images: there are no images in " + " ".join(map(str, paths)))

@@ -93,7 +93,7 @@ def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str 
     check_model(model)
     if token not in ("centre", "class"):
         raise ValueError(f"token {token!r} is neither 'centre' nor 'class'")
-    images = images.detach().clone().requires_grad_()
+    images = images.clone().requires_grad_()
     with torch.enable_grad():
         patches_BnC, class_token_B1C = split_class_token(model.forward_features(images))
         h, w = model.patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
