@@ -96,6 +96,7 @@ def error_of_validation(monkeypatch):
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
         (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
+        (dict(model="no_model"), "is of a model 'no_model', which is none of timm's or this package's"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
         (dict(model_kwargs=dict(embed_dim=8193)), "has embed_dim 8193, and may have at most 8192$"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
@@ -117,9 +118,20 @@ def test_a_checkpoint_decides_no_programs_addresses_and_sizes(write, error_of_va
 
 
 def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
-    largest = dict(model_kwargs=dict(embed_dim=8192, patch_size=[512, 512]), num_classes=10**6, img_size=8192)
+    kwargs = dict(embed_dim=8192, depth=512, patch_size=[512, 512], stride=512, in_chans=1024, img_size=8192)
+    kwargs |= dict(drop_rate=1, drop_path_rate=1, num_heads=512, mlp_ratio=64, dynamic_img_size=True, qkv_bias=True)
+    largest = dict(model_kwargs=kwargs, num_classes=10**6, img_size=8192)
     largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
     assert options_of_checkpoint(largest, "x") == largest
+    for name, value in kwargs.items():
+        more = dict(model_kwargs={name: [1, 513] if name == "patch_size" else value + 1})
+        with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
+            options_of_checkpoint(more, "x")
+    for words in (
+        dict(model_kwargs=dict(global_pool="token")),
+        dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50"),
+    ):
+        assert options_of_checkpoint(words, "x") == words
     for more, message in (
         (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
         (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
@@ -141,16 +153,20 @@ def test_a_checkpoint_that_is_compared_with_decides_as_little(write, error_of_va
     assert "is of a model 'hf-hub:someone/model'" in error_of_validation("--checkpoint", write(), "--against", against)
 
 
-def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(write, tmp_path):
+def test_options_of_a_run_that_a_checkpoint_decides_are_no_places_and_devices(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     asked = dict(output="/etc", experiment="cron.d", device="meta", resume="x", pretrained_path="/x", log_wandb=True)
     path = write(asked | dict(lr=0.5))
-    config = load_config("", ["--resume", str(path)], checkpoint.saved_config)
+    config = load_config("", ["--resume", path.name], checkpoint.saved_config)
     assert (config.output, config.experiment) == (str(tmp_path.parent), tmp_path.name)  # where the file is
     assert (config.device, config.pretrained_path, config.log_wandb, config.lr) == (None, None, False, 0.5)
+    (tmp_path / "c.yaml").write_text("epochs: 7")  # and none where a file does
+    config = load_config("", ["-c", "c.yaml", "--resume", path.name], checkpoint.saved_config)
+    assert (config.output, config.epochs, config.lr) == ("output", 7, 1e-3)
 
 
 CONFIRMED = [("wds/x", ["--data-dir", "shards"], "shards")]
-CONFIRMED += [(name, ["--dataset", name], None) for name in ("wds/x", "WDS/x", "hfds/x", "tfds/x")]
+CONFIRMED += [(name, ["--dataset", name], None) for name in ("wds/x", "WDS/x", "hfds/x", "hfids/x", "tfds/x")]
 
 
 @pytest.mark.parametrize("place", [None, "/root/.ssh", "https://host/shards", "pipe:touch x"])
@@ -287,6 +303,10 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
     assert refused > 1.6 * COUNT
 
 
+def test_digests_of_today_are_those_of_tomorrow():
+    assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"
+
+
 def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write, small):
     for name in ("state_dict", "state_dict_ema"):
         path = write(state_dict_ema={key: value.clone() for key, value in small.items()})
@@ -296,6 +316,12 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
         with pytest.raises(CheckpointError, match=f"given.pt cannot be read .* the checksum of its {name} is wrong"):
             checkpoint.read_weights(path)
     torch.save(dict(digest="of another kind", state_dict=small), path)
+    assert checkpoint.read_weights(path).keys() == small.keys()
+    torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
+    assert checkpoint.read_weights(path).keys() == small.keys()
+    torch.serialization.set_crc32_options(False)
+    torch.save(small, path)
+    torch.serialization.set_crc32_options(True)
     assert checkpoint.read_weights(path).keys() == small.keys()
 
 
@@ -333,6 +359,7 @@ def exported():
         ("model.onnx", b"\x08\n\x12\x07pytorch", "it holds no tensors"),
         ("order.pt", in_the_byte_order_of("big"), "the byte order of other machines"),  # PyTorch dies of shapes alone
         ("program.pt", program(), "it is a TorchScript program"),
+        ("legacy.tar", bytes(10240), "it holds no tensors"),
         ("code.pt", saved(pathlib.PurePosixPath("x")), "it holds pathlib.PurePosixPath, and nothing .* may run code"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -377,12 +404,14 @@ def test_a_model_that_does_not_fit_its_weights_takes_no_memory(
         (torch.zeros(4, dtype=torch.complex64), "is a tensor of torch.complex64"),
         (torch.zeros(4, dtype=torch.float8_e4m3fn), "is a tensor of torch.float8_e4m3fn"),
         (torch.zeros(4).to_sparse(), "is a tensor of torch.float32, torch.sparse_coo"),
+        (torch.zeros(4, device="meta"), "is a tensor that is nested or has no values"),
         ("weights", "is no tensor but str"),
     ],
-    ids=["not finite", "too large", "complex", "8 bits", "sparse", "text"],
+    ids=["not finite", "too large", "complex", "8 bits", "sparse", "no values", "text"],
 )
 def test_weights_that_are_none_are_named(write, small, tensor, message, error_of_validation):
-    path = write(state_dict=small | {"head.bias": tensor})
+    parts = dict(state_dict=small | {"head.bias": tensor}, digest={})
+    torch.save(torch.load(path := write()) | parts, path)
     assert f"given.pt is no weights of a model: 'head.bias' {message}" in error_of_validation("--checkpoint", path)
 
 
@@ -410,7 +439,11 @@ def resumed(path, image_folder, tmp_path):
 
 RUN = ("config", "history", "progress", "scheduler", "state_dict", "optimizer")
 OF_ANOTHER_KIND = [(part, value) for part in RUN for value in ([], {}, None, 7)]
-OF_ANOTHER_KIND += [("num_images", torch.zeros(2)), ("progress", dict(losses=torch.zeros(2), norms=[]))]
+OF_ANOTHER_KIND += [
+    ("num_images", torch.zeros(2)),
+    ("config", dict(lr=torch.zeros(2))),
+    ("progress", dict(losses=torch.zeros(2), norms=[])),
+]
 
 
 @pytest.mark.parametrize(("part", "value"), OF_ANOTHER_KIND)
