@@ -33,6 +33,7 @@ from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
+from vil.devices import known_device
 from vil.factory import create_model
 from vil.training.resumption import history_of
 from vil.viz import __main__ as viz
@@ -527,13 +528,16 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
 
 
 @pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
-def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
+def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
+    image_folder, tmp_path, listed, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
     os.truncate("train.tar", 11 * 2**30)  # timm lists files of more than 10 GB
     (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
+    assert "_train_tarinfos.pickle is passed over" in caplog.text
     assert not os.path.exists("MARKER")
 
 
@@ -584,6 +588,7 @@ def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
 
 def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert known_device("cpu:1") == "cpu:1"
     for device, reason in (("gpu", "is unknown to PyTorch"), ("cuda", "there is none"), ("xpu", "there is none")):
         assert f"device '{device}'" in (message := error_of_validation("--device", device, "--model", "vil_tiny"))
         assert reason in message
