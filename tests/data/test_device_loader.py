@@ -4,7 +4,6 @@ import os
 import shutil
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,10 +36,10 @@ def files(photo_folder, tmp_path):
 def test_pieces_make_the_batch_that_their_samples_would():
     draws, image = Draws((1, 2, 3, 4), (5, 6), (7, 8), True, [("Invert", ())]), torch.zeros(3, 2, 2, dtype=torch.uint8)
     samples = [(image, 0), (EncodedImage((3, 5), b"abc", draws, (4, 6), (9, 10)), 1), (image, 2)]
-    collate = partial(collate_encoded, size=(2, 2))
-    whole, joined = vars(collate(samples)), vars(join_pieces([collate([sample]) for sample in samples]))
-    for name in whole.keys() - {"files", "ready"}:
-        np.testing.assert_array_equal(whole[name], joined[name], strict=True)
+    whole, pieces = collate_encoded(samples, (2, 2)), [collate_encoded([sample], (2, 2)) for sample in samples]
+    for name, array in vars(join_pieces(pieces)).items():
+        if name not in ("files", "ready"):
+            np.testing.assert_array_equal(array, getattr(whole, name), strict=True)
 
 
 def on_device(folder, device, rank=0, world_size=1, **options):

@@ -33,7 +33,6 @@ from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
-from vil.devices import known_device
 from vil.factory import create_model
 from vil.training.resumption import history_of
 from vil.viz import __main__ as viz
@@ -99,14 +98,12 @@ def error_of_validation(monkeypatch):
         (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
         (dict(model="no_model"), "is of a model 'no_model', which is none of timm's or this package's"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
-        (dict(model_kwargs=dict(embed_dim=8193)), "has embed_dim 8193, and may have at most 8192$"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
         (dict(model_kwargs="depth"), "option 'model_kwargs' in the checkpoint .* must be dict, not 'depth'"),
         (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
         (dict(num_classes=10**6 + 1), "has num_classes 1000001, and may have at most 1000000$"),
         (dict(img_size=8193), "has img_size 8193, and may have at most 8192$"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
-        (dict(crop_pct=300), "option 'crop_pct' in the checkpoint .* must be at most 2, not 300"),
         (dict(crop_pct=1e-4), "has crop_pct 0.0001, for which images would be more than large"),
         *((dict(interpolation=i), f"has interpolation '{i}', which is unknown$") for i in ("7", "")),
     ],
@@ -121,18 +118,15 @@ def test_a_checkpoint_decides_no_programs_addresses_and_sizes(write, error_of_va
 def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     kwargs = dict(embed_dim=8192, depth=512, patch_size=[512, 512], stride=512, in_chans=1024, img_size=8192)
     kwargs |= dict(drop_rate=1, drop_path_rate=1, num_heads=512, mlp_ratio=64, dynamic_img_size=True, qkv_bias=True)
-    largest = dict(model_kwargs=kwargs, num_classes=10**6, img_size=8192)
+    largest = dict(model_kwargs=kwargs | dict(global_pool="token"), num_classes=10**6, img_size=8192)
     largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
     assert options_of_checkpoint(largest, "x") == largest
     for name, value in kwargs.items():
         more = dict(model_kwargs={name: [1, 513] if name == "patch_size" else value + 1})
         with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
             options_of_checkpoint(more, "x")
-    for words in (
-        dict(model_kwargs=dict(global_pool="token")),
-        dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50"),
-    ):
-        assert options_of_checkpoint(words, "x") == words
+    shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50")
+    assert options_of_checkpoint(shards, "x") == shards
     for more, message in (
         (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
         (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
@@ -255,7 +249,6 @@ def odd_safetensors(count, dimensions):
 ALIKE, MUCH = torch.zeros(10**5), Call((bytearray, 10**12))
 GROWING = [
     (lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}), "its tensors have"),
-    (lambda: saved({f"{i}.weight": ALIKE for i in range(20_000)}), "its tensors have"),
     (lambda: saved({f"{i}.weight": ALIKE for i in range(3)}), "its tensors have"),
     (rewritten, "its parts are compressed"),
     (lambda: rewritten(end=b"PK\5\6"), "its list of parts is not at its end"),
@@ -304,10 +297,6 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(write, small, container):
     assert refused > 1.6 * COUNT
 
 
-def test_digests_of_today_are_those_of_tomorrow():
-    assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"
-
-
 def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write, small):
     for name in ("state_dict", "state_dict_ema"):
         path = write(state_dict_ema={key: value.clone() for key, value in small.items()})
@@ -318,12 +307,11 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
             checkpoint.read_weights(path)
     torch.save(dict(digest="of another kind", state_dict=small), path)
     assert checkpoint.read_weights(path).keys() == small.keys()
-    torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
-    assert checkpoint.read_weights(path).keys() == small.keys()
     torch.serialization.set_crc32_options(False)
-    torch.save(small, path)
+    torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
     torch.serialization.set_crc32_options(True)
     assert checkpoint.read_weights(path).keys() == small.keys()
+    assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
 
 
 def saved(thing, **how):
@@ -440,11 +428,8 @@ def resumed(path, image_folder, tmp_path):
 
 RUN = ("config", "history", "progress", "scheduler", "state_dict", "optimizer")
 OF_ANOTHER_KIND = [(part, value) for part in RUN for value in ([], {}, None, 7)]
-OF_ANOTHER_KIND += [
-    ("num_images", torch.zeros(2)),
-    ("config", dict(lr=torch.zeros(2))),
-    ("progress", dict(losses=torch.zeros(2), norms=[])),
-]
+OF_ANOTHER_KIND += [("num_images", torch.zeros(2)), ("config", dict(lr=torch.zeros(2)))]
+OF_ANOTHER_KIND += [("progress", dict(losses=torch.zeros(2), norms=[]))]
 
 
 @pytest.mark.parametrize(("part", "value"), OF_ANOTHER_KIND)
@@ -528,16 +513,13 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
 
 
 @pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
-def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
-    image_folder, tmp_path, listed, monkeypatch, caplog
-):
+def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
     os.truncate("train.tar", 11 * 2**30)  # timm lists files of more than 10 GB
     (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
-    assert "_train_tarinfos.pickle is passed over" in caplog.text
     assert not os.path.exists("MARKER")
 
 
@@ -548,7 +530,6 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
     ("text", "message"),
     [
         ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
-        ("clip_grad: 0", "option 'clip_grad' in .*c.yaml must be more than 0, not 0"),
         ("scale: [1, 0.5]", "must be two numbers, the smaller one first"),
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
@@ -588,7 +569,6 @@ def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
 
 def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert known_device("cpu:1") == "cpu:1"
     for device, reason in (("gpu", "is unknown to PyTorch"), ("cuda", "there is none"), ("xpu", "there is none")):
         assert f"device '{device}'" in (message := error_of_validation("--device", device, "--model", "vil_tiny"))
         assert reason in message

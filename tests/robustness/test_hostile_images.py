@@ -711,8 +711,8 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG, b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
-    beside = {"README": b"", "__notes__/a.jpg": SMALL_JPEG}
-    shard(tmp_path / "validation-0.tar", beside | members | {"whole.pyd": pickle})
+    members = {"README": b"", "__notes__/a.jpg": SMALL_JPEG} | members
+    shard(tmp_path / "validation-0.tar", members | {"whole.pyd": pickle})
     with tarfile.open(tmp_path / "validation-0.tar", "a") as tar:
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
