@@ -121,7 +121,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     (tmp_path / "here" / "new").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # fails, as between two disks
-    for target in ("here/new", "there/new"):
+    for target in ("here/new", "there/is/new"):
         assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
     assert folders.split_folder(source, tmp_path / "two more", 0.999) == dict(train=2, validation=60)
