@@ -39,13 +39,11 @@ HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval
 HARMLESS += ("log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device")
 DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")  # a change: another run
 PARTS: dict[str, type] = {
-    "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "optimizer": dict,
-    "num_images": int,
+    "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "num_images": int,
 }  # fmt: skip
 LONGEST_LABEL = 1000  # characters of the name of a class
 LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
 MOST_CONFIG = 2**26  # characters of config.json
-CROPPING = ("crop_mode", "crop_pct", "interpolation")
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 # of values within values, as files of any origin have some five levels of, and of the values of one level
 DEEPEST, MOST = 20, 2_000_000
@@ -116,7 +114,7 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
         )
     for name, kind in PARTS.items():
         part = checkpoint.get(name)
-        losses = part.get("losses", []) if name == "progress" and isinstance(part, dict) else []
+        losses = part.get("losses", []) if isinstance(part, dict) else []
         if not isinstance(part, kind) or not isinstance(losses, list):
             raise CheckpointError(f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from")
     checkpoint["config"] = options_of_checkpoint(checkpoint["config"], path)
@@ -192,7 +190,8 @@ def preprocessing(path: str | Path) -> dict[str, Any]:
         try:
             with open(beside, encoding="utf-8") as file:
                 own = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
-            said |= {name: own[name] for name in ("mean", "std", *CROPPING) if own.get(name) is not None}
+            names = "mean", "std", "crop_mode", "crop_pct", "interpolation"
+            said |= {name: own[name] for name in names if own.get(name) is not None}
         except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
             raise BrokenCheckpointError(f"{beside} is no table of a model: {str(error)[:200]}") from error
     check_preprocessing(said, path, (saved_config(path).get("model_kwargs") or {}).get("in_chans", 3))
@@ -249,7 +248,7 @@ def digest(weights: Any, said: Any = None) -> str:
     for name, value in sorted(weights.items() if isinstance(weights, dict) else (), key=lambda item: str(item[0])):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             total = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), total)
-            total = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
+            total = zlib.crc32(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
     return f"{total:08x}"
 
 
@@ -426,7 +425,7 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
     Raises:
         CheckpointError: One differs that the saved tensors depend on. A change of another is only logged.
     """
-    for name in sorted(name for name in saved if saved[name] != current.get(name)):
+    for name in [name for name in saved if saved[name] != current.get(name)]:
         if name in DECISIVE:
             raise CheckpointError(
                 f"{path} is of a run with {name} {saved[name]!r}, this one has {current.get(name)!r}: resume with the "

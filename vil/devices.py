@@ -25,10 +25,12 @@ def known_device(name: str | None) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is unknown to PyTorch: try cuda or cpu") from error
-    backend: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
-    if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
+    if device.type == "cpu":
+        return name
+    backend: Any = getattr(torch, device.type, None)
+    if not (hasattr(backend, "is_available") and backend.is_available()):
         raise ConfigError(f"device {name!r}: there is none that PyTorch can use on this machine; try --device cpu")
-    if device.index is not None and backend and device.index >= backend.device_count():
+    if (device.index or 0) >= backend.device_count():
         raise ConfigError(f"device {name!r}: this machine has {backend.device_count()} of them, counted from 0")
     return name
 

@@ -25,10 +25,9 @@ class _Lossy:
     def __init__(self, stream):
         self.stream = stream
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> None:
         with suppress(OSError, ValueError):  # ValueError: it is closed
             self.stream.write(text)
-        return len(text)
 
     def flush(self) -> None:
         with suppress(OSError, ValueError):

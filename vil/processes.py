@@ -194,14 +194,14 @@ def from_first_process(function: Callable[[], Any]) -> Any:
     if not dist.is_initialized():
         return function()
     value = error = None
-    content = bytearray()
+    content = memoryview(b"")
     if dist.get_rank() == 0:
         try:
             value = function()
         except Exception as caught:
             error = caught
         torch.save([value, error and f"{error}"], buffer := io.BytesIO())
-        content = bytearray(buffer.getbuffer())
+        content = buffer.getbuffer()
     size = torch.tensor(len(content))
     dist.broadcast(size, 0)
     data = torch.frombuffer(content or bytearray(int(size)), dtype=torch.uint8)

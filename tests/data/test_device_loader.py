@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined, training_set
@@ -15,7 +16,8 @@ from timm.data import create_transform
 
 from vil.data import device_loader, encoded, kept, workers
 from vil.data.device_loader import DeviceLoader
-from vil.data.encoded import join_pieces
+from vil.data.draws import Draws
+from vil.data.encoded import EncodedImage, collate_encoded, join_pieces
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, unreadable_images
 from vil.data.readers import EncodedReader
@@ -29,6 +31,15 @@ SIZE = dict(input_size=(3, 48, 40))
 def files(photo_folder, tmp_path):
     shutil.copytree(photo_folder, tmp_path / "files")
     return tmp_path / "files"
+
+
+def test_pieces_make_the_batch_that_their_samples_would():
+    draws, image = Draws((1, 2, 3, 4), (5, 6), (7, 8), True, [("Invert", ())]), torch.zeros(3, 2, 2, dtype=torch.uint8)
+    samples = [(image, 0), (EncodedImage((3, 5), b"abc", draws, (4, 6), (9, 10)), 1), (image, 2)]
+    whole, pieces = collate_encoded(samples, (2, 2)), [collate_encoded([sample], (2, 2)) for sample in samples]
+    for name, array in vars(join_pieces(pieces)).items():
+        if name not in ("files", "ready"):
+            np.testing.assert_array_equal(array, getattr(whole, name), strict=True)
 
 
 def on_device(folder, device, rank=0, world_size=1, **options):

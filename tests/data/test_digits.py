@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from vil.data.digits import split_digits, write_digits
+from vil.data.digits import split_digits
 
 DIGITS = load_digits()
 
@@ -68,9 +68,12 @@ def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "more").exists()
 
 
-def test_copies_make_an_epoch_longer_without_more_images(tmp_path):
-    write_digits(tmp_path, 2, [3, 7], seed=1, copies=4)
-    train, _ = sets(2, 1)
+def test_copies_make_an_epoch_longer_without_more_images(tmp_path, monkeypatch):
+    words = "--train-per-class 2 --digits 3 7 --seed 1 --copies 4 --rehearse"
+    command(monkeypatch, tmp_path, *words.split())
+    train, validation = sets(2, 1, rehearse=True)
+    written = {int(path.stem) for path in tmp_path.glob("validation/*/*")}
+    assert written == {i for i in validation if DIGITS.target[i] in (3, 7)}
     for digit in (3, 7):
         files = sorted((tmp_path / "train" / str(digit)).iterdir())
         assert len(files) == 8

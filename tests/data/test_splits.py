@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def pets(folder, count):
     return folder
 
 
-def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path):
+def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path, monkeypatch):
     source = pets(tmp_path / "pets", 30)
     Image.new("RGB", (1, 1)).save(source / "cat" / "a-0.png")
     Image.new("RGB", (2, 2)).save(source / "cat" / "a" / "0.png")
@@ -117,6 +118,12 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     assert len(numbers) == 15
     assert numbers[0] < 10 < 20 < numbers[-1]  # not the first by their names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "pets", "two"]
+    (tmp_path / "here" / "new").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("nothing"))  # fails, as between two disks
+    for target in ("here/new", "there/is/new"):
+        assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
+        assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
     assert folders.split_folder(source, tmp_path / "two more", 0.999) == dict(train=2, validation=60)
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
@@ -149,9 +156,10 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, capsys, target, share, error):
-    source, target = pets(tmp_path / "pets", 2), tmp_path / target
+    pets(tmp_path / "pets", 2)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "old").mkdir(parents=True)
-    monkeypatch.setattr("sys.argv", ["vil.data.folders", str(source), str(target), f"--validation={share}"])
+    monkeypatch.setattr("sys.argv", ["vil.data.folders", "pets", target, f"--validation={share}"])
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     (line,) = capsys.readouterr().err.splitlines()
@@ -165,6 +173,11 @@ def test_classes_have_timms_numbers(tmp_path):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
     timms, ours = ReaderImageFolder(str(tmp_path)), folders.FolderReader(str(tmp_path), str(tmp_path))
     assert (ours.class_to_idx, ours.samples) == (timms.class_to_idx, timms.samples)
+    alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]  # which timm takes in any order
+    for name, suffix in zip(alike, ["bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "webp"]):
+        (tmp_path / "more" / name).mkdir(parents=True)
+        (tmp_path / "more" / name / f"1.{suffix}").touch()
+    assert [*folders.FolderReader(str(tmp_path / "more"), str(tmp_path)).class_to_idx] == sorted(alike)
 
 
 def test_a_class_may_be_called_as_a_split_is(tmp_path):

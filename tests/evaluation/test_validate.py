@@ -406,7 +406,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         (["--model", "vil_tiny"], "timm has no weights of vil_tiny: give --checkpoint FILE"),
         ([*VIL_PT, "--against", "vim_tiny"], "no weights of vim_tiny: give --checkpoint FILE, or --against FILE"),
         ([*VIL_PT, "--batchsize", "64"], "unknown option 'batchsize' on the command line; did you mean 'batch_size'"),
-        ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; here it is 'workers'"),
+        ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model 10"),

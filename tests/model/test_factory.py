@@ -94,9 +94,11 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     assert {name: from_file.pretrained_cfg[name] for name in said} == said
 
     written = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(written.replace("0.125", "1.5").replace("0.875", "0.75"))
+    (folder / "config.json").write_text(
+        written.replace("0.125", "1.5").replace("0.875", "0.75").replace("squash", "border")
+    )
     changed_by_hand = vil.from_checkpoint(folder).pretrained_cfg
-    expected = {**said, "std": [0.5, 0.25, 1.5], "crop_pct": 0.75}
+    expected = {**said, "std": [0.5, 0.25, 1.5], "crop_pct": 0.75, "crop_mode": "border"}
     assert {name: changed_by_hand[name] for name in expected} == expected
     monkeypatch.setattr("sys.argv", ["validate.py", "--checkpoint", str(folder), "--data-dir", str(tmp_path)])
     validated = resolve_settings(parse_options(), "--model")

@@ -20,9 +20,11 @@ from vil.files import FolderInUseError, FolderLock, write_atomically
 from vil.output import _Lossy
 
 
-def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path):
-    path = tmp_path / "summary.csv"
+def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
+    path, fsync, sizes = tmp_path / "summary.csv", os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or fsync(file))
     write_atomically(path, "one")
+    assert sizes[0] == 3  # all of it is on the disk before it has its name
     write_atomically(path, b"two")
     assert path.read_bytes() == b"two"
 

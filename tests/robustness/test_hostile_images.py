@@ -239,9 +239,18 @@ def test_photographs_are_decoded_where_they_are_read(name):
         place = content.index(b"\xff\xc2") + 5
         large = content[:place] + struct.pack(">HH", 8000, 8000) + content[place + 4 :]
         assert not decoder.is_bounded(io.BytesIO(large), len(large))
-    for kind in (b"tEXt", b"IDAT") if name == "png" else ():  # or of many parts, behind its header
-        large = content[:33] + (bytes(4) + kind + bytes(4)) * 2 * decoder.MOST_PARTS + content[33:]
-        assert not decoder.is_bounded(io.BytesIO(large), len(large))
+        for odd in (b"\0\xe0", b"\xff\xff", b"\xff\xbf", b"\xff\xd9"):  # where a segment is to begin
+            others = content[:2] + b"\xff\xe0\0\2" + odd + b"\0\2" + content[2:]
+            assert not decoder.is_bounded(io.BytesIO(others), len(others))
+    for more in (b"\xff\xda" * 101, content[2:]) if name == "jpeg" else ():  # a film or a picture behind it is no scan
+        assert decoder.is_bounded(io.BytesIO(content + more), len(content + more))
+    width, height = Image.open(io.BytesIO(content)).size
+    for length, is_in_proportion in ((most := 2**20 + 8 * width * height, True), (most + 1, False)):
+        assert decoder.is_bounded(io.BytesIO(content), length) == is_in_proportion
+    for kind, most in ((b"tEXt", 99), (b"IDAT", 101)) if name == "png" else ():  # or of many parts, behind its header
+        for count in (most, most + 1):
+            many = png(header(8, 8), *[(kind, b"")] * count, (b"IEND", b""))
+            assert decoder.is_bounded(io.BytesIO(many), len(many)) == (count == most)
 
 
 def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits(monkeypatch):
@@ -467,6 +476,8 @@ def test_who_else_opens_images_in_a_loaders_process_reads_no_other_formats(tmp_p
     class Opening(Rows):
         def __getitem__(self, index):
             try:
+                with pytest.raises(Image.DecompressionBombWarning):
+                    Image.open(io.BytesIO(UNFIT["more pixels than pillow warns of"]))
                 Image.open(io.BytesIO(EPS)).load()
             except OSError:
                 return io.BytesIO(SMALL_JPEG), 7
@@ -700,7 +711,12 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG, b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
+    members = {"README": b"", "__notes__/a.jpg": SMALL_JPEG} | members
     shard(tmp_path / "validation-0.tar", members | {"whole.pyd": pickle})
+    with tarfile.open(tmp_path / "validation-0.tar", "a") as tar:
+        folder = tarfile.TarInfo("folder.jpg")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
     info = json.loads((tmp_path / "_info.json").read_text())
     for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # which tarfile would read as a whole
         shard(file := tmp_path / f"{kind.decode()}.tar", {})

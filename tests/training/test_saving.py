@@ -164,6 +164,7 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
     assert (path.name, saved["epoch"]) == ("previous.pt", 4)
     assert (tmp_path / "last.broken").read_bytes() == b"cut off"
     assert not (tmp_path / "last.pt").exists()
+    assert "last.pt cannot be read as a checkpoint" in caplog.text
     assert re.search("going on from .*previous.pt.* is now .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
     with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: --experiment NAME starts another run"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import re
 import textwrap
@@ -167,8 +166,6 @@ class Config:
         if self.teacher and not timm.is_model(self.teacher):
             close = nearest(self.teacher, timm.list_models())
             raise ConfigError(f"teacher {self.teacher!r} is no model of timm or this package{close}")
-        if self.amp_dtype not in ("bfloat16", "float16"):
-            raise ConfigError(f"amp_dtype {self.amp_dtype!r} is neither 'bfloat16' nor 'float16'")
         check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
@@ -215,7 +212,6 @@ class Config:
         return self.mixup_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 
-@functools.cache
 def choices_of_options() -> dict[str, list[str]]:
     """The values that each option by name can have."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
@@ -224,6 +220,7 @@ def choices_of_options() -> dict[str, list[str]]:
         "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
+        "amp_dtype": ["bfloat16", "float16"],
         "remode": ["const", "rand", "pixel"],
         "distillation": ["hard", "soft"],
     }
@@ -249,51 +246,40 @@ PHASE_OPTIONS = (
 DATASETS = ("wds", "hfds", "hfids", "tfds")  # timm's readers other than that of folders and tar files
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
-# what other programs call them
+# what other programs call them, where that is unlike ours (see `nearest`)
 SYNONYMS = {
     "aa": "auto_augment autoaugment",
-    "amp": "mixed_precision use_amp bf16 fp16",
+    "amp": "mixed_precision bf16 fp16",
     "bce_loss": "bce binary_cross_entropy",
-    "bce_target_thresh": "bce_target_threshold",
-    "batch_size": "accum_iter accumulation_steps grad_accum_steps gradient_accumulation_steps micro_batch_size "
+    "batch_size": "accum_iter accumulation_steps grad_accum_steps gradient_accumulation_steps "
     "per_device_train_batch_size",
     "checkpoint_interval": "save_freq save_interval save_steps",
-    "clip_grad": "clip clip_grad_norm grad_clip gradient_clip_val max_grad_norm max_norm",
-    "data_dir": "data data_path data_root dataset_dir dataset_path root train_dir",
+    "clip_grad": "clip grad_clip gradient_clip_val max_grad_norm max_norm",
+    "data_dir": "data data_path dataset_path root train_dir",
     "device": "accelerator gpu gpus",
-    "distillation": "distill_type distillation_type kd_distill_type",
-    "distillation_alpha": "distill_alpha kd_alpha kd_loss_weight",
+    "distillation": "distillation_type",
+    "distillation_alpha": "kd_loss_weight",
     "distillation_tau": "distill_temperature kd_temperature temperature",
-    "drop_path": "drop_path_rate stochastic_depth",
-    "epochs": "max_epochs n_epochs num_epochs num_train_epochs",
-    "experiment": "exp_name name run_name",
-    "global_batch_size": "bs effective_batch_size total_batch_size train_batch_size",
-    "grad_checkpointing": "checkpointing gradient_checkpointing use_checkpoint",
-    "img_size": "crop_size image_size input_size resolution size",
-    "layer_decay": "layer_wise_lr_decay llrd",
-    "log_tensorboard": "tensorboard",
-    "log_wandb": "use_wandb wandb",
-    "lr": "base_lr blr initial_lr learning_rate max_lr",
-    "min_lr": "eta_min final_lr lr_min",
+    "drop_path": "stochastic_depth",
+    "epochs": "num_train_epochs",
+    "experiment": "name run_name",
+    "global_batch_size": "bs effective_batch_size train_batch_size",
+    "grad_checkpointing": "use_checkpoint",
+    "img_size": "crop_size resolution",
+    "layer_decay": "llrd",
+    "lr": "base_lr initial_lr learning_rate max_lr",
+    "min_lr": "eta_min",
     "model": "arch architecture backbone model_name",
-    "model_ema": "ema use_ema",
-    "model_ema_decay": "ema_decay",
-    "num_classes": "classes n_classes nb_classes",
-    "opt": "optim optimizer",
-    "opt_betas": "adam_betas betas",
+    "opt": "optimizer",
     "opt_eps": "adam_epsilon eps",
-    "output": "out out_dir output_dir save_dir work_dir",
+    "output": "out_dir save_dir work_dir",
     "phases": "stages",
-    "pretrained_path": "checkpoint finetune init_checkpoint initial_checkpoint load_from pretrained weights",
-    "remode": "erasing_mode",
+    "pretrained_path": "checkpoint finetune init_checkpoint initial_checkpoint load_from weights",
     "reprob": "random_erase random_erasing",
-    "sched": "lr_sched lr_scheduler lr_scheduler_type scheduler",
-    "seed": "random_seed",
-    "smoothing": "label_smoothing",
-    "teacher": "kd_model_name teacher_model teacher_name",
+    "sched": "lr_scheduler_type",
+    "teacher": "kd_model_name",
     "teacher_checkpoint": "teacher_path teacher_weights",
-    "torchcompile": "compile torch_compile",
     "warmup_epochs": "warmup",
     "weight_decay": "l2 wd",
-    "workers": "dataloader_num_workers j num_workers",
+    "workers": "dataloader_num_workers j",
 }

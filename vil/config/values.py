@@ -91,7 +91,7 @@ def unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
     for ours, synonyms in SYNONYMS.items():
         if ours in options and words in synonyms.split():
             return f"{unknown}; here it is {ours!r}: {FIELDS[ours].metadata['help']}"
-    return unknown + nearest(str(name), options)
+    return unknown + nearest(words, options)
 
 
 def kind_of(name: str) -> tuple[type, bool]:
@@ -120,7 +120,7 @@ def convert(name: str, value: Any, source: str) -> Any:
             converted = int(value)
         elif kind is str and type(value) is int:
             converted = str(value)
-        elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # true is an int to Python
+        elif type(value) is kind:  # true is an int to Python
             converted = value
     except (TypeError, ValueError, OverflowError):
         pass

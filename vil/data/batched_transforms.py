@@ -62,7 +62,7 @@ def crop_resize_flip(
     inside = (boxes[:, :2] >= 0) & (boxes[:, 2:] > 0) & (boxes[:, :2] + boxes[:, 2:] <= sizes)
     if not inside.all():
         i = np.flatnonzero(~inside.all(axis=1))[0]
-        (top, left, height, width), (h, w) = boxes[i].tolist(), sizes[i].tolist()
+        (top, left, height, width), (h, w) = boxes[i], sizes[i]
         raise ValueError(f"a crop of {height}x{width} pixels at ({top}, {left}) is not inside of an image of {h}x{w}")
     resized = np.full((len(places), 2), size) if resized is None else resized
     offsets = np.zeros((len(places), 2), dtype=np.int64) if offsets is None else offsets
@@ -70,7 +70,7 @@ def crop_resize_flip(
         return augment.crop_resize_flip(images, places, sizes, boxes, flips, size, interpolation, resized, offsets)
     crops_BCHW = torch.empty(len(places), 3, *size, dtype=torch.uint8, device=device)
     for rows in _rows_of_similar_size(boxes[:, 2:].max(axis=1)):
-        height, width = boxes[rows, 2:].max(axis=0).tolist()
+        height, width = boxes[rows, 2:].max(axis=0)
         crops = torch.empty(len(rows), 3, height, width, dtype=torch.uint8, device=device)
         for crop, row in zip(crops, rows.tolist()):
             top, left, h, w = boxes[row].tolist()
@@ -81,7 +81,7 @@ def crop_resize_flip(
         flipped = to_device(flips[rows], device)[:, None, None]
         horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
         narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL, too, rounds between the two directions
-        crops_BCHW[to_device(rows, device)] = _round(vertical[:, None] @ narrow).to(torch.uint8)
+        crops_BCHW[rows] = _round(vertical[:, None] @ narrow).to(torch.uint8)
     return crops_BCHW
 
 
@@ -125,25 +125,24 @@ def apply_operations(
         interpolation: 'bilinear' or 'bicubic', for 'Affine'.
     """
     blurs = operations == CODES["GaussianBlur"]
-    if blurs.any():
-        arguments = arguments.copy()
-        arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
+    arguments = arguments.copy()
+    arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
     place = np.arange(len(images))  # of each image in the batch as it was given; sorting brings an operation's together
     for turn in range(operations.shape[1]):
-        order = np.argsort(operations[place, turn], kind="stable")
+        order = np.argsort(operations[place, turn])
         place = place[order]
         images = images[to_device(order, images.device)]
         values = arguments[place, turn].astype(np.float32)
         values_BA = to_device(values, images.device)
         found, starts = np.unique(operations[place, turn], return_index=True)
-        for code, start, end in zip(found.tolist(), starts.tolist(), [*starts[1:].tolist(), len(place)]):
+        for code, start, end in zip(found, starts, [*starts[1:], len(place)]):
             group, value, name = images[start:end], values_BA[start:end], OPERATIONS[code]
             if name == "Affine":
                 images[start:end] = affine(group, value, fill, interpolation)
             elif name == "GaussianBlur":
-                for image, box in zip(group, values[start:end, :3].astype(int).tolist()):
+                for image, box in zip(group, values[start:end, :3].astype(int)):
                     image.copy_(_blur(image, *box))
             elif name:
                 images[start:end] = POINTWISE[name](group, value[:, 0, None, None, None])
@@ -184,7 +183,7 @@ def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolati
         moved = moved + (taps * (row_weight * column_weights)[:, None]).sum(2)
     outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(3, 1, 1)
     # PIL does not round here; the little that is added undoes rounding to below a whole number
-    return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside).to(torch.uint8)
+    return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside)
 
 
 def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor, Tensor]:
@@ -242,7 +241,7 @@ def _grey(images: Tensor) -> Tensor:
 def _enhance(images: Tensor, plain: Tensor, factor: Tensor) -> Tensor:
     """PIL's ImageEnhance: 0 gives the plain image, 1 the image, 2 goes as far beyond."""
     plain = plain.float()
-    return (plain + factor * (images - plain)).clamp_(0, 255).to(torch.uint8)
+    return (plain + factor * (images - plain)).clamp_(0, 255)
 
 
 def _contrast(images: Tensor, factor: Tensor) -> Tensor:

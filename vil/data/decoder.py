@@ -80,7 +80,7 @@ def _is_bounded_jpeg(file: BinaryIO, length: int) -> bool:
             break
         if marker < 0xC0 or 0xD0 <= marker < 0xDA or marker == 0xFF:
             return False
-        notes += marker == 0xE1 and segment[4:8] == b"Exif"  # a TIFF, whose tags may share bytes
+        notes += segment[4:8] == b"Exif"  # a TIFF, whose tags may share bytes
         if marker in FRAMES and marker not in TABLES:
             if frame:
                 return False

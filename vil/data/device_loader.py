@@ -138,7 +138,7 @@ class DeviceLoader(PieceLoader):
 
     def _originals(self, batch: EncodedBatch, files: np.ndarray) -> list[Tensor | None]:
         """Images (3, h, w) of files: those kept from before, and else decoded; None for one that is refused."""
-        keys = list(zip(batch.keys[files, 0].tolist(), map(tuple, batch.versions[files].tolist())))
+        keys = list(zip(batch.keys[files, 0].tolist(), map(tuple, batch.versions[files])))
         images = [self.kept.get(*key) for key in keys]
         missing = np.array([image is None for image in images]) & (batch.lengths[files] > 0)
         small = is_small(batch.sizes[files].prod(axis=1))
@@ -219,5 +219,5 @@ def decoder_is_missing(device: torch.device) -> str | None:
     try:
         _decode_all([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
     except Exception as error:  # whatever is missing, in whatever way
-        return f"{device} decodes no JPEG: {' '.join(str(error).split())[:200] or type(error).__name__}"
+        return f"{device} decodes no JPEG: {repr(error)[:200]}"
     return None

@@ -13,7 +13,7 @@ leaves it out: validated is on other images of the training split, on which some
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,7 @@ def picture(pixels: np.ndarray) -> Image.Image:
 def write_digits(
     root: Path,
     train_per_class: int | None = None,
-    wanted: Iterable[int] = range(10),
+    wanted: Container[int] = range(10),
     seed: int | None = None,
     rehearse: bool = False,
     copies: int = 1,
@@ -80,7 +80,6 @@ def write_digits(
     Raises:
         ValueError: There are too few training images of a digit.
     """
-    wanted = set(wanted)
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -26,7 +26,7 @@ from .batched_transforms import CODES, GEOMETRIC
 class Draws:
     """The way of one image: a box is cut out and resized, and a window of that is taken, mirrored or not."""
 
-    box: tuple[int, int, int, int] = (0, 0, 0, 0)  # top, left, height, width
+    box: tuple[int, int, int, int]  # top, left, height, width
     resized: tuple[int, int] = (0, 0)  # height, width
     offset: tuple[int, int] = (0, 0)  # top, left of the window; it may go beyond the edges
     flip: bool = False
@@ -48,7 +48,7 @@ class DrawingTransform:
             if hasattr(step, "interpolation"):
                 interpolations.add(getattr(step.interpolation, "value", "random"))
             if isinstance(step, (RandomResizedCropAndInterpolation, CenterCrop)):
-                self.size = tuple(step.size)
+                self.size = step.size
             for operation in _operations(step):
                 operation.aug_fn = _recorder(operation.name)
                 self.fill = operation.kwargs["fillcolor"]

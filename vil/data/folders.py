@@ -123,7 +123,7 @@ class _Found:
                         self.others["hidden"] += 1
                     elif entry.is_symlink():
                         self.links.append(entry.path)
-                    elif entry.is_dir(follow_symlinks=False):
+                    elif entry.is_dir():
                         folders.append(entry.path)
                     elif self._is_image(entry.path):
                         self.files.append(entry.path)
@@ -136,7 +136,7 @@ class _Found:
         is_folder = os.path.isdir(target)
         if not is_folder and not self._is_image(link):
             return True
-        if is_folder or os.path.exists(target):  # who reads one that leads nowhere says so
+        if os.path.exists(target):  # who reads one that leads nowhere says so
             known = _is_in(target, self.root) or _is_in(self.root, target) or target in self.targets
             if known or not _is_in(target, data_dir):
                 return False
@@ -173,8 +173,6 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     if target.is_relative_to(source.resolve()):
         raise ValueError(f"{target} is in {source}, of whose classes it would be one: name a folder beside it")
     classes = defaultdict(list)
-    if not source.is_dir():
-        raise ValueError(f"there is no folder {source}")
     for file in map(Path, list_images(str(source), str(source))):
         inside = file.relative_to(source)
         if len(inside.parts) > 1:
@@ -189,8 +187,6 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         (whole := Path(unfinished) / target.name).mkdir()  # with the user's usual permissions
         counts = _fill(whole, source, classes, validation)
-        if target.exists():
-            target.rmdir()
         whole.rename(target)
     return counts
 
@@ -211,7 +207,7 @@ def _fill(target: Path, source: Path, classes: dict[str, list[Path]], validation
             except OSError:
                 shutil.copyfile(file, copy)
             counts[split] += 1
-    return dict(counts)
+    return counts
 
 
 def main() -> None:

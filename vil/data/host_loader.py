@@ -39,7 +39,7 @@ class PieceLoader:
         pieces = self._loaded()
         if self.batches is None:
             yield from (iter([piece]) for piece in pieces)
-        elif len(self.batches):
+        else:
             for size in self.batches.sizes():
                 yield islice(pieces, math.ceil(size / PIECE))
 

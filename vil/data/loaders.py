@@ -78,7 +78,7 @@ def evaluation_transform(data_config: dict[str, Any]):
     """From Pillow's image to a tensor (3, H, W) of uint8, resized and cropped."""
     names = "crop_pct", "crop_mode", "interpolation", "mean", "std"
     options = {name: data_config[name] for name in names}
-    return create_transform(tuple(data_config["input_size"]), use_prefetcher=True, **options)
+    return create_transform(data_config["input_size"], use_prefetcher=True, **options)
 
 
 def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int = 0):

@@ -136,8 +136,7 @@ def _quoted(names: list[str], most: int = 5) -> str:
 
 def limit_classes(images, num_classes: int) -> None:
     """Has shards, which name no classes, count a sample of one beyond these as unreadable."""
-    if hasattr(images.reader, "num_classes"):
-        images.reader.num_classes = num_classes
+    images.reader.num_classes = num_classes
 
 
 def class_names(images) -> dict[str, int]:

@@ -48,10 +48,9 @@ def _quotas() -> Iterator[float]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root = CGROUPS / controllers if controllers else CGROUPS
-        group = root / path.lstrip("/")
+        group = CGROUPS / controllers / path.lstrip("/")
         # a container sees its own group at the root, whatever the group is called outside
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+        for folder in (group, *group.parents):
             try:
                 if controllers:
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
