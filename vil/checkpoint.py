@@ -248,7 +248,7 @@ def digest(weights: Any, said: Any = None) -> str:
     for name, value in sorted(weights.items() if isinstance(weights, dict) else (), key=lambda item: str(item[0])):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             total = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), total)
-            total = zlib.crc32(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
+            total = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
     return f"{total:08x}"
 
 

@@ -129,6 +129,8 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
     with pytest.raises(ValueError, match="the class 'fox' has one image, and each split needs one"):
         folders.split_folder(source, tmp_path / "three")
+    with pytest.raises(ValueError, match="there is no folder .*none"):
+        folders.split_folder(tmp_path / "none", tmp_path / "four")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])

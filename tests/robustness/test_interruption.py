@@ -66,6 +66,8 @@ def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number
     os.kill(os.getpid(), number)
     assert not timer.stop  # nothing happens in the middle of a step
     assert (timer.due(2), timer.stop) == (True, True)
+    # a second Ctrl-C alone ends the process
+    assert signal.getsignal(signal.SIGINT) == (signal.SIG_DFL if number == signal.SIGINT else timer._note)
     timer.give_back()
     assert signal.getsignal(number) == before._note
 

@@ -173,6 +173,8 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     if target.is_relative_to(source.resolve()):
         raise ValueError(f"{target} is in {source}, of whose classes it would be one: name a folder beside it")
     classes = defaultdict(list)
+    if not source.is_dir():
+        raise ValueError(f"there is no folder {source}")
     for file in map(Path, list_images(str(source), str(source))):
         inside = file.relative_to(source)
         if len(inside.parts) > 1:
@@ -187,6 +189,8 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         (whole := Path(unfinished) / target.name).mkdir()  # with the user's usual permissions
         counts = _fill(whole, source, classes, validation)
+        if target.exists():
+            target.rmdir()  # Windows would not replace it
         whole.rename(target)
     return counts
 

@@ -219,7 +219,7 @@ class Comparison:
         by_class.scatter([r["top1_second"] for r in rows], [r["top1_first"] for r in rows], s=9, alpha=0.5)
         by_class.set(xlabel=f"{labels[1]}, top-1 of a class (%)", ylabel=f"{labels[0]} (%)")
         png = io.BytesIO()
-        figure.savefig(png, dpi=150)
+        figure.savefig(png, format="png", dpi=150)
         return png.getvalue()
 
 

@@ -207,5 +207,5 @@ def plot_history(history: list[dict[str, Any]]) -> bytes:
         if len(columns) > 1:
             axis.legend()
     png = io.BytesIO()
-    figure.savefig(png, dpi=100)
+    figure.savefig(png, format="png", dpi=100)
     return png.getvalue()
