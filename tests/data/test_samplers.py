@@ -13,7 +13,7 @@ from vil.data.samplers import EvaluationBatches, Pieces, TrainingBatches, split_
 from vil.data.seeds import derive_seed, seed_everything
 
 
-@pytest.mark.parametrize(("share", "batch_size"), [(16, None), (16, 16), (16, 5), (12, 8), (12, 7), (6, 1), (96, 20)])
+@pytest.mark.parametrize(("share", "batch_size"), [(16, None), (16, 16), (16, 5), (12, 8), (12, 7), (6, 1), (14, 5)])
 def test_a_micro_batch_is_the_largest_that_shares_equally_and_fits(share, batch_size):
     fits = [size for size in range(1, share + 1) if share % size == 0 and size <= (batch_size or share)]
     for world_size in (1, 3):
