@@ -73,7 +73,8 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     for other in [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]:
         assert [p.label for p in other] == [p.label for p in found]
         assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)
-    assert len(vil.predict(model, path, topk=100)) == 7
+    assert len(vil.predict(model.eval(), path, topk=100)) == 7
+    assert not model.training
     assert vil.predict(model, Image.open(photos / "f.gif")) == vil.predict(model, photos / "f.gif")  # of a palette
 
 
