@@ -20,7 +20,11 @@ HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
 FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}
 MOST_PIXELS = 2**24  # of a file that is decoded here: larger ones are few
 PLANAR_RGB = 3  # nvjpegOutputFormat_t
-ARCHITECTURE_MISMATCH = 7  # nvjpegStatus_t
+STATUS = (
+    "success", "not initialized", "invalid parameter", "bad JPEG", "JPEG not supported", "allocator failure",
+    "execution failed", "architecture mismatch", "internal error", "implementation not supported",
+    "incomplete bitstream",
+)  # fmt: skip
 DESTINATION = np.dtype([("channels", "u8", 4), ("pitches", "u8", 4)])  # nvjpegImage_t
 
 
@@ -41,7 +45,7 @@ class Decoder:
         with torch.cuda.device(device):
             torch.cuda.init()
             status = self._create(HARDWARE)
-            if status == ARCHITECTURE_MISMATCH:
+            if status and STATUS[status] == "architecture mismatch":
                 status = self._create(GPU_HYBRID)
             _check(status)
             _check(self.library.nvjpegJpegStateCreate(self.handle, ctypes.byref(self.state)))
@@ -59,13 +63,13 @@ class Decoder:
         Raises:
             DecodingError: A file is damaged, too large or of a kind that is not decoded here.
         """
-        pointers = np.array([file.data_ptr() for file in files])
+        pointers = np.array([file.data_ptr() for file in files], dtype=np.uint64)
         lengths = np.array([len(file) for file in files], dtype=np.uint64)
         sizes_B2 = self._sizes(pointers, lengths)
         planes_B = sizes_B2.prod(axis=1)
         ends_B = (3 * planes_B).cumsum()
         with self.lock, torch.cuda.device(self.device):
-            pixels = torch.empty(ends_B[-1], dtype=torch.uint8, device=self.device)
+            pixels = torch.empty(int(ends_B[-1]), dtype=torch.uint8, device=self.device)
             destinations = np.zeros(len(files), DESTINATION)
             starts_B = pixels.data_ptr() + ends_B - 3 * planes_B
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
@@ -97,7 +101,7 @@ class Decoder:
 
 def _check(status: int) -> None:
     if status:
-        raise DecodingError(f"nvJPEG: status {status}")
+        raise DecodingError(f"nvJPEG: {STATUS[status] if status < len(STATUS) else f'status {status}'}")
 
 
 @functools.cache
