@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import subprocess
 import sys
 import tarfile
@@ -259,3 +260,27 @@ def test_tiny_imagenet_is_split_by_names_and_travels_in_parts(tmp_path, monkeypa
     assert len([name for name in found if name.startswith("choose/n01/")]) == 50
     with pytest.raises(SystemExit, match="parts exists"):
         tiny_imagenet.main()
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_sitting_whose_package_does_not_work_starts_nothing_and_nobody_waits_for_it(works, tmp_path):
+    (tmp_path / "python3").write_text(f"#!/bin/sh\nexit {0 if works else 1}\n")
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "out").mkdir()
+    subprocess.run(["git", "init", "-q", tmp_path / "tree"], check=True)
+    environment = os.environ | dict(
+        HOME=str(tmp_path), OUT=str(tmp_path / "out"), PATH=f"{tmp_path}:{os.environ['PATH']}"
+    )
+
+    def call(*words):
+        command = ["bash", seeds.ROOT / "research" / "sitting.sh", *words]
+        return subprocess.run(command, cwd=tmp_path / "tree", env=environment, check=False, timeout=60).returncode
+
+    assert (call("start", "sh", "-c", "echo 1 > output/photographs.json") == 0) == works
+    assert call("wait", "600") == 1
+    results = tmp_path / "out" / "results.tar.gz"
+    assert results.exists() == works
+    if works:
+        with tarfile.open(results) as tar:
+            assert sorted(tar.getnames()) == ["output/log.txt", "output/photographs.json"]
