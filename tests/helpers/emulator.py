@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, hardware
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # PTX and what else is the GPU's, and what it does
@@ -123,6 +123,14 @@ def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
 @functools.cache
 def _compiler() -> str:
     return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=227 << 10):
+    """Kernels run emulated, and what launches ask of a GPU is answered."""
+    monkeypatch.setattr(compiler, "launch", launch)
+    answers = dict(multiprocessors=multiprocessors, is_hopper=hopper, shared_bytes=shared_bytes)
+    for question, answer in answers.items():
+        monkeypatch.setattr(hardware, question, lambda device, answer=answer: answer)
 
 
 _needed: list | None = None  # while `compiling`, what to compile
