@@ -33,7 +33,7 @@ import torch
 from PIL import Image, ImageCms, PngImagePlugin, features
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))  # as pytest has it
-from processes import CONTEXT
+from processes import CONTEXT, Forked
 
 from vil.config import Config, ConfigError
 from vil.data import guard, images, readers
@@ -368,7 +368,7 @@ def memory(what: str) -> float:
 def in_a_child(*arguments) -> Outcome:
     """`read_all` in a process of its own, whose limit and whose end are not this one's."""
     receive, send = CONTEXT.Pipe(duplex=False)
-    child = CONTEXT.Process(target=_send_outcome, args=(send, arguments))
+    child = Forked(target=_send_outcome, args=(send, arguments))
     child.start()
     send.close()
     try:

@@ -3,11 +3,11 @@
 import contextlib
 import math
 
+import emulator
 import torch
 from scans import relative_error
 from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
-from vil.kernels.cuda import hardware
 
 from vil.block import Block, LonghornMixer, MambaMixer
 
@@ -54,14 +54,12 @@ def options_of(block, dtype, class_token_only=False, norm_next=False, lines=None
 
 
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
-    """What launches ask of a GPU; and products of 16-bit types with results in fp32, which CPUs have not."""
+    """As `emulator.as_if_on_a_gpu`, with products of 16-bit types with results in fp32, which CPUs have not."""
 
     def product(a, b):
         return a.float() @ b.float()
 
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
+    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors, hopper)
     monkeypatch.setattr(backward, "_mm", product)
     monkeypatch.setattr(step_proj_bwd, "_bmm_in_fp32", product)
     for module in (gate_outproj, launch):

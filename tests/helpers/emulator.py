@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vil.kernels.cuda import compiler
+from vil.kernels.cuda import compiler, hardware
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # PTX and what else is the GPU's, and what it does
@@ -79,6 +79,7 @@ MEANING = {
 
 # a longjmp to another stack is no mistake here: nothing is to look for it
 COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+AHEAD, BEHIND = (Path(__file__).parent / "emulator.cpp").read_text().split("/* KERNELS */")
 # what was compiled before, by what it was compiled from; may be removed at any time
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 
@@ -93,15 +94,18 @@ def _library(name: str, macros: tuple) -> tuple[ctypes.CDLL, list[str]]:
     entries = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(\w+)\(', kernels)
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     defines += "#define ENTRIES " + " ".join(f"ENTRY({entry})" for entry in entries) + "\n"
-    program = (Path(__file__).parent / "emulator.cpp").read_text().replace("/* KERNELS */", kernels)
-    return ctypes.CDLL(str(_compiled(defines + program))), entries
+    return ctypes.CDLL(str(_compiled(defines + kernels + BEHIND))), entries
 
 
 def _compiled(program: str) -> Path:
-    def compile_program(library):
-        subprocess.run([*COMMAND, "-x", "c++", "-", "-o", library], input=program, text=True, check=True)
+    def run(*arguments):
+        subprocess.run([*COMMAND, *arguments], input=program, text=True, check=True)
 
-    return kept(f"{_compiler()}{COMMAND}{program}", ".so", compile_program)
+    how = f"{_compiler()}{COMMAND}{AHEAD}"
+    # what is ahead of all kernels is read once; the compiler takes X.h.gch, where that suits it, for X.h
+    header = kept(how, ".h", lambda file: file.write_text(AHEAD))
+    kept(how, ".h.gch", lambda file: run("-x", "c++-header", header, "-o", file))
+    return kept(how + program, ".so", lambda file: run("-include", header, "-x", "c++", "-", "-o", file))
 
 
 def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
@@ -119,6 +123,14 @@ def kept(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
 @functools.cache
 def _compiler() -> str:
     return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def as_if_on_a_gpu(monkeypatch, multiprocessors=1, hopper=False, shared_bytes=227 << 10):
+    """Kernels run emulated, and what launches ask of a GPU is answered."""
+    monkeypatch.setattr(compiler, "launch", launch)
+    answers = dict(multiprocessors=multiprocessors, is_hopper=hopper, shared_bytes=shared_bytes)
+    for question, answer in answers.items():
+        monkeypatch.setattr(hardware, question, lambda device, answer=answer: answer)
 
 
 _needed: list | None = None  # while `compiling`, what to compile

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from processes import CONTEXT, ROOT, SMALL, become, draw_nothing, free_port
+from processes import ROOT, SMALL, Forked, become, draw_nothing, free_port
 
 from vil import checkpoint
 
@@ -42,7 +42,7 @@ class Run:
         config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output), resume="auto") | options))
         port = free_port()
         self.ranks = [
-            CONTEXT.Process(target=_train, args=(rank, processes, port, str(config), str(self.log), prepare))
+            Forked(target=_train, args=(rank, processes, port, str(config), str(self.log), prepare))
             for rank in range(processes)
         ]
         self.seen = self._last_file()
@@ -129,7 +129,7 @@ class Torchrun:
         config.write_text(yaml.safe_dump(OPTIONS | dict(device="cpu", output=str(output)) | options))
         words = ["--start-method=fork", "--monitor-interval=0.1", *words, "--run-path"]
         words += [str(ROOT / "train_imagenet.py"), "-c", str(config)]
-        self.launcher = CONTEXT.Process(target=_launch, args=(words, str(self.log)))
+        self.launcher = Forked(target=_launch, args=(words, str(self.log)))
         self.launcher.start()
 
     @property

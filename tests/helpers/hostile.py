@@ -9,7 +9,7 @@ import emulator
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-from vil.kernels.cuda import compiler, hardware
+from vil.kernels.cuda import compiler
 from vil.kernels.scan import cuda_scan, operator
 
 GPU = torch.cuda.is_available()
@@ -30,10 +30,8 @@ def emulate(monkeypatch):
         return emulator.launch(*arguments)
 
     module = operator._module
+    emulator.as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(compiler, "launch", launch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
     monkeypatch.setattr(operator, "_module", lambda name, device: cuda_scan if name == "cuda" else module(name, device))
     return launched
 

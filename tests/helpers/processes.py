@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import yaml
 
@@ -22,8 +23,17 @@ CONTEXT.set_forkserver_preload(
     ["train_imagenet", "validate", "torch._dynamo", "matplotlib.figure", "PIL.PngImagePlugin"]
 )
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = dict(os.environ)
 # every random part of the recipe, in a model of seconds
 SMALL = dict(model_kwargs=dict(embed_dim=32, depth=2, patch_size=8), img_size=16, global_batch_size=16, warmup_epochs=1)
+
+
+class Forked(CONTEXT.Process):
+    """A process from a server that has the environment of all tests, not of the one that happens to start it."""
+
+    def start(self):
+        with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+            super().start()
 
 
 def script(name):
@@ -49,8 +59,7 @@ def run(command, count=1, check=True, output=None, pictures=False):
         files = [output or os.path.join(folder, name) for name in ("stdout", "stderr")]
         where = count, free_port(), *files
         started = [
-            CONTEXT.Process(target=_run, args=(command[1:], environment, pictures, rank, *where))
-            for rank in range(count)
+            Forked(target=_run, args=(command[1:], environment, pictures, rank, *where)) for rank in range(count)
         ]
         code = next((code for code in _exit_codes(started) if code), 0)
         said = ("", "") if output else [Path(file).read_text() for file in files]
@@ -103,7 +112,7 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
         files = [os.path.join(folder, str(rank)) for rank in range(count)]
         port, pipes = port or free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(count)]
         started = [
-            CONTEXT.Process(target=_call, args=(function, args, pipes[rank][1], files[rank], rank, count, port))
+            Forked(target=_call, args=(function, args, pipes[rank][1], files[rank], rank, count, port))
             for rank in range(count)
         ]
         codes = _exit_codes(started)

@@ -464,7 +464,6 @@ def test_block_operator_keeps_to_the_rules_of_pytorch(mixer, middle, device, mon
     """Emulated on a CPU: its schema, its autograd and what compilers are told, of sizes that they do not know, too."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
-        monkeypatch.setattr(compiler, "launch", emulator.launch)
     block = make_block(mixer, 16, device=device)
     x, xhat = torch.randn(2, 2, 9, 16, device=device, requires_grad=True).unbind()
     norm, in_proj, out_proj, *directions = weights_of(block).flat()

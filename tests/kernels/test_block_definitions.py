@@ -102,8 +102,7 @@ GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2,
 @on_both([(shape, True) for shape in GATED] + [(few, False) for few in GATED[4:]], GATED)
 def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
-        monkeypatch.setattr(compiler, "launch", emulator.launch)
-        monkeypatch.setattr(hardware, "is_hopper", lambda device: hopper)
+        emulator.as_if_on_a_gpu(monkeypatch, hopper=hopper)
     B, L, C, multiprocessors = shape
     monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
     D = 2 * C
@@ -171,8 +170,7 @@ def test_gate_outproj_backward_equals_the_plain_one(dtype, device, shape, hopper
 
 
 def test_gate_outproj_backward_is_one_kernel_where_its_copies_can_be(monkeypatch):
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: True)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     launched = []
     monkeypatch.setattr(compiler, "launch", lambda name, entry, *args: launched.append(entry))
     C, D = 192, 384
@@ -288,7 +286,6 @@ def results(name, kernel, inputs, written):
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_emulated_on_a_cpu_equals_its_definition(name, dtype, shape, monkeypatch, poison):
-    monkeypatch.setattr(compiler, "launch", emulator.launch)
     on_an_emulated_gpu(monkeypatch)
     torch.manual_seed(0)
     B, L, _, D = shape

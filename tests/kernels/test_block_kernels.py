@@ -22,15 +22,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """The kernels run on the CPU, as if on a GPU of one multiprocessor that is not Hopper's."""
-    monkeypatch.setattr(compiler, "launch", emulator.launch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: False)
-
-
-def as_hopper(monkeypatch, multiprocessors=1):
-    monkeypatch.setattr(hardware, "is_hopper", lambda device: True)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: multiprocessors)
+    emulator.as_if_on_a_gpu(monkeypatch)
 
 
 def small_tokens(T, C):
@@ -90,7 +82,7 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
 
 def test_the_norm_behind_the_product_emulated_is_that_with_eps(monkeypatch, poison):
     """On Hopper, where out_proj adds nothing to small tokens."""
-    as_hopper(monkeypatch)
+    emulator.as_if_on_a_gpu(monkeypatch, hopper=True)
     B, L, C = 2, 96, 192
     x, out_proj = small_tokens(B * L, C), torch.zeros(C, 2 * C, dtype=BF16)
     y, uz = torch.randn(2, B, L, 2 * C).to(BF16), torch.randn(B, L, 4 * C).to(BF16)
@@ -358,8 +350,8 @@ def test_offsets_of_more_than_32_bits_of_the_step_emulated(large, monkeypatch):
 def test_offsets_of_more_than_32_bits_of_gate_outproj_emulated(large, monkeypatch):
     B, C, D = 2**18 + 1, 192, 384
     T = B * L
+    emulator.as_if_on_a_gpu(monkeypatch, -(-T // 128), hopper=True)  # each group has tokens once
     monkeypatch.setattr(compiler, "launch", functools.partial(emulator.launch, blocks=6))
-    as_hopper(monkeypatch, -(-T // 128))  # each group has tokens once
     x, y, z = large(T, C, dtype=torch.float32), large(2, B, L, D), large(B, L, 2 * D)[..., D:]
     scale, out_proj = torch.rand(B), torch.randn(C, D).to(BF16)
     out, mean, norm = kernels.gate_outproj(x, kernels.Read(*y), z, scale, out_proj, in_tiles(out_proj), True, 1e-5)

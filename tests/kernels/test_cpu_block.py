@@ -67,10 +67,10 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
     assert normed is None
 
 
-@pytest.mark.parametrize(("mixer", "conv_width"), [(MambaMixer, 2), (LonghornMixer, 3)])
-def test_other_filters_and_numbers_of_states(mixer, conv_width, calls, monkeypatch):
+@MIXERS
+def test_other_filters_and_numbers_of_states(mixer, calls, monkeypatch):
     """Against the plain composition, which other tests compare."""
-    block, x = a_block(mixer, 24, conv_width, 8), torch.randn(2, 9, 24, requires_grad=True)
+    block, x = a_block(mixer, 24, conv_width=3, state_size=4), torch.randn(2, 9, 24, requires_grad=True)
     y = block(x)
     assert calls == [True]
     monkeypatch.setattr(vil_block, "_fused", False)

@@ -28,9 +28,7 @@ OWN_OF_TENSOR_CORES = {torch.float32: 1e-6, torch.bfloat16: 1.2e-3, torch.float1
 @pytest.fixture
 def emulated(monkeypatch):
     """Kernels run on the CPU, and as if on an H200."""
-    monkeypatch.setattr(compiler, "launch", emulator.launch)
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: SHARED["sm_90"])
+    emulator.as_if_on_a_gpu(monkeypatch, H200)
 
 
 @pytest.fixture(

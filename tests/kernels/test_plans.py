@@ -150,7 +150,9 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
 ):
     """Bit for bit, forward and backward, given a norm and with one of its own, also a second time, of other tensors."""
     dtype, (B, L, C) = torch.bfloat16, shape
+    launch = compiler.launch  # which records
     on_an_emulated_gpu(monkeypatch, hopper=hopper)
+    monkeypatch.setattr(compiler, "launch", launch)
     monkeypatch.setattr(compiler.Launch, "run_with", emulator.run_with)
 
     def at_once(one):

@@ -19,7 +19,6 @@ from scans import relative_error
 from vil.kernels import backends
 from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
-from vil.kernels.cuda import compiler, hardware
 
 from vil import block as vil_block
 
@@ -32,8 +31,7 @@ DEVICES = [pytest.param("cpu", marks=EMULATED), pytest.param("cuda", marks=pytes
 def case(device, grid, columns, dtype, monkeypatch, poison):
     """Inputs of all three kernels on strided halves, and the same in fp64."""
     if device == "cpu":
-        monkeypatch.setattr(compiler, "launch", emulator.launch)
-        monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+        emulator.as_if_on_a_gpu(monkeypatch)
     lines, g = Lines.of(*grid, columns), torch.Generator().manual_seed(0)
     B, L, S, D, K = 3, lines.L, lines.S, 40, 4
 
@@ -77,7 +75,6 @@ def test_pooled_kernels_equal_their_definitions(case, dtype):
 @pytest.mark.parametrize(("B", "S", "D", "R"), [(1, 15, 384, 16), (2, 16, 128, 24), (1, 33, 256, 8), (3, 1, 128, 8)])
 def test_scan_lines_equals_its_definition(B, S, D, R, recurrence, dtype, device, monkeypatch, poison):
     if device == "cpu":
-        monkeypatch.setattr(compiler, "launch", emulator.launch)
         on_an_emulated_gpu(monkeypatch, multiprocessors=12)
     g = torch.Generator().manual_seed(0)
 
@@ -109,7 +106,6 @@ def test_scan_lines_equals_its_definition(B, S, D, R, recurrence, dtype, device,
 def gpu(device, monkeypatch):
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch)
-        monkeypatch.setattr(compiler, "launch", emulator.launch)
         monkeypatch.setattr(backends, "backend_for", lambda device: "cuda")
     return device
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import emulator
 import pytest
 import torch
 from vil.kernels.cuda import hardware
@@ -139,8 +140,7 @@ def test_ctas_of_backward_fit_a_multiprocessor_and_use_it(N, itemsize):
 
 
 def test_the_cost_model_chooses_as_when_it_was_measured_of_all_sequences_and_for_the_gpu_at_hand(monkeypatch):
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    emulator.as_if_on_a_gpu(monkeypatch, H200)
     for (kind, recurrence), table in CHOICES.items():
         variants = FORWARD_SIMT[recurrence] + FORWARD_MMA if kind == "forward" else BACKWARD[recurrence]
         for (B, D, L, N, itemsize), variant, segment_chunks in table:
@@ -154,8 +154,7 @@ def test_the_cost_model_chooses_as_when_it_was_measured_of_all_sequences_and_for
 
 
 def test_the_step_is_projected_by_the_scan_of_long_sequences_and_of_few(monkeypatch):
-    monkeypatch.setattr(hardware, "multiprocessors", lambda device: H200)
-    monkeypatch.setattr(hardware, "shared_bytes", lambda device: 227 * 1024)
+    emulator.as_if_on_a_gpu(monkeypatch, H200)
 
     def projects(B, L, D=768, recurrence="longhorn", R=24, N=16, dtype=torch.bfloat16):
         x = torch.empty(2, B, L, D, device="meta", dtype=dtype)

@@ -1,6 +1,6 @@
 """vil.export: files that run without this package, against an fp64 loop written from the papers."""
 
-import functools
+import itertools
 import json
 import logging
 import re
@@ -109,47 +109,51 @@ def vit(**arguments):
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """Writes model.onnx or model.pt2 once for all that look at it; returns the model and the file."""
+@pytest.mark.parametrize(
+    ("name", "ending", "features"), [("vim_tiny", "onnx", (1, 0)), ("vil_tiny", "pt2", (0,))], ids=["onnx", "pt2"]
+)
+def test_a_file_computes_the_model_where_the_package_is_not(name, ending, features, tmp_path):
+    model = small(name, depth=len(features))
+    model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    path = tmp_path / f"model.{ending}"
+    report = export_model(model, path, features=features, crop_pct=0.5)
+    assert report.size == path.stat().st_size
+    assert report.images == report.same_top1
+    assert 0 < report.difference < 1e-3
+    # the model is left as it was
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
-    @functools.cache
-    def exported(name, ending, features):
-        model = small(name, depth=len(features))
-        model.pretrained_cfg["label_names"] = ("n2", "n10", "é", "a, b", "")
-        before = {key: value.clone() for key, value in model.state_dict().items()}
-        path = tmp_path_factory.mktemp("exported") / f"model.{ending}"
-        report = export_model(model, path, features=features, crop_pct=0.5)
-        assert report.size == path.stat().st_size
-        assert report.images == report.same_top1
-        assert 0 < report.difference < 1e-3
-        # the model is left as it was
-        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-        return model, path
-
-    return exported
-
-
-VIM = ("vim_tiny", "onnx", (1, 0))
-
-
-@pytest.mark.parametrize("case", [VIM, ("vil_tiny", "pt2", (0,))], ids=["onnx", "pt2"])
-def test_a_file_computes_the_model_where_the_package_is_not(case, exported, tmp_path):
-    model, path = exported(*case)
     images = torch.randn(3, 3, 16, 24)
     found, metadata = run_elsewhere(path, images, tmp_path)
     logits, maps = naive_outputs(model, images)
-    if path.suffix == ".onnx":
+    if ending == "onnx":
         assert list(found) == ["logits", "features_0", "features_1"]
         metadata = variables_of(metadata)
+        assert_standard_and_without_traces_of_this_machine(path)
     for value, truth in zip(found.values(), [logits, *maps], strict=True):
         assert relative(value, truth) < 1e-5
     assert metadata == {
-        "model": case[0], "num_classes": 5, "input_size": [3, 16, 24], "mean": [0.485, 0.456, 0.406],
+        "model": name, "num_classes": 5, "input_size": [3, 16, 24], "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225], "crop_pct": 0.5, "crop_mode": "center", "interpolation": "bicubic",
         "label_names": ["n2", "n10", "é", "a, b", ""],
     }  # fmt: skip
     assert relative(model(images).detach(), logits) < 1e-5
+
+
+def assert_standard_and_without_traces_of_this_machine(path):
+    """Of standard operators, for any number of images."""
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
+    assert not proto.functions
+    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 2
+    values = {value.name: value.type.tensor_type.shape.dim for value in (*proto.graph.input, *proto.graph.output)}
+    shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in values.items()}
+    maps = {f"features_{block}": ["batch", 32, 2, 3] for block in (0, 1)}
+    assert shapes == dict(images=["batch", 3, 16, 24], logits=["batch", 5], **maps)
+    traces = (b"/work", b"File ", b"traced.py", str(path.parent).encode())
+    assert not any(word in proto.SerializeToString() for word in traces)
 
 
 def test_names_of_other_classes_than_the_heads_are_left_out():
@@ -165,21 +169,6 @@ def test_names_of_other_classes_than_the_heads_are_left_out():
     model.reset_classifier(0)
     model.pretrained_cfg["label_names"] = []
     assert "label_names" not in export.describe(model, {})
-
-
-def test_onnx_files_are_of_standard_operators_any_number_of_images_and_no_traces_of_this_machine(exported):
-    _, path = exported(*VIM)
-    proto = onnx.load(path)
-    onnx.checker.check_model(proto, full_check=True)
-    assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
-    assert not proto.functions
-    assert sum(node.op_type == "Scan" for node in proto.graph.node) == 2
-    values = {value.name: value.type.tensor_type.shape.dim for value in (*proto.graph.input, *proto.graph.output)}
-    shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in values.items()}
-    maps = {f"features_{block}": ["batch", 32, 2, 3] for block in (0, 1)}
-    assert shapes == dict(images=["batch", 3, 16, 24], logits=["batch", 5], **maps)
-    traces = (b"/work", b"File ", b"traced.py", str(path.parent).encode())
-    assert not any(word in proto.SerializeToString() for word in traces)
 
 
 def test_each_kind_of_block_is_exported_once(tmp_path, monkeypatch):
@@ -221,8 +210,7 @@ class Scans(torch.nn.Module):
         return tuple(scan(x, step, k, q, rates if selects else None) for scan, selects in RECURRENCES.values())
 
 
-@pytest.fixture(scope="module")
-def scans():
+def session_of_scans():
     """All of them in one session of onnxruntime, for 6 channels of 5 states."""
     dims = {letter: Dim(letter, min=1, max=4096) for letter in "LB"}
     shapes = [("L", 2, "B", size) for size in (6, 6, 5, 5)] + [(2, 5, 6)]
@@ -234,24 +222,23 @@ def scans():
         return onnxruntime.InferenceSession(torch.onnx.export(program, (), **options).model_proto.SerializeToString())
 
 
-@pytest.mark.parametrize("name", RECURRENCES)
-def test_recurrences_in_onnxruntime_against_the_definition(name, scans):
-    generator = torch.Generator().manual_seed(1)
-    for B, L in ((1, 1), (1, 2), (4, 1), (2, 41)):
+def test_recurrences_in_onnxruntime_against_the_definition():
+    generator, session = torch.Generator().manual_seed(1), session_of_scans()
+    for (B, L), (name, (_, selects)) in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), RECURRENCES.items()):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
         for scale in (1, 30):  # of which the second gives steps of 0 and 1, and keys that empty the state
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
-            if RECURRENCES[name][1]:
+            if selects:
                 step = F.softplus(logits)
                 truth = torch.stack([selective(*parts) for parts in zip(x, logits, rates, k, q)])
             else:
                 step = 1 / (1 + torch.exp(-logits) + k.square().sum(-1, keepdim=True))
                 truth = torch.stack([longhorn(*parts) for parts in zip(x, logits, k, q)])
             inputs = [*(t.permute(2, 0, 1, 3) for t in (x, step, k, q)), rates.mT]
-            feeds = {i.name: t.float().numpy() for i, t in zip(scans.get_inputs(), inputs, strict=True)}
-            (found,) = scans.run([name], feeds)
-            assert relative(torch.from_numpy(found).permute(1, 2, 0, 3), truth) < 2e-6
+            feeds = {i.name: t.float().numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)}
+            (found,) = session.run([name], feeds)
+            assert relative(torch.from_numpy(found).permute(1, 2, 0, 3), truth) < 2e-6, name
 
 
 def test_linear_attention_is_onnxruntimes_operator_and_a_runtime_without_it_is_named(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 
 import pytest
 from faults import before
-from processes import CONTEXT, become, draw_nothing, run, train_command
+from processes import Forked, become, draw_nothing, run, train_command
 
 import train_imagenet
 from vil import checkpoint, files
@@ -170,7 +170,7 @@ def train_in_a_terminal(command, terminal):
 def test_a_run_goes_on_when_its_terminal_is_closed(image_folder, tmp_path):
     screen, terminal = pty.openpty()
     command = train_command(tmp_path, image_folder)
-    process = CONTEXT.Process(target=train_in_a_terminal, args=(command, os.ttyname(terminal)))
+    process = Forked(target=train_in_a_terminal, args=(command, os.ttyname(terminal)))
     process.start()
     said = b""
     while b"images at once" not in said:  # what it says when it begins

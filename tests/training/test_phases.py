@@ -59,23 +59,26 @@ def killed_while_it_begins():
     before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGKILL))
 
 
-def told_to_stop_while_it_saves():
+def told_to_stop_while_it_saves(call):
     """The end of the first phase: nobody looks at the signal until the phase is over."""
-    before(train_imagenet.Trainer, "save", functools.partial(get, signal.SIGTERM), call=9)
+    return functools.partial(before, train_imagenet.Trainer, "save", functools.partial(get, signal.SIGTERM), call)
 
 
 @pytest.mark.parametrize(
-    ("prepare", "status"),
+    "stops",
     [
-        (stopped_at(5), -9), (stopped_at(9), -9), (stopped_at(14), -9), (stopped_at(20, signal.SIGTERM), 75),
-        (killed_while_it_begins, -9), (told_to_stop_while_it_saves, 75),
+        # before the fifth update, and after the eighth, with which the first phase ends
+        [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
+        # after the eighth, before the ninth, the fourteenth in the second phase's second epoch and the twentieth
+        [(killed_while_it_begins, -9), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
     ],
-    ids=["in the first", "before the second's", "in its second epoch", "in the third", "between", "saving an end"],
-)  # fmt: skip
+    ids=["in and at the end of the first", "between, in the second and the third"],
+)
 def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_one(
-    tmp_path, options, undisturbed, prepare, status
+    tmp_path, options, undisturbed, stops
 ):
-    assert Run(tmp_path, 1, prepare, **options).wait() == [status]
+    for prepare, status in stops:
+        assert Run(tmp_path, 1, prepare, **options).wait() == [status]
     assert_same(Run(tmp_path, 1, **options).finished(), undisturbed[1])
 
 

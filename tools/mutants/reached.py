@@ -55,7 +55,7 @@ class Reached:
 
     def pytest_collection_finish(self):
         processes = importlib.import_module("processes")
-        first = processes.CONTEXT.Process(target=int)  # whose server takes its time, which is no test's
+        first = processes.Forked(target=int)  # whose server takes its time, which is no test's
         first.start()
         first.join()
 
