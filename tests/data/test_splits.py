@@ -272,11 +272,12 @@ def write_shards(image_folder, root):
     (root / "_info.json").write_text(json.dumps({"splits": splits}))
 
 
-def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
+@pytest.mark.parametrize("workers", [0, 3])
+def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers):
     write_shards(image_folder, tmp_path)
     with pytest.raises(ConfigError, match="wds/x does not say how many classes it has: give num_classes"):
         open_splits(small_config(tmp_path, dataset="wds/x"))
-    config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8)
+    config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8, workers=workers)
     train, val, num_classes = open_splits(config)
     assert num_classes == 4
     batches = TrainingBatches(len(train), config, 8, 0, 1)

@@ -207,10 +207,11 @@ def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog
         ("ant bee", "ant bee", 0), ("ant bee", "bee ant", 2), ("ant bee", "ant cat", 1), ("ant bee", "ant", 1),
         ("ant bee", None, 0), ("", "ant bee", 0),  # an older checkpoint; a dataset that does not say
         ("a\x1bb bee", "a?b bee", 0), ("a\x1bb bee", "a bee", 1),  # as training wrote it, or not
-        ("0 1", "6 7", 2), (" ".join(map(str, range(1000))), " ".join(WORDNET_IDS), 0),  # ImageNet-V2
+        ("0 1", "6 7", 2), ("0 ant", " ".join(WORDNET_IDS), 2),
+        (" ".join(map(str, range(1000))), " ".join(WORDNET_IDS), 0),  # ImageNet-V2
         (" ".join(WORDNET_IDS[1:] + WORDNET_IDS[:1]), " ".join(WORDNET_IDS), 1000),
     ],
-    ids=range(11),
+    ids=range(12),
 )  # fmt: skip
 def test_classes_by_other_names_are_counted(here, learned, others, caplog, monkeypatch):
     numbers = {name: number for number, name in enumerate(here.split(" ") if here else [])}

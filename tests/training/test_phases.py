@@ -16,6 +16,7 @@ import pytest
 import torch
 from faults import OPTIONS, Run, assert_same, before, result
 from processes import SMALL
+from tqdm import tqdm
 
 import train_imagenet
 from train_imagenet import Trainer
@@ -84,7 +85,16 @@ def trainers_left():
     return [thing for thing in gc.get_objects() if type(thing) is Trainer]
 
 
-def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(tmp_path, options, undisturbed, no_pictures):
+def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
+    tmp_path, options, undisturbed, no_pictures, monkeypatch
+):
+    class Bar(tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            bars.append((options["initial"], options["total"]))
+
+    bars: list = []
+    monkeypatch.setattr(train_imagenet, "tqdm", Bar)
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
@@ -92,6 +102,8 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(tmp_path, op
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
         train_imagenet.train(config, CPU, 0, 1)
         assert not trainers_left()
+        assert bars[1:] == [(0, 128), (0, 64)]
+        del bars[1:]
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
 
 
