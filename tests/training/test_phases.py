@@ -176,7 +176,8 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
         load_config("", words)
-    assert load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--phases", "none"]).total_epochs == 5
+    again = load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--lr", "2", "--phases", "none"])
+    assert (again.total_epochs, again.lr) == (5, 2.0)
 
 
 @pytest.mark.parametrize(
