@@ -222,8 +222,10 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     rows, _ = trained(image_folder, tmp_path / "first", epochs=1)
     path = tmp_path / "first" / "run" / "last.pt"
     before = path.read_bytes()
-    trainer = Trainer(small_config(image_folder, output=str(tmp_path / "second"), resume=str(path)), CPU, 0, 1)
+    options = dict(output=str(tmp_path / "second"), resume=str(path), checkpoint_interval="1")
+    trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     assert trainer.steps == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
+    assert not trainer.timer.due(trainer.steps)  # before it has trained a step of its own
     trainer.run()
     assert [row["epoch"] for row in trainer.history] == [1, 2]
     assert trainer.history[0]["train_loss"] == rows[0]["train_loss"]
