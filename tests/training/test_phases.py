@@ -86,7 +86,7 @@ def trainers_left():
 
 
 def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
-    tmp_path, options, undisturbed, no_pictures, monkeypatch
+    tmp_path, options, undisturbed, no_pictures, monkeypatch, caplog
 ):
     class Bar(tqdm):
         def __init__(self, **options):
@@ -98,12 +98,14 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
-    elsewhere = dataclasses.replace(first, output=str(tmp_path / "elsewhere"), resume=str(last))
+    others = dict(output=str(tmp_path / "elsewhere"), resume=str(last), pretrained_path=str(last))
+    elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
         train_imagenet.train(config, CPU, 0, 1)
         assert not trainers_left()
         assert bars[1:] == [(0, 128), (0, 64)]
         del bars[1:]
+        assert "started from" not in caplog.text  # what a run began with is nothing to a later phase
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
 
 
@@ -126,6 +128,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
         assert f"images, the phase {steps}" in said
     assert [*map(int, re.findall(r"^epoch \d/4, phase (\d): loss", said, re.M))] == [1, 2, 2, 3]
     assert said.count("best: top-1") == 1
+    assert said.count("averages over some 10 steps, and this run has 8: ") == 3
     with open(run.folder / "summary.csv") as file:
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("images at once on each") == 3

@@ -145,10 +145,13 @@ def assert_close(found, expected, rtol=1e-4):
         torch.testing.assert_close(found["state_dict"][name], truth, rtol=rtol, atol=rtol / 10)
 
 
-def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures):
+def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures, monkeypatch):
+    left_to: list = []
+    monkeypatch.setattr(train_imagenet, "share_cores", lambda *whom: left_to.append(whom))
     rows, saved = trained(image_folder, tmp_path, workers=3)
     assert rows == [pytest.approx(row, rel=1e-5) for row in whole[0]]
     assert_close(saved, whole[1])
+    assert left_to == [(CPU, 3)]
 
 
 def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp_path, no_pictures, monkeypatch):
