@@ -28,7 +28,8 @@ from vil.data.splits import class_names, describe_split, open_split, open_splits
     [
         ("train", "training train", "train"), ("train", "training val", "training"), ("training", "train", "train"),
         ("validation", "test val train", "val"), ("validation", "eval test", "eval"), ("test", "val test", "test"),
-        ("validation", "test valid", "valid"), ("val", "validation", "validation"), ("holdout", "holdout", "holdout"),
+        ("validation", "test valid", "valid"), ("val", "validation", "validation"), ("val", "validation val", "val"),
+        ("holdout", "holdout", "holdout"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("tar", [False, True])
