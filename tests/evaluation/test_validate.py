@@ -101,7 +101,16 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
             assert model(images).shape == (7, model.num_classes)
         return Speed(float(parameters(model)), None)
 
+    def told_of_workers(function, place):
+        def told(*arguments):
+            assert arguments[place] == 0
+            return function(*arguments)
+
+        return told
+
     monkeypatch.setattr(validate, "measure_speed", speed)
+    for name, place in (("share_cores", 1), ("evaluation_loader", 3)):
+        monkeypatch.setattr(validate, name, told_of_workers(getattr(validate, name), place))
 
     def command(*words):
         out = tmp_path / "results.json"
