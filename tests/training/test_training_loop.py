@@ -102,7 +102,7 @@ BINARY = dict(bce_loss=True, clip_grad=None)
     "options",
     [
         BINARY, BINARY | dict(bce_sum=True), BINARY | dict(bce_target_thresh=0.3, smoothing=0.1),
-        BINARY | dict(mixup=0.8), BINARY | dict(mixup=0.8, bce_target_thresh=0.0, bce_sum=True, smoothing=0.0),
+        BINARY | dict(mixup=0.8), BINARY | dict(mixup=0.8, bce_target_thresh=0.2, bce_sum=True, smoothing=0.0),
     ],
     ids=["smoothed", "sums", "threshold", "mixed", "threshold of mixed"],
 )  # fmt: skip
