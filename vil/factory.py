@@ -170,5 +170,5 @@ def from_checkpoint(
         config["label_names"] = names
     loaded.pretrained_cfg = loaded.default_cfg = config
     # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
-    loaded.model_args = {name: value for name, value in arguments.items() if name != "num_classes"}
+    loaded.model_args = arguments
     return loaded

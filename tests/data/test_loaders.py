@@ -1,6 +1,7 @@
 """Loaders of training and evaluation against timm's transforms, and which way images go: by workers or by a device."""
 
 import tarfile
+from collections import UserList
 from types import SimpleNamespace
 
 import pytest
@@ -203,7 +204,7 @@ def test_files_in_a_tar_are_known_by_their_names(photo_folder, said, tmp_path):
 
 
 def test_a_dataset_that_streams_is_the_workers(photo_folder, said):
-    streaming = IterableImageDataset("", reader=[])
+    streaming = IterableImageDataset("", reader=UserList())
     reason = "a dataset that streams has no images by index"
     with pytest.raises(ConfigError, match=f"augment_on_device: {reason}"):
         loader_for_training(photo_folder, CUDA, streaming, augment_on_device=True)

@@ -28,7 +28,8 @@ from vil.data.splits import class_names, describe_split, open_split, open_splits
     [
         ("train", "training train", "train"), ("train", "training val", "training"), ("training", "train", "train"),
         ("validation", "test val train", "val"), ("validation", "eval test", "eval"), ("test", "val test", "test"),
-        ("validation", "test valid", "valid"), ("val", "validation", "validation"), ("holdout", "holdout", "holdout"),
+        ("validation", "test valid", "valid"), ("val", "validation", "validation"), ("val", "validation val", "val"),
+        ("holdout", "holdout", "holdout"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("tar", [False, True])
@@ -272,11 +273,12 @@ def write_shards(image_folder, root):
     (root / "_info.json").write_text(json.dumps({"splits": splits}))
 
 
-def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path):
+@pytest.mark.parametrize("workers", [0, 3])
+def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers):
     write_shards(image_folder, tmp_path)
     with pytest.raises(ConfigError, match="wds/x does not say how many classes it has: give num_classes"):
         open_splits(small_config(tmp_path, dataset="wds/x"))
-    config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8)
+    config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8, workers=workers)
     train, val, num_classes = open_splits(config)
     assert num_classes == 4
     batches = TrainingBatches(len(train), config, 8, 0, 1)

@@ -158,6 +158,8 @@ def test_the_printed_table_of_two_models():
         "the same prediction on 80.13%.",
     ]
     assert text[12] == "A note."
+    result["models"][1]["published"] = {}  # of another size
+    assert "| published top-1 / top-5 % | 76.4 / - | - / - |  |" in markdown(result)
     # on a CPU, and of classes for which nothing is published
     result["models"] = [row | dict(peak_mib=None, published={}) for row in result["models"]]
     text = markdown(result)

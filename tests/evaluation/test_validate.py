@@ -101,7 +101,16 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
             assert model(images).shape == (7, model.num_classes)
         return Speed(float(parameters(model)), None)
 
+    def told_of_workers(function, place):
+        def told(*arguments):
+            assert arguments[place] == 0
+            return function(*arguments)
+
+        return told
+
     monkeypatch.setattr(validate, "measure_speed", speed)
+    for name, place in (("share_cores", 1), ("evaluation_loader", 3)):
+        monkeypatch.setattr(validate, name, told_of_workers(getattr(validate, name), place))
 
     def command(*words):
         out = tmp_path / "results.json"
@@ -207,10 +216,11 @@ def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog
         ("ant bee", "ant bee", 0), ("ant bee", "bee ant", 2), ("ant bee", "ant cat", 1), ("ant bee", "ant", 1),
         ("ant bee", None, 0), ("", "ant bee", 0),  # an older checkpoint; a dataset that does not say
         ("a\x1bb bee", "a?b bee", 0), ("a\x1bb bee", "a bee", 1),  # as training wrote it, or not
-        ("0 1", "6 7", 2), (" ".join(map(str, range(1000))), " ".join(WORDNET_IDS), 0),  # ImageNet-V2
+        ("0 1", "6 7", 2), ("0 ant", " ".join(WORDNET_IDS), 2),
+        (" ".join(map(str, range(1000))), " ".join(WORDNET_IDS), 0),  # ImageNet-V2
         (" ".join(WORDNET_IDS[1:] + WORDNET_IDS[:1]), " ".join(WORDNET_IDS), 1000),
     ],
-    ids=range(11),
+    ids=range(12),
 )  # fmt: skip
 def test_classes_by_other_names_are_counted(here, learned, others, caplog, monkeypatch):
     numbers = {name: number for number, name in enumerate(here.split(" ") if here else [])}

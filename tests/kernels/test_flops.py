@@ -12,7 +12,7 @@ from vil.kernels import flops, longhorn_scan, selective_scan
 from vil.kernels.block import operator as block_operator
 from vil.kernels.scan import operator
 
-import vil  # noqa: F401  registers the models
+from vil.block import lines_of
 
 
 def counted(function, *arguments, **keywords):
@@ -54,15 +54,17 @@ def test_every_operator_of_the_scan_counts_the_same_forward_and_backward():
     assert found == {(7 * elements, 14 * elements, 7 * elements, 15 * elements)}
 
 
-@pytest.mark.parametrize("class_token_only", [False, True])
-@pytest.mark.parametrize("kind", ["vil_tiny", "vim_tiny"])
+@pytest.mark.parametrize(
+    ("kind", "class_token_only"),
+    [("vil_tiny", False), ("vil_tiny", True), ("vim_tiny", False), ("vim_tiny", True), ("vil_tiny_pooled", False)],
+)
 def test_the_fused_block_counts_what_its_parts_do(kind, class_token_only):
     with torch.device("meta"):
         block = timm.create_model(kind, embed_dim=48, depth=1).blocks[0]
         x = torch.empty(3, 21, 48, requires_grad=True)
-    y, by_parts = counted(block, x, class_token_only)
+    y, by_parts = counted(block, x, class_token_only, (4, 5))
     by_parts = by_parts, counted(y.sum().backward)[1]
-    options = options_of(block, torch.bfloat16, class_token_only)
+    options = options_of(block, torch.bfloat16, class_token_only, lines=lines_of(block, x, (4, 5)))
     (y, _), fused = counted(block_operator.block, x, weights_of(block), options)
     assert y.shape == (3, 1 if class_token_only else 21, 48)
     assert (fused, counted(y.sum().backward)[1]) == by_parts

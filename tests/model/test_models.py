@@ -75,7 +75,8 @@ def test_stochastic_depth_equals_the_independent_model_with_dropped_updates(name
 
 def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
     x = random_images(2, 9, 16, dtype=torch.float64)
-    both, mixer = randomised(vil.Longhorn(16, bidirectional=True)), LonghornMixer(16).double()
+    sizes = dict(expand=3, state_size=8, conv_width=2)
+    both, mixer = randomised(vil.Longhorn(16, bidirectional=True, **sizes)), LonghornMixer(16, **sizes).double()
     mixer.load_state_dict(both.state_dict())
     torch.testing.assert_close(both(x), mixer(x), rtol=1e-9, atol=1e-12)
     causal = randomised(vil.Longhorn(16))

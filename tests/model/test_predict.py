@@ -155,7 +155,7 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
 
 def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
     pixels = np.zeros((32, 32, 3), np.uint8)
-    model = small(img_size=32, patch_size=8, num_classes=1000)
+    model = small(img_size=(24, 32), patch_size=8, num_classes=1000)
     (found,) = vil.predict(model, pixels, topk=1)
     assert found.label == str(found.number)
     model.pretrained_cfg = dict(model.pretrained_cfg, tag="augreg_in1k", num_classes=1000)

@@ -120,6 +120,8 @@ def test_a_holder_that_crashed_locks_nobody_out_and_its_litter_is_removed(tmp_pa
     others = [tmp_path / name for name in (".notes.tmp", ".notes.vil.tmp", ".notes.0123456789abcdef.tmp")]
     for path in others:
         path.write_text("somebody's")
+    others.append(tmp_path / ".notes.0123456789abcdef.vil.tmp")
+    others[-1].mkdir()
     with FolderLock(tmp_path):
         assert not list(tmp_path.glob(".last.pt.*"))
         assert all(path.exists() for path in others)

@@ -170,8 +170,9 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
     path = write(dict(dataset=dataset, data_dir=place))
     config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
     assert (config.dataset, config.data_dir) == (dataset, data_dir)
+    words = ["--lr" if dataset == "wds/x" else "--data-dir", "1"]
     with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
-        load_config("", ["--resume", str(path), "--lr", "1"], checkpoint.saved_config)
+        load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +312,8 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
     torch.serialization.set_crc32_options(True)
     assert checkpoint.read_weights(path).keys() == small.keys()
+    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE}, path)  # as where the two are tied
+    assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight"}
     assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
 
 

@@ -1,6 +1,7 @@
 """How the processes of a run meet, agree, start again and end together."""
 
 import contextlib
+import functools
 import os
 import pickle
 import time
@@ -24,14 +25,15 @@ def meet(rank):
     sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
     outcomes.append(str(processes.from_first_process(lambda: calls.append(rank) or sent)))
 
-    def refuse():
+    def refuse(reason):
         calls.append(rank)
-        raise ConfigError(f"rank {rank} refuses")
+        raise ConfigError(reason)
 
-    try:
-        processes.from_first_process(refuse)
-    except (ConfigError, processes.FirstProcessError) as error:
-        outcomes.append(str(error))
+    for reason in (f"rank {rank} refuses", ""):
+        try:
+            processes.from_first_process(functools.partial(refuse, reason))
+        except (ConfigError, processes.FirstProcessError) as error:
+            outcomes.append(str(error))
     with contextlib.suppress(pickle.UnpicklingError):  # what could run code is not taken from a neighbour
         outcomes.append(processes.from_first_process(lambda: os.getcwd) is os.getcwd)
     processes.leave_processes()
@@ -43,8 +45,8 @@ FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0
 
 def test_processes_add_up_and_hear_what_the_first_one_did():
     for rank, ended in enumerate(in_processes(3, meet)):
-        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], FROM_FIRST, "rank 0 refuses"]
-        assert ended.value == [*said, *([True, [0, 0]] if rank == 0 else [[]]), False], ended.errors
+        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], FROM_FIRST, "rank 0 refuses", ""]
+        assert ended.value == [*said, *([True, [0, 0, 0]] if rank == 0 else [[]]), False], ended.errors
         assert (ended.status, ended.errors) == (0, "")
 
 

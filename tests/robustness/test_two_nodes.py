@@ -19,7 +19,7 @@ def start_nodes(image_folder, tmp_path):
     def start(max_restarts=0):
         words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         words += [f"--max-restarts={max_restarts}"]
-        options = dict(data_dir=str(image_folder), resume="auto")
+        options = dict(data_dir=str(image_folder), train_split="training", resume="auto")
         nodes = [Torchrun(tmp_path, [*words, f"--node-rank={n}"], name=str(n), **options) for n in range(2)]
         started.extend(nodes)
         return nodes
@@ -49,4 +49,5 @@ def test_a_process_that_is_killed_is_started_again_and_a_lost_node_by_hand(start
     assert nodes[0].wait(60) == 1
     assert [node.wait(120) for node in start_nodes()] == [0, 0]
     assert nodes[0].said().count("going on after step ") == 2
+    assert ["train in its place" in node.said() for node in nodes] == [True, False]  # one speaks for both
     assert_same(result(tmp_path / "run"), undisturbed().result())

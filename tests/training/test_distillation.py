@@ -61,6 +61,10 @@ def own_run(folder, names, **config):
             dict(teacher="inception_v3", teacher_checkpoint="LARGE"),
             r"no images of 16 x 16 pixels \(\w+: .*another --img-size",
         ),
+        (
+            dict(teacher="inception_v3", teacher_checkpoint="LARGE", phases=[dict(img_size=96), dict(img_size=16)]),
+            "no images of 16 x 16 pixels",
+        ),
         (dict(distillation="firm"), "distillation 'firm' is unknown; there are hard, soft"),
         (dict(teacher_checkpoint="x.pth"), "teacher_checkpoint x.pth is of no teacher: give --teacher MODEL"),
     ],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from faults import OPTIONS, Run, assert_same, before, result
 from processes import SMALL
+from tqdm import tqdm
 
 import train_imagenet
 from train_imagenet import Trainer
@@ -87,14 +88,27 @@ def trainers_left():
     return [thing for thing in gc.get_objects() if type(thing) is Trainer]
 
 
-def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(tmp_path, options, undisturbed, no_pictures):
+def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
+    tmp_path, options, undisturbed, no_pictures, monkeypatch, caplog
+):
+    class Bar(tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            bars.append((options["initial"], options["total"]))
+
+    bars: list = []
+    monkeypatch.setattr(train_imagenet, "tqdm", Bar)
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
-    elsewhere = dataclasses.replace(first, output=str(tmp_path / "elsewhere"), resume=str(last))
+    others = dict(output=str(tmp_path / "elsewhere"), resume=str(last), pretrained_path=str(last))
+    elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
         train_imagenet.train(config, CPU, 0, 1)
         assert not trainers_left()
+        assert bars[1:] == [(0, 128), (0, 64)]
+        del bars[1:]
+        assert "started from" not in caplog.text  # what a run began with is nothing to a later phase
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
 
 
@@ -117,6 +131,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
         assert f"images, the phase {steps}" in said
     assert [*map(int, re.findall(r"^epoch \d/4, phase (\d): loss", said, re.M))] == [1, 2, 2, 3]
     assert said.count("best: top-1") == 1
+    assert said.count("averages over some 10 steps, and this run has 8: ") == 3
     with open(run.folder / "summary.csv") as file:
         assert [row["phase"] for row in csv.DictReader(file)] == ["1", "2", "2", "3"]
     assert (run.folder / "info.txt").read_text().count("images at once on each") == 3
@@ -167,7 +182,8 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
         load_config("", words)
-    assert load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--phases", "none"]).total_epochs == 5
+    again = load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--lr", "2", "--phases", "none"])
+    assert (again.total_epochs, again.lr) == (5, 2.0)
 
 
 @pytest.mark.parametrize(

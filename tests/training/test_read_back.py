@@ -75,6 +75,7 @@ def test_datasets_and_splits_in_timms_forms_are_read_back_where_they_are_confirm
     monkeypatch.setattr("train_imagenet.open_splits", lambda config: (SyntheticImages(64), SyntheticImages(8), 4))
     options = SMALL | dict(dataset=dataset, data_dir=data_dir, train_split=split, val_split=split, workers=0)
     path = written(tmp_path, synthetic=64, **options)
+    assert torch.load(path)["config"]["data_dir"] == data_dir  # no folder here: config.yaml says it as it was given
     found = read_back(path, "--dataset", dataset, *(["--data-dir", data_dir] if data_dir else []))
     assert {name: getattr(found, name) for name in options} == options
 

@@ -145,10 +145,13 @@ def assert_close(found, expected, rtol=1e-4):
         torch.testing.assert_close(found["state_dict"][name], truth, rtol=rtol, atol=rtol / 10)
 
 
-def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures):
+def test_workers_do_not_change_training(whole, image_folder, tmp_path, no_pictures, monkeypatch):
+    left_to: list = []
+    monkeypatch.setattr(train_imagenet, "share_cores", lambda *whom: left_to.append(whom))
     rows, saved = trained(image_folder, tmp_path, workers=3)
     assert rows == [pytest.approx(row, rel=1e-5) for row in whole[0]]
     assert_close(saved, whole[1])
+    assert left_to == [(CPU, 3)]
 
 
 def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp_path, no_pictures, monkeypatch):
@@ -222,8 +225,10 @@ def test_a_checkpoint_of_another_folder_goes_on_in_this_one(whole, image_folder,
     rows, _ = trained(image_folder, tmp_path / "first", epochs=1)
     path = tmp_path / "first" / "run" / "last.pt"
     before = path.read_bytes()
-    trainer = Trainer(small_config(image_folder, output=str(tmp_path / "second"), resume=str(path)), CPU, 0, 1)
+    options = dict(output=str(tmp_path / "second"), resume=str(path), checkpoint_interval="1")
+    trainer = Trainer(small_config(image_folder, **options), CPU, 0, 1)
     assert trainer.steps == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
+    assert not trainer.timer.due(trainer.steps)  # before it has trained a step of its own
     trainer.run()
     assert [row["epoch"] for row in trainer.history] == [1, 2]
     assert trainer.history[0]["train_loss"] == rows[0]["train_loss"]

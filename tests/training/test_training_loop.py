@@ -257,7 +257,8 @@ def test_a_run_resumed_with_other_options_takes_them_up_where_it_is(folder, tmp_
     trainer(folder, tmp_path, resume="auto", **changes).run()
     ((bar, begun),) = bars
     assert (begun, bar.n, bar.total, bar.desc) == (5 * 16, 4 * 3 * 16, 4 * 3 * 16, "epoch 4/4: ")
-    assert "going on with 56 training images, was 50" in caplog.messages
+    said = {"going on with 56 training images, was 50", f"going on after step 2 of 3 of epoch 2 of 4, from {last}"}
+    assert said < {*caplog.messages}
     assert_same_run(tmp_path, train(folder, OPTIONS, changes=(5, changes)))
 
 

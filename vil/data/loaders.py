@@ -126,7 +126,8 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     if streams:  # in an order of its own
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=settings.workers)
-        order = dict(batch_size=batch_size, drop_last=is_training)
+        dataset.reader.batch_size = batch_size  # in training each worker has whole ones of it, and enough of them
+        order = dict(batch_size=batch_size)
     else:
         arguments = dataset, transform, is_training
         dataset = EncodedReader(*arguments, draw) if draw else ImageReader(*arguments)

@@ -115,7 +115,7 @@ class Shards(ReaderWds):
 
     def _shuffled(self, samples: Iterator[dict]) -> Iterator[dict]:
         """webdataset's shuffle, but large samples take their turn earlier."""
-        chance, held = random.Random(self.worker_seed), 0
+        chance, held = random.Random(self.worker_seed + self.epoch_count.value), 0
         waiting: list[dict] = []
 
         def take() -> dict:
