@@ -8,6 +8,7 @@ from research/results. A test compares the pages that are committed with what th
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -163,6 +164,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in pages():
         before = page.read_text()
         if (after := filled(before)) != before:
