@@ -13,8 +13,8 @@ BIN := .venv/bin
 # one thread trains while the other core loads images: these tensors are too small to share between two
 export OMP_NUM_THREADS := 1
 
-# one worker more than cores, as some tests wait for processes
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+# two workers more than cores, as many tests wait for processes
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 2))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test lint timm-tests slurm-test mutants cuda-mutants
