@@ -28,7 +28,8 @@ start)
     mkdir -p "$place/output"
     tar c --exclude ./data --exclude ./output . | tar x -C "$place"
     cd "$place"
-    git ls-files -z 'weights/*.safetensors' | xargs -0 git update-index --skip-worktree  # or the commit is called dirty
+    # if git came along: weights that stayed behind would have the commit called dirty
+    [ ! -e .git ] || git ls-files -z 'weights/*.safetensors' | xargs -0 git update-index --skip-worktree
     python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # not in a venv: it would not see PyTorch
     python3 - <<'PROGRAM'
 import torch
