@@ -59,7 +59,7 @@ from vil.data.augmentation import BatchAugmentation
 from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
-from vil.data.splits import class_names, open_splits
+from vil.data.splits import class_names, count_images, open_splits
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
@@ -160,7 +160,7 @@ class Trainer:
         self.folder = folder_of(config)
         micro_batch, _ = split_global_batch(config, world_size)
         train_set, val_set, num_classes = open_splits(config)
-        check_phases(config, world_size, len(train_set), num_classes)
+        check_phases(config, world_size, count_images(train_set), num_classes)
 
         self.saved_config = options_to_save(config, num_classes, self.folder)
         if config.resume not in (None, "auto"):
@@ -176,7 +176,7 @@ class Trainer:
         if config.teacher:
             self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
         self.loss_fn = Loss(config, num_classes, self.teacher)
-        self.batches = TrainingBatches(len(train_set), config, micro_batch, rank, world_size)
+        self.batches = TrainingBatches(count_images(train_set), config, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = evaluation_loader(
             val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device,

@@ -52,6 +52,7 @@ from vil.processes import is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
 
 PAGE = "index.html"
+SHARED = "crop_pct", "crop_mode", "interpolation"  # what two models do not have each for itself
 
 
 def parse_options() -> argparse.Namespace:
@@ -167,7 +168,7 @@ def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[
     settings = resolve_settings(second, "--against-model")
     if is_file:  # weights that come with their model say what they are for
         settings |= {name: settings[name] or first[name] for name in ("num_classes", "img_size")}
-    return settings | {name: first[name] for name in ("data_dir", "dataset", "split", "crop_pct", "interpolation")}
+    return settings | {name: first[name] for name in ("data_dir", "dataset", "split")}
 
 
 def model_of(settings: dict[str, Any]) -> torch.nn.Module:
@@ -204,8 +205,12 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if any(model.num_classes != num_classes for model in models):
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")
     judged = [models[0], *(same_input(model, config, data_config) for model, config in zip(models[1:], others))]
+    for run in runs[1:]:
+        run |= {name: settings[name] for name in SHARED}
     confirm_dataset(settings, vars(options), settings["checkpoint"])
-    images, classes = open_test_split(settings["data_dir"], settings["dataset"], settings["split"], num_classes)
+    learned = checkpoint.label_names(settings["checkpoint"]) if settings["checkpoint"] else []
+    place = settings["data_dir"], settings["dataset"], settings["split"]
+    images, classes = open_test_split(*place, num_classes, learned)
     if rank == 0:
         logging.warning("%s", describe_split(settings["split"], images))
     for path in filter(None, (run["checkpoint"] for run in runs)):
@@ -261,7 +266,7 @@ def same_input(model: torch.nn.Module, own: dict[str, Any], shared: dict[str, An
     if own["input_size"] != shared["input_size"]:
         sizes = "{} and {}".format(shared["input_size"][1:], own["input_size"][1:])
         raise ConfigError(f"the models take images of {sizes}: give one --img-size for both")
-    for name in ("crop_pct", "crop_mode", "interpolation"):
+    for name in SHARED:
         if own[name] != shared[name]:
             logging.warning(
                 "both models see images prepared with %s %s; the second's own is %s", name, shared[name], own[name]

@@ -168,15 +168,18 @@ def sum_over_processes(value: Tensor) -> Tensor:
 
 
 def interleave_over_processes(mine: Tensor) -> Tensor:
-    """The rows (N, ...) of all processes, of which that of rank r has rows r, r + processes, ... in order."""
+    """The rows (N, ...) of all processes, of which each gives one in turn, as long as it has some."""
     if not dist.is_initialized():
         return mine
-    rows, parts = sum_over_processes(torch.tensor(len(mine), device=mine.device)), dist.get_world_size()
-    padded = mine.new_zeros(-(-int(rows) // parts), *mine.shape[1:])
+    counts = [torch.tensor(0, device=mine.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor(len(mine), device=mine.device))
+    counts_R = torch.stack(counts)
+    padded = mine.new_zeros(int(counts_R.max()), *mine.shape[1:])
     padded[: len(mine)] = mine
-    gathered = [torch.empty_like(padded) for _ in range(parts)]
+    gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded)
-    return torch.stack(gathered, dim=1).flatten(0, 1)[:rows]
+    has_row = torch.arange(len(padded), device=mine.device)[:, None] < counts_R
+    return torch.stack(gathered, dim=1)[has_row]
 
 
 class FirstProcessError(RuntimeError):

@@ -20,7 +20,7 @@ from vil.config import ConfigError
 from vil.data import folders
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader
 from vil.data.samplers import TrainingBatches
-from vil.data.splits import class_names, describe_split, open_split, open_splits
+from vil.data.splits import class_names, count_images, describe_split, open_split, open_splits
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     assert open_splits(config)[2] == 5
 
 
-def write_shards(image_folder, root):
+def write_shards(image_folder, root, train=4, validation=3):
     splits = {}
-    for split, folder, shards in (("train", "train", 4), ("validation", "val", 3)):
+    for split, folder, shards in (("train", "train", train), ("validation", "val", validation)):
         paths = sorted((image_folder / folder).glob("*/*.png"))
         names, lengths = [f"{split}-{i}.tar" for i in range(shards)], [len(paths[i::shards]) for i in range(shards)]
         for shard, name in enumerate(names):
@@ -273,9 +273,9 @@ def write_shards(image_folder, root):
     (root / "_info.json").write_text(json.dumps({"splits": splits}))
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers):
-    write_shards(image_folder, tmp_path)
+@pytest.mark.parametrize(("workers", "shards"), [(0, 4), (3, 4), (3, 1)])
+def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers, shards):
+    write_shards(image_folder, tmp_path, shards)
     with pytest.raises(ConfigError, match="wds/x does not say how many classes it has: give num_classes"):
         open_splits(small_config(tmp_path, dataset="wds/x"))
     config = small_config(tmp_path, dataset="wds/x", num_classes=4, batch_size=8, workers=workers)
@@ -301,3 +301,18 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers):
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]
     one = create_transform(use_prefetcher=True, **DATA_CONFIG)(Image.open(image_folder / "val" / "bee" / "3.png"))
     assert any(torch.equal(image, torch.as_tensor(one)) for image in images)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path, shards):
+    write_shards(image_folder, tmp_path, validation=shards)
+    labels = []
+    for rank in range(2):
+        train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4))
+        for reader in (train.reader, val.reader):
+            reader.dist_rank, reader.dist_num_replicas, reader.global_num_workers = rank, 2, 2
+        assert count_images(train) == 4 * TRAIN_IMAGES  # not a process's, from which the steps of an epoch would follow
+        share = [label for _, label in val]
+        assert share
+        labels += share
+    assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]

@@ -22,6 +22,16 @@ def test_folders_of_all_classes_have_their_numbers_and_no_others(names, tmp_path
     assert [images.reader[i][1] for i in range(len(names))] == [*range(len(names))]
 
 
+def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_folder, tmp_path):
+    """As in training, which takes such a split for validation and judges among all classes."""
+    for name in ("ant", "cat", "dog"):
+        shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
+    images, classes = open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "cat", "dog"])
+    assert (classes, {images.reader[i][1] for i in range(len(images))}) == (None, {0, 2, 3})
+    with pytest.raises(ConfigError, match="has 3 classes but the model 4"):
+        open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"])
+
+
 def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path):
     assert open_test_split(str(image_folder), "", "val", 4)[1] is None
     with pytest.raises(ConfigError, match="has 4 classes but the model 1000"):

@@ -146,6 +146,7 @@ OTHER_WORDS += ["--model-kwargs", "drop_path_rate=0.5"]
 VIL_PT = ["--checkpoint", "{models}/vil.pt"]
 MORE_PT = ["--checkpoint", "{models}/more.pt", "--split", "imagenet"]
 VIT_WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--data-dir", "{folders}"]
+VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12", "--model-kwargs", *VIT_ARGUMENTS]
 
 
 @pytest.mark.parametrize(
@@ -281,18 +282,20 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
-        own, difference = dict(std=OWN["std"]), "crop_mode center; the second's own is squash"
+        own = dict(std=OWN["std"])
+        differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
         split, weights = "val", ["{models}/vil.pt", None]
     elif case == "plain":  # of the first's size and classes
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
         words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
-        own, difference = dict(mean=OF_VIT["mean"], std=OF_VIT["std"]), None
+        own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])
+        differences = ["crop_pct 0.8; the second's own is 0.9", "interpolation bilinear; the second's own is bicubic"]
         weights = ["{models}/vil.pt", "{models}/vit.pth"]
     else:
-        words = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12"]
-        words += ["--model-kwargs", *VIT_ARGUMENTS, "--against", "{models}/vil.pt", "--against-use-ema"]
+        words = [*VIT_12, "--against", "{models}/vil.pt", "--against-use-ema"]
         first, second, split, options = "vit", "vil ema", "val", OF_VIT
-        own, difference = IMAGENET, "crop_pct 0.9; the second's own is 0.875"
+        own = IMAGENET
+        differences = ["crop_pct 0.9; the second's own is 0.8", "interpolation bicubic; the second's own is bilinear"]
         weights = ["{models}/vit.pth", "{models}/vil.pt"]
     parts = [
         naive.saved_logits(models[1][name], folders / split, NUMBERS, **options | known)
@@ -301,11 +304,11 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     result, printed = command(*words)
     check_comparison(result, *parts[0][:2], [logits for *_, logits in parts])
     said = [line for line in caplog.messages if " images of 12 classes" not in line]
-    assert said == [f"both models see images prepared with {difference}"] * bool(difference)
+    assert said == [f"both models see images prepared with {difference}" for difference in differences]
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [False, second == "vil ema"]
-    data = ("data_dir", "dataset", "split", "crop_pct", "interpolation")
+    data = ("data_dir", "dataset", "split", "crop_pct", "crop_mode", "interpolation")
     assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
     # the speed is that of a model alone: here it says whose
     assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
@@ -422,7 +425,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
-        ([*VIL_PT, "--data-dir", "{tmp}/less"], "has 11 classes but the model 12 (num_classes)"),
+        ([*VIT_12, "--data-dir", "{tmp}/less", "--split", "other"], "has 11 classes but the model 12 (num_classes)"),
         ([*VIL_PT, "--data-dir", "nowhere"], "error: data_dir nowhere is not a folder"),
         ([*VIL_PT, "--split", "holdout"], "has no split 'holdout'"),
         ([*VIL_PT, "--against", "nowhere.pt"], "there is no checkpoint nowhere.pt"),

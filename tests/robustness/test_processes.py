@@ -19,7 +19,8 @@ def meet(rank):
     device, *place = processes.join_processes("cpu")
     value = torch.full((2,), 10.0**rank)
     total = processes.sum_over_processes(value)
-    outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist()]
+    rows = processes.interleave_over_processes(torch.full(((1, 3, 0)[rank],), rank))
+    outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist(), rows.tolist()]
 
     calls = []
     sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
@@ -45,7 +46,7 @@ FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0
 
 def test_processes_add_up_and_hear_what_the_first_one_did():
     for rank, ended in enumerate(in_processes(3, meet)):
-        said = ["cpu", [rank, 3], rank, [111.0, 111.0], [111.0, 111.0], FROM_FIRST, "rank 0 refuses", ""]
+        said = ["cpu", [rank, 3], rank, [111.0] * 2, [111.0] * 2, [0, 1, 1, 1], FROM_FIRST, "rank 0 refuses", ""]
         assert ended.value == [*said, *([True, [0, 0, 0]] if rank == 0 else [[]]), False], ended.errors
         assert (ended.status, ended.errors) == (0, "")
 

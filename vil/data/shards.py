@@ -90,9 +90,30 @@ class Shards(ReaderWds):
             webdataset.map(self._read),
         ]
 
+    def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
+        """In evaluation each sample comes once over all processes; timm's would give each process as many."""
+        if self.is_training:
+            yield from super().__iter__()
+            return
+        if self.ds is None:
+            self._lazy_init()
+        shards: Any = self.ds
+        for sample in shards:
+            yield sample["image"], sample["target"]
+
+    @property
+    def _are_few(self) -> bool:
+        """Whether there is no shard for each worker: then all read all shards, and take turns with the samples."""
+        return len(self.split_info.filenames) < self.global_num_workers
+
+    def _split_by_node_and_worker(self, src: Iterator[dict]) -> Iterator[dict]:
+        return src if self._are_few else super()._split_by_node_and_worker(src)
+
     def _samples(self, shards: Iterator[dict]) -> Iterator[dict]:
         """The encoded image and label of each sample."""
-        return group_by_keys(self._members(url_opener(shards, handler=log_and_continue)), handler=log_and_continue)
+        members = self._members(url_opener(shards, handler=log_and_continue))
+        samples = group_by_keys(members, handler=log_and_continue)
+        return islice(samples, self.global_worker_id, None, self.global_num_workers) if self._are_few else samples
 
     def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
         suffixes = {*self.input_key.split(";"), "cls", "json"}

@@ -145,6 +145,11 @@ def class_names(images) -> dict[str, int]:
     return dict(getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {})
 
 
+def count_images(images) -> int:
+    """Over all processes; the length of a dataset that streams is a process's share."""
+    return getattr(getattr(images, "reader", None), "num_samples", 0) or len(images)
+
+
 def _find_split(data_dir: str | None, split: str) -> Path:
     if not data_dir:
         raise ConfigError("data_dir is not given: the folder that holds the splits")
@@ -177,4 +182,4 @@ def _count_classes(root: Path) -> int:
 def describe_split(name: str, images) -> str:
     """What a split has, in a line."""
     reader = images.reader
-    return f"{name}: {reader if isinstance(reader, FolderReader) else f'{len(images)} images'}"
+    return f"{name}: {reader if isinstance(reader, FolderReader) else f'{count_images(images)} images'}"

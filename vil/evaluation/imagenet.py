@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from ..data.splits import class_names, limit_classes, open_split, renumbered
 from ..published import IMAGENET_CLASSES
 
 
-def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes: int):
+def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes: int, label_names: Sequence[str] = ()):
     """timm's dataset for a split, and the classes that can be in it, None for all.
 
     A split whose folders are named by the WordNet ids of some of ImageNet's classes, such as ImageNet-A and ImageNet-R,
-    gets the class numbers of ImageNet.
+    gets the class numbers of ImageNet. One that lacks classes of the model's `label_names` gets theirs, and is judged
+    among all, as in training.
 
     Raises:
         ConfigError: As `open_split`.
@@ -28,11 +30,12 @@ def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes:
     names = class_names(images)
     if not names or len(names) == num_classes:
         return images, None
-    wordnet_ids = ImageNetInfo().label_names() if num_classes == IMAGENET_CLASSES else []
-    class_map = {name: number for number, name in enumerate(wordnet_ids) if name in names}
+    is_imagenet = num_classes == IMAGENET_CLASSES
+    known = ImageNetInfo().label_names() if is_imagenet else label_names
+    class_map = {name: number for number, name in enumerate(known[:num_classes]) if name in names}
     if len(class_map) < len(names):  # it has others: the error says how many
         return open_split(data_dir, dataset, split, num_classes), None
-    return renumbered(images, class_map, data_dir, dataset, split), sorted(class_map.values())
+    return renumbered(images, class_map, data_dir, dataset, split), sorted(class_map.values()) if is_imagenet else None
 
 
 class OnlyClasses(nn.Module):
