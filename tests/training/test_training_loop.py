@@ -292,10 +292,11 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
 
 
-@pytest.mark.parametrize(("decay", "warned"), [(0.99996, True), (0.95, True), (0.9, False)])
+@pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.95, True), (0.9, False)])
 def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
     trainer(folder, tmp_path, model_ema_decay=decay)  # 12 steps
-    message = f"model_ema_decay {decay} averages over some {1 / (1 - decay):.0f} steps, and this run has 12"
+    averaged = 1 / (1 - decay) if decay < 1 else float("inf")
+    message = f"model_ema_decay {decay} averages over some {averaged:.0f} steps, and this run has 12"
     assert (message in caplog.text) is warned
     assert ("--model-ema-decay 0.5 averages over a tenth of the run" in caplog.text) is warned
 
