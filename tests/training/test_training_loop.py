@@ -201,21 +201,23 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def means_judged(rank, folder, output):
+def means_after(rank, folder, output, method):
     """The means of the batch norms of a model and its average, which are the number of the process before."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
-    settings = OPTIONS | options | dict(data_dir=str(folder), output=str(output), experiment="run")
-    run = Trainer(Config(**settings), *processes.join_processes("cpu"))
+    options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
+    run = Trainer(Config(**OPTIONS | options), *processes.join_processes("cpu"))
     means = [t for model in run.evaluator.models for name, t in model.named_buffers() if name.endswith("running_mean")]
     for mean in means:
         mean.fill_(rank)
-    run.evaluate()
+    run.meter.add(torch.tensor(1.0), torch.tensor(1.0))
+    getattr(run, method)()
     processes.leave_processes()
     return {value for mean in means for value in mean.tolist()}
 
 
-def test_batch_norms_are_judged_with_the_mean_of_all_processes(folder, tmp_path):
-    for ended in in_processes(2, means_judged, folder, tmp_path):
+@pytest.mark.parametrize("method", ["evaluate", "checkpoint_if_due"])
+def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder, tmp_path, method):
+    for ended in in_processes(2, means_after, folder, tmp_path, method):
         assert ended.value == {0.5}, ended.errors
 
 
