@@ -336,10 +336,14 @@ class Trainer:
         self.gradients.average_over_processes()
         return self.apply_gradients()
 
-    def evaluate(self) -> dict[str, float]:
+    def share_statistics(self) -> None:
+        """Gives each process the mean of BatchNorm's statistics, which it has of its own images."""
         if self.world_size > 1:
-            for model in self.evaluator.models:  # each process has the statistics of its own images
+            for model in self.evaluator.models:
                 distribute_bn(model, self.world_size, reduce=True)
+
+    def evaluate(self) -> dict[str, float]:
+        self.share_statistics()
         images = takewhile(lambda _: not self.timer.signalled, self.val_loader)
         results = self.evaluator(images)
         row = {"eval_images_per_second": results[0].images_per_second}
@@ -379,6 +383,7 @@ class Trainer:
         if not self.timer.due(self.steps):
             return
         self.check_finite()  # a checkpoint never holds a model that is lost
+        self.share_statistics()  # of which it holds the first process's
         self.save()
         if self.timer.stop:
             raise PreemptedError(

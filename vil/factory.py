@@ -36,7 +36,7 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     """
     if pretrained_path:
         weights = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
-        classes = _classes_of(weights) or -1  # timm: -1 for a new head
+        classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
         created = _create(model, arguments)
@@ -84,8 +84,12 @@ def _how_it_was_built(path: str | None) -> str:
     return "; it was built with " + shlex.join(["--model", saved["model"], *words])
 
 
-def _classes_of(weights: dict[str, Tensor]) -> int:
-    return weights["head.bias"].numel() if "head.bias" in weights else 0
+def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
+    """Those that a file's head has, whose name timm knows for each model; 0 without one."""
+    known = timm.get_pretrained_cfg(model)
+    head = (known.classifier if known else None) or "head"
+    name = f"{head if isinstance(head, str) else head[0]}.bias"
+    return weights[name].numel() if name in weights else 0
 
 
 def _nearest(model: str) -> str:
@@ -137,7 +141,7 @@ def from_checkpoint(
         model: timm's name of the model, where the file does not say it.
         use_ema: Take the moving average of the weights. None: if the file says that it is better (best.pt does).
         arguments: The model's, in place of what the file says; with `img_size` it is fitted to images of another size,
-            with `num_classes=0` it gives pooled features, without the file's head (if that is called `head`).
+            with `num_classes=0` it gives pooled features, without the file's head.
 
     Raises:
         ConfigError: The file does not say its model and `model` is not given, there is no such model, or it does not
@@ -153,7 +157,7 @@ def from_checkpoint(
     arguments = said | (saved.get("model_kwargs") or {}) | arguments
     without_head = arguments.get("num_classes") == 0
     if without_head:  # it is loaded with the head that the file has
-        arguments["num_classes"] = said.get("num_classes") or _classes_of(checkpoint.read_weights(path))
+        arguments["num_classes"] = said.get("num_classes") or _classes_of(name, checkpoint.read_weights(path))
     if use_ema is None:
         use_ema = bool(checkpoint.says_average_is_best(path))
     loaded: Any = load_model(name, str(path), use_ema, **arguments).eval()

@@ -98,6 +98,14 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
     assert all(torch.equal(first[n], weights[n].half().float()) for n in first if not n.startswith("head."))
 
 
+@pytest.mark.parametrize("name", ["resnet10t", "levit_128s"])  # whose heads are fc, and head.linear with another
+def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, tmp_path):
+    weights = timm.create_model(name, num_classes=7).state_dict()
+    torch.save(weights, tmp_path / "weights.pth")
+    own = create_model(name, str(tmp_path / "weights.pth"), num_classes=7).state_dict()
+    assert all(torch.equal(own[n], weights[n]) for n in weights)
+
+
 @pytest.mark.parametrize("of_a_run", [True, False])
 def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessing(best, tmp_path, of_a_run):
     if of_a_run:

@@ -201,21 +201,23 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def means_judged(rank, folder, output):
+def means_after(rank, folder, output, method):
     """The means of the batch norms of a model and its average, which are the number of the process before."""
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
-    settings = OPTIONS | options | dict(data_dir=str(folder), output=str(output), experiment="run")
-    run = Trainer(Config(**settings), *processes.join_processes("cpu"))
+    options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
+    run = Trainer(Config(**OPTIONS | options), *processes.join_processes("cpu"))
     means = [t for model in run.evaluator.models for name, t in model.named_buffers() if name.endswith("running_mean")]
     for mean in means:
         mean.fill_(rank)
-    run.evaluate()
+    run.meter.add(torch.tensor(1.0), torch.tensor(1.0))
+    getattr(run, method)()
     processes.leave_processes()
     return {value for mean in means for value in mean.tolist()}
 
 
-def test_batch_norms_are_judged_with_the_mean_of_all_processes(folder, tmp_path):
-    for ended in in_processes(2, means_judged, folder, tmp_path):
+@pytest.mark.parametrize("method", ["evaluate", "checkpoint_if_due"])
+def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder, tmp_path, method):
+    for ended in in_processes(2, means_after, folder, tmp_path, method):
         assert ended.value == {0.5}, ended.errors
 
 
@@ -292,10 +294,11 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
 
 
-@pytest.mark.parametrize(("decay", "warned"), [(0.99996, True), (0.95, True), (0.9, False)])
+@pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.95, True), (0.9, False)])
 def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
     trainer(folder, tmp_path, model_ema_decay=decay)  # 12 steps
-    message = f"model_ema_decay {decay} averages over some {1 / (1 - decay):.0f} steps, and this run has 12"
+    averaged = 1 / (1 - decay) if decay < 1 else float("inf")
+    message = f"model_ema_decay {decay} averages over some {averaged:.0f} steps, and this run has 12"
     assert (message in caplog.text) is warned
     assert ("--model-ema-decay 0.5 averages over a tenth of the run" in caplog.text) is warned
 

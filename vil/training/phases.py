@@ -73,5 +73,5 @@ def announce(config: Config, phase: int, batches: TrainingBatches, train_set: An
         _logger.warning(
             "model_ema_decay %s averages over some %.0f steps, and this run has %d: its average will hardly leave what "
             "it begins with. --model-ema-decay %.4g averages over a tenth of the run",
-            decay, 1 / (1 - decay), steps, max(0.5, 1 - 10 / steps),
+            decay, 1 / (1 - decay) if decay < 1 else float("inf"), steps, max(0.5, 1 - 10 / steps),
         )  # fmt: skip
