@@ -383,7 +383,7 @@ class Trainer:
         if not self.timer.due(self.steps):
             return
         self.check_finite()  # a checkpoint never holds a model that is lost
-        self.share_statistics()  # of which it holds the first process's
+        self.share_statistics()  # or the checkpoint would have the first process's alone
         self.save()
         if self.timer.stop:
             raise PreemptedError(

@@ -126,7 +126,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     if streams:  # in an order of its own
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=settings.workers)
-        dataset.reader.batch_size = batch_size  # in training each worker has whole ones of it, and enough of them
+        dataset.reader.batch_size = batch_size  # of which the reader gives each worker whole ones in training
         order = dict(batch_size=batch_size)
     else:
         arguments = dataset, transform, is_training
