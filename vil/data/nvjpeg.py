@@ -49,7 +49,7 @@ class Decoder:
                 status = self._create(GPU_HYBRID)
             _check(status)
             _check(self.library.nvjpegJpegStateCreate(self.handle, ctypes.byref(self.state)))
-        self.batch_size = 0
+        self.batch_size, self.decoded = 0, torch.cuda.Event(blocking=True)
 
     def _create(self, backend: int) -> int:
         return self.library.nvjpegCreateEx(backend, None, None, sum(FLAGS.values()), ctypes.byref(self.handle))
@@ -74,6 +74,7 @@ class Decoder:
             starts_B = pixels.data_ptr() + ends_B - 3 * planes_B
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
+            self.decoded.synchronize()  # until then the state is in use
             if len(files) != self.batch_size:
                 self.batch_size = 0
                 arguments = len(files), 1, PLANAR_RGB
@@ -81,7 +82,9 @@ class Decoder:
                 self.batch_size = len(files)
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             arrays = (ctypes.c_void_p(array.ctypes.data) for array in (pointers, lengths, destinations))
-            _check(self.library.nvjpegDecodeBatched(self.handle, self.state, *arrays, stream))
+            status = self.library.nvjpegDecodeBatched(self.handle, self.state, *arrays, stream)
+            self.decoded.record()
+        _check(status)
         images = pixels.split((3 * planes_B).tolist())
         return [image.view(3, *size) for image, size in zip(images, sizes_B2.tolist())]
 
