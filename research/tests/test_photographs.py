@@ -72,8 +72,11 @@ def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
     values = [deviation * (value - mean(values)) / stdev(values) for value in values]
     for gap in (0.0, 30.0):
         runs = with_seeds(searched(), **STEADY | {VIL: [40 + v for v in values], VIM: [40 + gap - v for v in values]})
-        expected = [Cell("seeds", model, 0.001, seed) for seed in (5, 6, 7) for model in (VIL, VIM)]
-        assert photographs.to_do(runs) == (expected if more else [])
+        expected = [Cell("seeds", model, 0.001, seed) for seed in (5, 6, 7) for model in (VIL, VIM)] if more else []
+        assert photographs.to_do(runs) == expected
+        assert photographs.to_do(runs[:-1]) == [Cell("seeds", DEIT, 0.001, 4), *expected]  # which decides nothing
+        done, left = expected[:5], expected[5:]
+        assert photographs.to_do([*runs, *(a_run(cell, 40.0) for cell in done)]) == left  # nor do they themselves
 
 
 def judged_as(runs, top1, images=1000):
@@ -94,6 +97,7 @@ TEST = {
 
 def test_test_images_are_counted_when_the_last_run_is_there():
     runs = with_seeds(searched(), **STEADY)
+    runs[-1]["curves"]["images_per_second"] = [10.0, 500.0, 500.0]  # on a GPU that is throttled
     judged = judged_as(runs, TEST)
     for table in (photographs.models_table, photographs.differences_table):
         early = table(runs[:-1], judged_as(runs[:-1], TEST))
