@@ -5,7 +5,7 @@
 TRITON_INTERPRET must not be set.
 """
 
-import sys
+import argparse
 
 import torch
 import triton
@@ -37,7 +37,9 @@ def source(kernel, longhorn: bool) -> ASTSource:
 
 
 def main() -> None:
-    for word in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="+", metavar="backend:architecture")
+    for word in parser.parse_args().targets:
         backend, arch = word.split(":")
         warp = 64 if arch.startswith("gfx9") else 32
         target = GPUTarget(backend, int(arch) if backend == "cuda" else arch, warp)

@@ -170,6 +170,9 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
     path = write(dict(dataset=dataset, data_dir=place))
     config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
     assert (config.dataset, config.data_dir) == (dataset, data_dir)
+    words = ["--dataset", "", "--data-dir", "mine"]
+    config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
+    assert (config.dataset, config.data_dir) == ("", "mine")
     words = ["--lr" if dataset == "wds/x" else "--data-dir", "1"]
     with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
         load_config("", ["--resume", str(path), *words], checkpoint.saved_config)

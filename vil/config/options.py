@@ -13,7 +13,7 @@ from typing import Any
 
 import timm
 from timm.data import create_transform
-from timm.optim import list_optimizers
+from timm.optim import get_optimizer_info, list_optimizers
 
 
 class ConfigError(ValueError):
@@ -216,7 +216,7 @@ def choices_of_options() -> dict[str, list[str]]:
     """The values that each option by name can have."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
-        "opt": [str(name) for name in list_optimizers()],
+        "opt": [str(name) for name in list_optimizers() if not get_optimizer_info(str(name)).second_order],
         "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
