@@ -151,6 +151,7 @@ def test_a_number_is_within_its_range():
         ("model: true", "option 'model' in .*c.yaml must be str, not True"),
         ("scale: 0.5", "option 'scale' in .*c.yaml must be tuple, not 0.5"),
         ("model_kwargs: depth", "option 'model_kwargs' in .*c.yaml must be dict, not 'depth'"),
+        ("model: vil_tinny", "model 'vil_tinny' is no model of timm or this package; did you mean 'vil_tiny'"),
         ("opt: adahessian", "opt 'adahessian' is unknown"),  # it needs second derivatives
         ("amp_dtype: float8", "amp_dtype 'float8' is unknown; did you mean 'float16'"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),

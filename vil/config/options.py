@@ -163,9 +163,10 @@ class Config:
             )
         if self.teacher_checkpoint and not self.teacher:
             raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} is of no teacher: give --teacher MODEL")
-        if self.teacher and not timm.is_model(self.teacher):
-            close = nearest(self.teacher, timm.list_models())
-            raise ConfigError(f"teacher {self.teacher!r} is no model of timm or this package{close}")
+        for name, model in (("model", self.model), ("teacher", self.teacher)):
+            if model and not timm.is_model(model):
+                close = nearest(model, timm.list_models())
+                raise ConfigError(f"{name} {model!r} is no model of timm or this package{close}")
         check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
