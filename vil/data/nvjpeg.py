@@ -2,7 +2,8 @@
 
 Called here and not through torchvision for two flags. By one, colours of half resolution are interpolated as Pillow
 does it: pixels differ by 1 at most. Without the other, nvJPEG waits for the whole GPU while it prepares its next files,
-so that beside a model that trains it decodes some hundred images a second, and 14,500 with it (docs/benchmarks.md).
+so that beside a model that trains it decodes some hundred images a second, and 14,500 with it
+(research/notebooks/2026-11-pipeline.md).
 """
 
 from __future__ import annotations
