@@ -79,9 +79,7 @@ def write_image(seed: int, path: Path) -> None:
 
 def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str], folder: Path) -> None:
     """Runs a config on so many GPUs and prints a line of the table."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    start = [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(ROOT / "configs" / f"{config}.yaml")]
-    name = f"{config}-{gpus}"
+    start, name = training(gpus, ROOT / "configs" / f"{config}.yaml"), f"{config}-{gpus}"
     files = [*start, "--data-dir", str(data_dir), "--output", str(folder), *passed_on]
     noise = [*start, "--synthetic", str(options.images // 2), "--output", str(folder), *passed_on]
     first_step = seconds_to_checkpoint([*files, "--experiment", f"{name}-first"], folder / f"{name}-first")
@@ -95,6 +93,12 @@ def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str
         f"{float(row['peak_memory_gib']):.2f}", f"{evaluation:.0f}", f"{first_step:.1f}", f"{hours:.2f}",
     ]  # fmt: skip
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def training(gpus: int, config: Path | str) -> list[str]:
+    """The command that trains by a config on so many GPUs."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "train_imagenet.py"), "-c", str(config)]
 
 
 def last_epoch(command: list[str], folder: Path) -> dict[str, str]:

@@ -12,17 +12,15 @@ compare with the first recipe: whole with whole, and epoch with epoch.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from end_to_end import IMAGENET, last_epoch, training
+
 from vil.config import Config, load_config
 
-ROOT = Path(__file__).parents[1]
-TRAINING, VALIDATION = 1_281_167, 50_000  # images of ImageNet-1k
+VALIDATION = 50_000  # images of ImageNet-1k
 
 
 def main() -> None:
@@ -55,7 +53,7 @@ def main() -> None:
 
 def gpu_hours(phase: Config, images_per_second: float, evaluated_per_second: float, gpus: int) -> float:
     """Of all epochs of a phase; images/s are those of all GPUs together."""
-    trained = TRAINING // phase.global_batch_size * phase.global_batch_size
+    trained = IMAGENET // phase.global_batch_size * phase.global_batch_size
     return gpus * phase.epochs * (trained / images_per_second + VALIDATION / evaluated_per_second) / 3600
 
 
@@ -63,16 +61,12 @@ def measure(
     path: str, config: Config, number: int, options: argparse.Namespace, passed_on: list[str]
 ) -> tuple[float, float]:
     """Images/s of training and evaluation in a phase."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     chosen = ["--epochs", "2"]
     if config.phases:
         chosen = ["--phases", json.dumps(config.phases[number] | dict(epochs=2))]
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, *(launcher if options.gpus > 1 else []), str(ROOT / "train_imagenet.py"), "-c", path]
-        command += ["--synthetic", str(options.images), "--output", output, "--experiment", "hours", *chosen]
-        subprocess.run([*command, *passed_on], check=True, stdout=subprocess.DEVNULL)
-        with open(Path(output) / "hours" / "summary.csv") as file:
-            row = list(csv.DictReader(file))[-1]
+        words = ["--synthetic", str(options.images), "--output", output, "--experiment", "hours", *chosen, *passed_on]
+        row = last_epoch([*training(options.gpus, path), *words], Path(output) / "hours")
     return float(row["images_per_second"]), float(row["eval_images_per_second"])
 
 

@@ -28,31 +28,22 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from timm.data import create_transform, resolve_model_data_config
 from torch.utils.data import DataLoader
 
 from research import transfer
-from research.compare import holm, listed, paired, spread, welch
-from research.seeds import ROOT, digest_of
-from research.transfer import SCRATCH, Results, Run
+from research.compare import paired, welch
+from research.seeds import ROOT, digest_of, machine
+from research.transfer import AT_ONCE, RATES, SCRATCH, Results, Run
 from vil.config import load_config
-from vil.data.seeds import seed_everything
 from vil.data.splits import open_split
 from vil.devices import known_device
-from vil.evaluation.comparison import markdown_table
-from vil.factory import create_model
 
 CONFIG = ROOT / "configs" / "finetune.yaml"
-RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates
 PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)  # C of the regression: the larger, the weaker the penalty
 EPOCHS = {0: 20, 20: 100}  # by images of a kind; 0 is all that there are
 CHOICE_SEED = 100
 RANDOM = "random"
-AT_ONCE = 128  # images whose features are computed together
-Rows = Sequence[dict[str, Any]]
 
 
 def ways(names: Sequence[str]) -> dict[str, Sequence[float]]:
@@ -87,20 +78,13 @@ def main() -> None:
         "config": yaml.safe_load(CONFIG.read_text()), "options": training_options, "epochs": EPOCHS,
         "choice_seed": CHOICE_SEED,
     }  # fmt: skip
-    settings = ways([*files])
-    results = Results(options.out, about, transfer.machine(device, options.jobs), settings)
+    results = Results(options.out, about, dict(machine(), jobs=options.jobs), ways([*files]))
     with TemporaryDirectory(dir=transfer.fast_folder(options.jobs)) as folder, transfer.processes(options.jobs) as pool:
         training = partial(train, words, files, folder)
         probe = Probe(options.data_dir, files, device)
-        for seed, rehearse in [(CHOICE_SEED, True), *((seed, False) for seed in range(options.seeds))]:
-            runs = [
-                Run(way, per_class, setting, seed, rehearse)
-                for per_class in options.per_class
-                for way in settings
-                for setting in (settings[way] if rehearse else [transfer.chosen(results.rows, way, per_class)])
-            ]
-            transfer.do_missing(runs, results, pool, partial(write_images, options.data_dir, folder), training, probe)
-    print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
+        prepare = partial(write_images, options.data_dir, folder)
+        transfer.do_all(options, [CHOICE_SEED], results, pool, prepare, training, probe)
+    print(f"{results.seconds:.0f} s\n\n{transfer.ways_table(results.rows)}\n{differences_table(results.rows)}")
 
 
 def drawn(files: Sequence[Path], run: Run) -> list[Path]:
@@ -146,7 +130,7 @@ class Probe:
         kinds = sorted({path.parent.name for path in found})
         train = [p for k in kinds for p in drawn([p for p in found if p.parts[-3:-1] == ("train", k)], run)]
         judged = [path for path in found if path.parts[-3] == ("validation" if run.rehearse else "test")]
-        classifier = make_pipeline(StandardScaler(), LogisticRegression(C=run.setting, max_iter=5000))
+        classifier = transfer.regression(run.setting)
         classifier.fit(np.stack([found[path] for path in train]), [path.parent.name for path in train])
         score = classifier.score(np.stack([found[path] for path in judged]), [path.parent.name for path in judged])
         return dict(top1=100 * float(score))
@@ -154,11 +138,8 @@ class Probe:
     @torch.inference_mode()
     def _features(self, way: str, seed: int) -> dict[Path, np.ndarray]:
         """Of every image, (C,), the pooled class token."""
-        seed_everything(seed)
         weights = {linear(name): str(path) for name, path in self.files.items()}.get(way)
-        model: Any = create_model("vil_tiny", weights, num_classes=10, img_size=224)
-        model.reset_classifier(0)
-        model.to(self.device).eval()
+        model = transfer.frozen("vil_tiny", weights, seed, self.device, img_size=224)
         transform, found = create_transform(**resolve_model_data_config(model)), {}
         for split in ("train", "validation", "test"):
             images = open_split(str(self.data), "", split)
@@ -169,39 +150,17 @@ class Probe:
         return found
 
 
-def judged(rows: Rows) -> dict[int, dict[str, dict[int, float]]]:
-    """The top-1 of what counts by images of a kind, way and seed, as far as it is there."""
-    ways = dict.fromkeys(row["way"] for row in rows)
-    numbers = dict.fromkeys(row["per_class"] for row in rows if not row["rehearse"])
-    return {n: {way: transfer.by_seed(rows, way, n) for way in ways} for n in numbers}
-
-
-def ways_table(rows: Rows) -> str:
-    """Markdown: mean and deviation of every way over its seeds."""
-    table = [["images of a kind", "way", "learning rate or C", "top-1 %, mean ± deviation", "seeds"]]
-    for per_class, own in judged(rows).items():
-        for way, top1 in own.items():
-            if top1:
-                setting = f"{transfer.chosen(rows, way, per_class):g}"
-                table.append([str(per_class or "all"), way, setting, spread(top1.values()), listed(top1.values())])
-    return markdown_table(table)
-
-
-def differences_table(rows: Rows) -> str:
+def differences_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: the first weights less from scratch, less the other weights and less their own frozen features.
 
     By the paired test with 20 of a kind, where a seed draws the same images for all ways, else by Welch's.
     """
     found = []
-    for per_class, own in judged(rows).items():
+    for per_class, own in transfer.complete(rows).items():
         first, *others = [way for way in own if way.startswith(fine_tuned(""))]
-        frozen = linear(first.removeprefix(fine_tuned("")))
-        gaps = [(way, (paired if per_class else welch)(own[first], own[way])) for way in (SCRATCH, *others, frozen)]
-        found += [(per_class, first, way, gap) for way, gap in gaps if gap]
-    table = [["images of a kind", "first", "less", "points (95% interval)", "p", "p (Holm)"]]
-    for (per_class, first, way, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):
-        table.append([str(per_class or "all"), first, way, str(gap), f"{gap.p_value:.2g}", f"{corrected:.2g}"])
-    return markdown_table(table)
+        frozen, test = linear(first.removeprefix(fine_tuned(""))), paired if per_class else welch
+        found += [(per_class, first, way, test(own[first], own[way])) for way in (SCRATCH, *others, frozen)]
+    return transfer.tested(found)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weights": weights,
     "transfer": lambda: transfer.ways_table(runs_of("transfer")),
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
-    "clothing": lambda: clothing.ways_table(runs_of("clothing")),
+    "clothing": lambda: transfer.ways_table(runs_of("clothing")),
     "clothing-differences": lambda: clothing.differences_table(runs_of("clothing")),
     "recipes": recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},

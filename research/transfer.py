@@ -48,13 +48,13 @@ import torch
 import yaml
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 from timm.data import create_transform, resolve_data_config
 
-from research.compare import holm, listed, paired, spread
-from research.seeds import ROOT, processor, visible_gpus
+from research.compare import Difference, holm, listed, paired, spread
+from research.seeds import ROOT, machine, visible_gpus
 from vil.config import Config, load_config
 from vil.data.digits import picture, split_digits, write_digits
 from vil.data.seeds import seed_everything
@@ -63,7 +63,6 @@ from vil.devices import known_device
 from vil.evaluation.comparison import markdown_table
 from vil.factory import create_model
 from vil.files import write_atomically
-from vil.info import git_commit
 from vil.processes import end_with_parent, join_processes
 
 sys.path.insert(0, str(ROOT))
@@ -162,20 +161,28 @@ def main() -> None:
         "options": training_options,
         "choice_seeds": CHOICE_SEEDS,
     }
-    results = Results(options.out, about, machine(device, options.jobs), SETTINGS)
+    results = Results(options.out, about, dict(machine(), jobs=options.jobs), SETTINGS)
     with TemporaryDirectory(dir=fast_folder(options.jobs)) as folder, processes(options.jobs) as pool:
         probe = functools.partial(classify, Features(config, str(options.weights), device))
         training = functools.partial(train, words, str(options.weights.resolve()), folder)
-        for seeds, rehearse in ((CHOICE_SEEDS, True), (range(options.seeds), False)):
-            runs = [
-                Run(way, per_class, setting, seed, rehearse)
-                for per_class in options.per_class
-                for seed in seeds
-                for way in SETTINGS
-                for setting in (SETTINGS[way] if rehearse else [chosen(results.rows, way, per_class)])
-            ]
-            do_missing(runs, results, pool, functools.partial(write_images, folder), training, probe)
+        do_all(options, CHOICE_SEEDS, results, pool, functools.partial(write_images, folder), training, probe)
     print(f"{results.seconds:.0f} s\n\n{ways_table(results.rows)}\n{differences_table(results.rows)}")
+
+
+def do_all(
+    options: argparse.Namespace, choice_seeds: Iterable[int], results: Results, pool: Executor | None,
+    prepare: Callable[[Run], None], training: Callable[[Run], dict], probe: Callable[[Run], dict],
+) -> None:  # fmt: skip
+    """Does what is missing of a study: the runs that settings are chosen on, and then those that are reported."""
+    for seeds, rehearse in ((choice_seeds, True), (range(options.seeds), False)):
+        runs = [
+            Run(way, per_class, setting, seed, rehearse)
+            for per_class in options.per_class
+            for seed in seeds
+            for way, settings in results.settings.items()
+            for setting in (settings if rehearse else [chosen(results.rows, way, per_class)])
+        ]
+        do_missing(runs, results, pool, prepare, training, probe)
 
 
 def do_missing(
@@ -194,13 +201,6 @@ def do_missing(
         if run not in trained:
             results.add(run, probe(run))
     results.write()
-
-
-def machine(device: str, jobs: int) -> dict[str, Any]:
-    return dict(
-        commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
-        gpu=torch.cuda.get_device_name() if device.startswith("cuda") else None, jobs=jobs,
-    )  # fmt: skip
 
 
 def fast_folder(jobs: int) -> str | None:
@@ -305,11 +305,8 @@ class Features:
 
     @torch.inference_mode()
     def _of_model(self, weights: str | None, seed: int) -> np.ndarray:
-        seed_everything(seed)
         size = {"img_size": self.config.img_size} if self.config.img_size else {}
-        model: Any = create_model(self.config.model, weights, num_classes=10, **size, **self.config.model_kwargs)
-        model.reset_classifier(0)
-        model.to(self.device).eval()
+        model = frozen(self.config.model, weights, seed, self.device, **size, **self.config.model_kwargs)
         data_config = resolve_data_config({**size, "crop_pct": self.config.crop_pct}, model=model)
         mean, std = (torch.tensor(data_config[name], device=self.device).view(-1, 1, 1) for name in ("mean", "std"))
         parts = [model((images.to(self.device) / 255 - mean) / std) for images in self._images(data_config)]
@@ -325,14 +322,24 @@ class Features:
         return iter(self.prepared.split(AT_ONCE))
 
 
+def frozen(name: str, weights: str | None, seed: int, device: torch.device, **arguments: Any) -> Any:
+    """A model without a head, to read features of; its weights are random without a file."""
+    seed_everything(seed)
+    model: Any = create_model(name, weights, num_classes=10, **arguments)
+    model.reset_classifier(0)
+    return model.to(device).eval()
+
+
+def regression(penalty: float) -> Pipeline:
+    """A classifier of features; the larger C = `penalty` is, the weaker it is."""
+    return make_pipeline(StandardScaler(), LogisticRegression(C=penalty, max_iter=5000))
+
+
 def classify(features: Features, run: Run) -> dict[str, Any]:
     """The top-1 of a logistic regression, or a support vector machine, on features of the run's training images."""
     found, classes = features(run.way, run.seed), features.digits.target
     train_N, validation_N = split_digits(classes, run.per_class, run.seed, run.rehearse)
-    if run.way == KERNEL_MACHINE:
-        classifier = SVC(C=run.setting)
-    else:
-        classifier = make_pipeline(StandardScaler(), LogisticRegression(C=run.setting, max_iter=5000))
+    classifier = SVC(C=run.setting) if run.way == KERNEL_MACHINE else regression(run.setting)
     classifier.fit(found[train_N], classes[train_N])
     return dict(top1=100 * float(classifier.score(found[validation_N], classes[validation_N])))
 
@@ -367,18 +374,22 @@ def ways_table(rows: Sequence[dict[str, Any]]) -> str:
     for per_class, ways in complete(rows).items():
         for way, own in ways.items():
             setting = f"{chosen(rows, way, per_class):g}"
-            table.append([str(per_class), way, setting, spread(own.values()), listed(own.values())])
+            table.append([str(per_class or "all"), way, setting, spread(own.values()), listed(own.values())])
     return markdown_table(table)
 
 
 def differences_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: the differences of the ways that are compared, over the `complete` seeds."""
     pairs = [(n, ways, *pair) for n, ways in complete(rows).items() for pair in COMPARED]
-    found = [(n, first, second, paired(ways[first], ways[second])) for n, ways, first, second in pairs]
+    return tested([(n, first, second, paired(ways[first], ways[second])) for n, ways, first, second in pairs])
+
+
+def tested(found: Sequence[tuple[int, str, str, Difference | None]]) -> str:
+    """Markdown: images a class, two ways and their difference, where there are seeds enough for one."""
     found = [row for row in found if row[-1]]
-    table = [["images a class", "first", "less", "points (95% interval)", "p", "p, corrected by Holm"]]
+    table = [["images a class", "first", "less", "points (95% interval)", "p", "p (Holm)"]]
     for (n, first, second, gap), corrected in zip(found, holm([gap.p_value for *_, gap in found])):
-        table.append([str(n), first, second, str(gap), f"{gap.p_value:.2g}", f"{corrected:.2g}"])
+        table.append([str(n or "all"), first, second, str(gap), f"{gap.p_value:.2g}", f"{corrected:.2g}"])
     return markdown_table(table)
 
 

@@ -1,10 +1,9 @@
-"""The pages of this folder: tables as the raw files have them, links that lead somewhere, raw files that agree."""
+"""The pages of this folder: tables as the raw files have them, raw files that agree."""
 
 import gzip
 import hashlib
 import json
 import math
-import re
 
 import naive_evaluation as naive
 import numpy as np
@@ -106,17 +105,3 @@ def test_the_best_learning_rate_of_recall_is_the_one_that_ends_highest(monkeypat
         "| 16 | attention | 5 | 99.0 (0.001) | - |",
         "| 32 | longhorn | 5 | 7.0 (0.001) | - |",
     ]
-
-
-def test_links_lead_to_files_and_headings():
-    def anchors(path):
-        titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-    pages = [*tables.pages(), *(seeds.ROOT / "research" / "notebooks").glob("*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
-    for page, link in ((page, link) for page, link in links if "://" not in link):
-        file, _, heading = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-        assert target.exists(), f"{page.name}: {link}"
-        assert not heading or heading in anchors(target), f"{page.name}: {link}"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from faults import is_running
 from processes import SMALL
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
@@ -117,11 +118,6 @@ def test_processes_of_a_killed_benchmark_end_too(tmp_path):
     while any(is_running(int(path.read_text())) for path in told):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def is_running(process):
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_outcomes_come_as_they_are_done_and_an_error_calls_off_the_rest():

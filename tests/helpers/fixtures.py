@@ -62,12 +62,12 @@ def no_pictures(monkeypatch):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Every new tensor is NaN until it is written."""
+    """Every new tensor is NaN, or full of another number, until it is written."""
 
     def poisoned(make):
         def made(*args, **kwargs):
             t = make(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() else t
+            return t.fill_(float("nan") if t.is_floating_point() else 0x5A)
 
         return made
 

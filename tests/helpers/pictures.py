@@ -44,7 +44,7 @@ def random_images(*shape):
 
 
 def tensor(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def encode(image, **options):

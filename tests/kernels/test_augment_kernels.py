@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from emulator import EMULATED
+from pictures import tensor
 from PIL import Image, ImageFilter
 from scipy import stats
 from spills import NVRTC, assert_no_spills
@@ -25,7 +26,7 @@ FILL = (124, 116, 104)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 METHODS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
-
+pytestmark = pytest.mark.usefixtures("poison")
 KERNELS = [pytest.param("emulated", marks=EMULATED), pytest.param("gpu", marks=pytest.mark.gpu)]
 of_kernels = pytest.mark.parametrize("where", KERNELS, indirect=True)
 
@@ -45,31 +46,12 @@ def emulate(monkeypatch, launch=emulator.launch):
     monkeypatch.setattr(cuda, "runs_on", lambda device: True)
 
 
-@pytest.fixture(autouse=True)
-def filled(monkeypatch):
-    """Every new tensor is full of something else until it is written."""
-
-    def fill(make):
-        def made(*args, **kwargs):
-            t = make(*args, **kwargs)
-            return t.fill_(math.nan if t.is_floating_point() else 0x5A)
-
-        return made
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, fill(getattr(torch, name)))
-
-
 def noise(height, width, seed=0):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def smooth(height, width, seed=0):
     return noise(-(-height // 7), -(-width // 7), seed).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def tensor(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def batch(images, device):

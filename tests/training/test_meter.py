@@ -3,7 +3,6 @@
 import math
 import re
 import statistics
-import struct
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,8 @@ from vil import processes
 from vil.training import meter as measuring
 from vil.training.meter import Bottleneck, EpochMeter
 
-
-def fp32(value):
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
-LOSSES, NORMS = (2.5, 0.1, 0.7), (1.0, float("inf"), 4.0)
+LOSSES = torch.tensor([2.5, 0.1, 0.7]).tolist()  # as fp32 has them
+NORMS = 1.0, float("inf"), 4.0
 
 
 def note(meter, losses=LOSSES, norms=NORMS):
@@ -58,9 +53,9 @@ def test_losses_and_norms_are_means_over_the_steps():
     assert meter.steps == 4
     meter.collect()
     meter.collect()
-    assert meter.losses == [2.5, fp32(0.1), fp32(0.7), 1.5]
+    assert meter.losses == [*LOSSES, 1.5]
     row = meter.summary(global_batch_size=16)
-    assert row["train_loss"] == statistics.fmean([2.5, fp32(0.1), fp32(0.7), 1.5])
+    assert row["train_loss"] == statistics.fmean([*LOSSES, 1.5])
     assert row["grad_norm"] == 2.5  # of the steps that the scaler of float16 did not leave out
     meter = EpochMeter()
     note(meter, [1.0], [math.inf])
@@ -118,7 +113,7 @@ def measure(rank):
 def test_means_are_over_all_processes():
     rows = [ended.value for ended in in_processes(2, measure)]
     for row in rows:
-        assert row["train_loss"] == (fp32(0.1) + fp32(0.2)) / 2
+        assert row["train_loss"] == statistics.fmean(torch.tensor([0.1, 0.2]).tolist())
         assert row["grad_norm"] == 2.5
         assert row["images_per_second"] == 4.0  # 16 are the images of both
         assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
