@@ -63,7 +63,7 @@ def parse_options() -> argparse.Namespace:
     average = dict(action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--use-ema", **average, help="the moving average of its weights, where best.pt does not say")
     parser.add_argument("--data-dir", help="folder that holds the split")
-    parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; folders and tar files if not given")
+    parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
     parser.add_argument("--split", help="name of the split (default: validation)")
     parser.add_argument("--num-classes", help="classes of the model")
     parser.add_argument("--img-size", help="image size")
@@ -138,7 +138,8 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     path = options.checkpoint
     saved = checkpoint.saved_config(path) | checkpoint.preprocessing(path) if path else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
-    settings = {name: getattr(options, name) or saved.get(name) for name in names}
+    given = {name: getattr(options, name) for name in names}
+    settings = {name: saved.get(name) if value is None else value for name, value in given.items()}
     if not options.data_dir and not settings["dataset"] and not Path(settings["data_dir"] or ".").is_dir():
         raise ConfigError(
             f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, is not a folder here: give "
@@ -165,6 +166,7 @@ def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[
     second.model = options.against_model or (None if is_file else options.against)
     second.checkpoint = options.against if is_file else None
     second.model_kwargs, second.use_ema = options.against_model_kwargs, options.against_use_ema
+    second.data_dir, second.dataset = first["data_dir"], first["dataset"]
     settings = resolve_settings(second, "--against-model")
     if is_file:  # weights that come with their model say what they are for
         settings |= {name: settings[name] or first[name] for name in ("num_classes", "img_size")}
