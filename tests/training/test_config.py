@@ -153,6 +153,8 @@ def test_a_number_is_within_its_range():
         ("model_kwargs: depth", "option 'model_kwargs' in .*c.yaml must be dict, not 'depth'"),
         ("amp_dtype: float8", "amp_dtype 'float8' is unknown; did you mean 'float16'"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
+        ("opt: adahessian", "opt 'adahessian' is unknown"),  # it differentiates gradients, which no run keeps
+        ("opt: adan\nopt_betas: [0.9, 0.99]", r"opt_betas \(0.9, 0.99\) must be 3 numbers for adan"),
         ("ratio: [2, 1]", r"ratio \(2.0, 1.0\) must be two numbers, the smaller one first"),
         ("checkpoint_interval: 0", "checkpoint_interval '0' is neither minutes .'30m'. nor optimizer steps .'500'."),
         ("checkpoint_interval: 30m5", "checkpoint_interval '30m5' is neither"),
