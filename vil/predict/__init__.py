@@ -175,6 +175,8 @@ def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = Non
         model = from_checkpoint(Path(model)).to(device or default_device())
     if not getattr(model, "num_classes", 1):
         raise ConfigError("the model has no classes to predict, as its head was taken off (num_classes=0)")
+    if (channels := getattr(model, "in_chans", 3)) != 3:
+        raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
     place = next(model.parameters()).device
 
     def run(images: Tensor) -> Tensor:
