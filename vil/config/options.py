@@ -219,7 +219,7 @@ def choices_of_options() -> dict[str, list[str]]:
     """The values that each option by name can have."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
-        "opt": [str(name) for name in list_optimizers() if not get_optimizer_info(name).second_order],
+        "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
         "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,
