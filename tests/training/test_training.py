@@ -270,6 +270,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
     weights = {name: t.double() / 3 for name, t in weights.items()}  # which are rounded
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
+    assert "resampled: pos_embed" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]
 
 
 @pytest.mark.parametrize(
