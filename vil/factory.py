@@ -166,10 +166,11 @@ def from_checkpoint(
         loaded.reset_classifier(0)
     config = {key: value for key, value in loaded.pretrained_cfg.items() if not key.startswith("test_")}
     channels, *size = config["input_size"]
-    size = to_2tuple(arguments.get("img_size") or size)
-    config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
+    channels, size = arguments.get("in_chans") or channels, to_2tuple(arguments.get("img_size") or size)
+    config |= {"input_size": (channels, *size), "num_classes": loaded.num_classes}
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
     config |= checkpoint.preprocessing(path)
+    config |= {name: list(config[name]) * channels for name in ("mean", "std") if len(config[name]) == 1}
     names = checkpoint.label_names(path)
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names
