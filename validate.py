@@ -30,7 +30,6 @@ from typing import Any
 import timm
 import torch
 import torch.distributed as dist
-from timm.data import resolve_data_config
 from timm.utils import init_distributed_device
 from tqdm import tqdm
 
@@ -45,7 +44,7 @@ from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, 
 from vil.evaluation.evaluator import Evaluation, Evaluator
 from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.evaluation.report import report_page
-from vil.factory import create_model, load_model
+from vil.factory import create_model, data_config_of, load_model
 from vil.files import write_atomically
 from vil.output import LostResultError, outlive_output, print_result
 from vil.processes import is_first_process
@@ -202,7 +201,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     settings = runs[0]
     names = "img_size", "crop_pct", "interpolation", "mean", "std", "crop_mode"
     choices = [{name: run[name] for name in names} for run in runs]
-    data_config, *others = [resolve_data_config(chosen, model=model) for chosen, model in zip(choices, models)]
+    data_config, *others = [data_config_of(model, **chosen) for chosen, model in zip(choices, models)]
     num_classes = models[0].num_classes
     if any(model.num_classes != num_classes for model in models):
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")

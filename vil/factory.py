@@ -14,6 +14,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import resolve_data_config, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
@@ -178,3 +179,22 @@ def from_checkpoint(
     # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
     loaded.model_args = arguments
     return loaded
+
+
+def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, int, int]:
+    """The channels, height and width that a model was built for, which timm's `config` of its images may not know."""
+    channels, *size = (config or resolve_model_data_config(model))["input_size"]
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return getattr(model, "in_chans", channels), *size
+
+
+def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:
+    """How pictures are prepared for a model, as timm's `resolve_data_config` says it.
+
+    Raises:
+        ConfigError: It takes images of other than three channels.
+    """
+    if (channels := getattr(model, "in_chans", 3)) != 3:
+        raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
+    config = resolve_data_config(chosen, model=model)
+    return config | {"input_size": input_size(model, config)}

@@ -86,7 +86,7 @@ def models(tmp_path_factory, folders):
     for name, classes in (("vit", 12), ("more vit", 1000)):
         models[name] = small_model("vit_tiny_patch16_224", 5, classes, **VIT)
         torch.save(models[name].state_dict(), root / f"{name}.pth")
-    export_model(from_checkpoint(root / "vil.pt"), root / "own.safetensors", **OWN)
+    export_model(from_checkpoint(root / "vil.pt", img_size=(16, 24)), root / "own.safetensors", **OWN)
     models["own"] = from_checkpoint(root / "own.safetensors")
     return root, models
 
@@ -168,7 +168,7 @@ VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12",
         ),
         (
             ["--checkpoint", "{models}/own.safetensors", "--data-dir", "{folders}"],
-            "own", "validation", dict(input_size=(3, 16, 16), **OWN),
+            "own", "validation", dict(input_size=(3, 16, 24), **OWN),
         ),
     ],
     ids=["as saved", "EMA", "a folder after shards", "best", "not the average", "options", "pretrained", "exported"],

@@ -25,6 +25,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from .. import checkpoint
+from ..factory import input_size
 from ..files import write_atomically
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of
@@ -32,7 +33,6 @@ from .traced import (
     Exported,
     ExportError,
     as_evaluated,
-    input_size,
     outputs_of,
     pictures,
     scan_by_linear_attention,

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
 from ..block import BidirectionalMixer, RMSNorm, grid_of, row_means
+from ..factory import input_size
 from ..kernels.block.lines import Lines
 
 
@@ -91,13 +91,6 @@ def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Ten
         return (model(images),)
     tokens, maps = model.forward_intermediates(images, indices=list(features))
     return model.forward_head(tokens), *maps
-
-
-def input_size(model: Any) -> tuple[int, int, int]:
-    """The channels, height and width that the model was built for, which timm's configuration does not always know."""
-    channels, *size = resolve_model_data_config(model)["input_size"]
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
-    return getattr(model, "in_chans", channels), *size
 
 
 def pictures(count: int, size: tuple[int, int, int]) -> Tensor:
