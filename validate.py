@@ -30,7 +30,6 @@ from typing import Any
 import timm
 import torch
 import torch.distributed as dist
-from timm.data import resolve_data_config
 from timm.utils import init_distributed_device
 from tqdm import tqdm
 
@@ -45,7 +44,7 @@ from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, 
 from vil.evaluation.evaluator import Evaluation, Evaluator
 from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, real_labels
 from vil.evaluation.report import report_page
-from vil.factory import create_model, load_model
+from vil.factory import create_model, data_config_of, load_model
 from vil.files import write_atomically
 from vil.output import LostResultError, outlive_output, print_result
 from vil.processes import is_first_process
@@ -63,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     average = dict(action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--use-ema", **average, help="the moving average of its weights, where best.pt does not say")
     parser.add_argument("--data-dir", help="folder that holds the split")
-    parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; folders and tar files if not given")
+    parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
     parser.add_argument("--split", help="name of the split (default: validation)")
     parser.add_argument("--num-classes", help="classes of the model")
     parser.add_argument("--img-size", help="image size")
@@ -138,7 +137,8 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     path = options.checkpoint
     saved = checkpoint.saved_config(path) | checkpoint.preprocessing(path) if path else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
-    settings = {name: getattr(options, name) or saved.get(name) for name in names}
+    given = {name: getattr(options, name) for name in names}
+    settings = {name: saved.get(name) if value is None else value for name, value in given.items()}
     if not options.data_dir and not settings["dataset"] and not Path(settings["data_dir"] or ".").is_dir():
         raise ConfigError(
             f"data_dir {settings['data_dir']}, on which {options.checkpoint} was trained, is not a folder here: give "
@@ -165,6 +165,7 @@ def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[
     second.model = options.against_model or (None if is_file else options.against)
     second.checkpoint = options.against if is_file else None
     second.model_kwargs, second.use_ema = options.against_model_kwargs, options.against_use_ema
+    second.data_dir, second.dataset = first["data_dir"], first["dataset"]
     settings = resolve_settings(second, "--against-model")
     if is_file:  # weights that come with their model say what they are for
         settings |= {name: settings[name] or first[name] for name in ("num_classes", "img_size")}
@@ -200,7 +201,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     settings = runs[0]
     names = "img_size", "crop_pct", "interpolation", "mean", "std", "crop_mode"
     choices = [{name: run[name] for name in names} for run in runs]
-    data_config, *others = [resolve_data_config(chosen, model=model) for chosen, model in zip(choices, models)]
+    data_config, *others = [data_config_of(model, **chosen) for chosen, model in zip(choices, models)]
     num_classes = models[0].num_classes
     if any(model.num_classes != num_classes for model in models):
         raise ConfigError("the models have " + " and ".join(str(model.num_classes) for model in models) + " classes")

@@ -7,19 +7,20 @@ import json
 import logging
 import re
 import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.data import resolve_data_config, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from . import checkpoint
 from .config import ConfigError
 from .processes import is_first_process
-from .vision_longhorn import VisionLonghorn, checkpoint_filter_fn
 
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ def _nearest(model: str) -> str:
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
     """How the tensors of a file were used by the model that was started from them."""
     own = model.state_dict()
-    fitted = checkpoint_filter_fn(weights, model) if isinstance(model, VisionLonghorn) else weights
+    fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # by timm's name for it
+    fitted = fit(weights, model) if fit else weights
     taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
     resampled = [n for n in taken if n in weights and weights[n].shape != own[n].shape]
     others = {"resampled": resampled, "new": [n for n in own if n not in taken]}
@@ -165,10 +167,11 @@ def from_checkpoint(
         loaded.reset_classifier(0)
     config = {key: value for key, value in loaded.pretrained_cfg.items() if not key.startswith("test_")}
     channels, *size = config["input_size"]
-    size = to_2tuple(arguments.get("img_size") or size)
-    config |= {"input_size": (arguments.get("in_chans") or channels, *size), "num_classes": loaded.num_classes}
+    channels, size = arguments.get("in_chans") or channels, to_2tuple(arguments.get("img_size") or size)
+    config |= {"input_size": (channels, *size), "num_classes": loaded.num_classes}
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
     config |= checkpoint.preprocessing(path)
+    config |= {name: list(config[name]) * channels for name in ("mean", "std") if len(config[name]) == 1}
     names = checkpoint.label_names(path)
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names
@@ -176,3 +179,22 @@ def from_checkpoint(
     # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
     loaded.model_args = arguments
     return loaded
+
+
+def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, int, int]:
+    """The channels, height and width that a model was built for, which timm's `config` of its images may not know."""
+    channels, *size = (config or resolve_model_data_config(model))["input_size"]
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return getattr(model, "in_chans", channels), *size
+
+
+def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:
+    """How pictures are prepared for a model, as timm's `resolve_data_config` says it.
+
+    Raises:
+        ConfigError: It takes images of other than three channels.
+    """
+    if (channels := getattr(model, "in_chans", 3)) != 3:
+        raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
+    config = resolve_data_config(chosen, model=model)
+    return config | {"input_size": input_size(model, config)}

@@ -80,12 +80,13 @@ def models(tmp_path_factory, folders):
         saved = dict(version=3, config=config, label_names=names, **states)
         torch.save(saved, root / f"{name}.pt")
         torch.save(saved | dict(best="state_dict_ema"), root / f"{name} best.pt")
+        torch.save(saved | dict(config=config | dict(dataset="wds/shards")), root / f"{name} of shards.pt")
     models["larger"] = small_model("vil_tiny", 0, 12, **VIL | dict(img_size=24))
     models["larger"].load_state_dict(models["vil"].state_dict())
     for name, classes in (("vit", 12), ("more vit", 1000)):
         models[name] = small_model("vit_tiny_patch16_224", 5, classes, **VIT)
         torch.save(models[name].state_dict(), root / f"{name}.pth")
-    export_model(from_checkpoint(root / "vil.pt"), root / "own.safetensors", **OWN)
+    export_model(from_checkpoint(root / "vil.pt", img_size=(16, 24)), root / "own.safetensors", **OWN)
     models["own"] = from_checkpoint(root / "own.safetensors")
     return root, models
 
@@ -154,6 +155,10 @@ VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12",
     [
         (VIL_PT, "vil", "other", AS_SAVED),
         ([*VIL_PT, "--use-ema"], "vil ema", "other", AS_SAVED),
+        (
+            ["--checkpoint", "{models}/vil of shards.pt", "--dataset", "", "--data-dir", "{folders}"],
+            "vil", "other", AS_SAVED,
+        ),
         (["--checkpoint", "{models}/vil best.pt"], "vil ema", "other", AS_SAVED),
         (["--checkpoint", "{models}/vil best.pt", "--no-use-ema"], "vil", "other", AS_SAVED),
         ([*VIL_PT, *OTHER_WORDS], "larger", "val", AS_SAVED | OTHER),
@@ -163,10 +168,10 @@ VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12",
         ),
         (
             ["--checkpoint", "{models}/own.safetensors", "--data-dir", "{folders}"],
-            "own", "validation", dict(input_size=(3, 16, 16), **OWN),
+            "own", "validation", dict(input_size=(3, 16, 24), **OWN),
         ),
     ],
-    ids=["as saved", "EMA", "best", "not the average", "options", "pretrained", "exported"],
+    ids=["as saved", "EMA", "a folder after shards", "best", "not the average", "options", "pretrained", "exported"],
 )  # fmt: skip
 def test_the_numbers_are_those_of_saved_logits(models, folders, command, words, model, split, options):
     folder = folders / {"validation": "val"}.get(split, split)
@@ -199,8 +204,9 @@ def logits_of_imagenet(model, folders, **options):
 
 
 def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog, tmp_path):
-    """The second of the two that are compared; its names are in another order."""
+    """The second of the two that are compared, from another machine; its names are in another order."""
     other = torch.load(models[0] / "vil.pt", weights_only=True)
+    other["config"]["data_dir"] = "/elsewhere"
     other["label_names"][10:] = ["class11", "class10"]
     torch.save(other, tmp_path / "other.pt")
     command("--checkpoint", "{models}/vil.pt", "--against", "{tmp}/other.pt")

@@ -191,8 +191,9 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
     assert logging.getLogger("torch._export.serde.serialize").level == logging.NOTSET  # quiet for that time alone
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    export_model(vit(num_classes=0), tmp_path / "model.onnx")
+    export_model(vit(num_classes=0, in_chans=2), tmp_path / "model.onnx", mean=(0.5, 0.4), std=(0.2,))
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert session.get_inputs()[0].shape == ["batch", 2, 16, 16]
     assert [(output.name, output.shape) for output in session.get_outputs()] == [("embedding", ["batch", 12])]
 
 
@@ -280,6 +281,7 @@ def test_linear_attention_is_onnxruntimes_operator_and_a_runtime_without_it_is_n
         (dict(features=[0, 2, -1]), r"features \[-1, 2\] are not of the model's blocks 0 to 0"),
         (dict(opset=12), "opset 12 cannot be written: .* LayerNormalization of opset 17.*; use 18"),
         (dict(opset=99), "opset 99 cannot be written"),
+        (dict(std=(0.5, 0.5)), r"std \(0.5, 0.5\) is not of images of 3 channels: give export_model the mean"),
         (dict(mean=(0, 0, 0), mode="x"), "mode is none of mean, std, crop_pct"),
     ],
 )

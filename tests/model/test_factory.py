@@ -104,6 +104,9 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
     validated = resolve_settings(parse_options(), "--model")
     assert {name: validated[name] for name in expected} == expected
 
+    export_model(model, tmp_path / "grey.safetensors", std=[0.25])
+    assert vil.from_checkpoint(tmp_path / "grey.safetensors").pretrained_cfg["std"] == [0.25] * 3  # as timm has it
+
     wrong = [("1.5", "0"), ("1.5", "NaN"), ("1.5", '"1"'), ("0.75", "1e-9"), ("squash", "zoom"), ("{", "[")]
     for old, new in wrong:
         (folder / "config.json").write_text(written.replace("0.125", "1.5").replace("0.875", "0.75").replace(old, new))

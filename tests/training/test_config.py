@@ -152,9 +152,10 @@ def test_a_number_is_within_its_range():
         ("scale: 0.5", "option 'scale' in .*c.yaml must be tuple, not 0.5"),
         ("model_kwargs: depth", "option 'model_kwargs' in .*c.yaml must be dict, not 'depth'"),
         ("model: vil_tinny", "model 'vil_tinny' is no model of timm or this package; did you mean 'vil_tiny'"),
-        ("opt: adahessian", "opt 'adahessian' is unknown"),  # it needs second derivatives
         ("amp_dtype: float8", "amp_dtype 'float8' is unknown; did you mean 'float16'"),
         ("remode: pixels", "remode 'pixels' is unknown; did you mean 'pixel'"),
+        ("opt: adahessian", "opt 'adahessian' is unknown"),  # it differentiates gradients, which no run keeps
+        ("opt: adan\nopt_betas: [0.9, 0.99]", r"opt_betas \(0.9, 0.99\) must be 3 numbers for adan"),
         ("ratio: [2, 1]", r"ratio \(2.0, 1.0\) must be two numbers, the smaller one first"),
         ("checkpoint_interval: 0", "checkpoint_interval '0' is neither minutes .'30m'. nor optimizer steps .'500'."),
         ("checkpoint_interval: 30m5", "checkpoint_interval '30m5' is neither"),

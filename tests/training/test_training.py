@@ -270,6 +270,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
     weights = {name: t.double() / 3 for name, t in weights.items()}  # which are rounded
     _, said = started(weights, "deit_tiny_patch16_224", **deit)
     assert re.search("started from .*weights.pth: (\\d+) of \\1 tensors as they are$", said)
+    assert "resampled: pos_embed" in started(weights, "deit_tiny_patch16_224", **deit | dict(img_size=64))[1]
 
 
 @pytest.mark.parametrize(
@@ -282,6 +283,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
             "is of a run with model 'vil_tiny', this one has 'vim_tiny'",
         ),
+        (["--data-dir", "IMAGES", "--opt", "fusedadamw", "--device", "cpu"], "opt 'fusedadamw' cannot be had here: "),
         (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
         (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write in TMP/.lock/run: "),
         (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write in TMP/.holder/run: "),

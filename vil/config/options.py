@@ -177,6 +177,9 @@ class Config:
             limits = getattr(self, name)
             if len(limits) != 2 or limits[0] > limits[1]:
                 raise ConfigError(f"{name} {limits} must be two numbers, the smaller one first")
+        known = get_optimizer_info(self.opt)
+        if self.opt_betas and known.has_betas and len(self.opt_betas) != known.num_betas:
+            raise ConfigError(f"opt_betas {self.opt_betas} must be {known.num_betas} numbers for {self.opt}")
 
         self._fill_phases()
 
@@ -217,7 +220,7 @@ def choices_of_options() -> dict[str, list[str]]:
     """The values that each option by name can have."""
     interpolations = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
     return {
-        "opt": [str(name) for name in list_optimizers() if not get_optimizer_info(str(name)).second_order],
+        "opt": [name for name in map(str, list_optimizers()) if not get_optimizer_info(name).second_order],
         "sched": ["cosine", "tanh", "step", "multistep", "poly"],  # those that need no metric
         "train_interpolation": [*interpolations, "random"],
         "interpolation": interpolations,

@@ -25,6 +25,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from .. import checkpoint
+from ..factory import input_size
 from ..files import write_atomically
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of
@@ -32,7 +33,6 @@ from .traced import (
     Exported,
     ExportError,
     as_evaluated,
-    image_size,
     outputs_of,
     pictures,
     scan_by_linear_attention,
@@ -167,12 +167,17 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
     if unknown := preprocessing.keys() - set(PREPROCESSING):
         raise ExportError(f"{', '.join(sorted(unknown))} is none of {', '.join(PREPROCESSING)}")
     config = resolve_model_data_config(model) | {name: v for name, v in preprocessing.items() if v is not None}
+    size = list(input_size(model))
+    for name in ("mean", "std"):
+        if len(config[name]) not in (1, size[0]):
+            remedy = "give export_model the mean and std of these"
+            raise ExportError(f"{name} {config[name]} is not of images of {size[0]} channels: {remedy}")
     names = model.pretrained_cfg.get("label_names")  # of a head that has been replaced, perhaps
     known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
     return {
         "model": model.pretrained_cfg.get("architecture", type(model).__name__),
         "num_classes": model.num_classes,
-        "input_size": [model.in_chans if hasattr(model, "in_chans") else 3, *image_size(model)],
+        "input_size": size,
         **{name: config[name] for name in PREPROCESSING},
         **({"label_names": [checkpoint.label_of(str(name)) for name in names]} if known else {}),
     }
@@ -187,7 +192,7 @@ def compare(
     Raises:
         ExportError: An output differs by more than `tolerance`.
     """
-    images = pictures(count, exported.image_size)
+    images = pictures(count, exported.input_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)
     found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # of two numbers of images
     largest = 0.0

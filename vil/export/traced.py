@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
 from ..block import BidirectionalMixer, RMSNorm, grid_of, row_means
+from ..factory import input_size
 from ..kernels.block.lines import Lines
 
 
@@ -41,7 +41,7 @@ class Exported(nn.Module):
         super().__init__()
         self.model = as_evaluated(model)
         self.features = sorted(set(features))
-        self.image_size = image_size(model)
+        self.input_size = input_size(model)
         known = range(len(getattr(self.model, "feature_info", ())))
         if unknown := [number for number in self.features if number not in known]:
             raise ExportError(f"features {unknown} are not of the model's blocks 0 to {len(known) - 1}")
@@ -60,7 +60,7 @@ class Exported(nn.Module):
 
     def program(self) -> ExportedProgram:
         """The graph of its operators for any number of images."""
-        return program_of(self, pictures(2, self.image_size))  # PyTorch takes a batch of 1 for one of 1 alone
+        return program_of(self, pictures(2, self.input_size))  # PyTorch takes a batch of 1 for one of 1 alone
 
 
 @torch.no_grad()
@@ -93,18 +93,12 @@ def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Ten
     return model.forward_head(tokens), *maps
 
 
-def image_size(model: nn.Module) -> tuple[int, int]:
-    """The height and width that the model was built for, which timm's configuration does not always know."""
-    own = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    return tuple(own or resolve_model_data_config(model)["input_size"][1:])
-
-
-def pictures(count: int, size: tuple[int, int]) -> Tensor:
-    """Normalised images (count, 3, H, W): noise, and between them smooth ones, as photographs mostly are."""
+def pictures(count: int, size: tuple[int, int, int]) -> Tensor:
+    """Normalised images (count, C, H, W): noise, and between them smooth ones, as photographs mostly are."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(count, 3, *size, generator=generator)
-    coarse = torch.randn(count, 3, 5, 5, generator=generator)
-    noise[1::2] = F.interpolate(coarse, size, mode="bicubic", align_corners=False)[1::2]
+    noise = torch.randn(count, *size, generator=generator)
+    coarse = torch.randn(count, size[0], 5, 5, generator=generator)
+    noise[1::2] = F.interpolate(coarse, size[1:], mode="bicubic", align_corners=False)[1::2]
     return noise
 
 

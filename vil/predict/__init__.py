@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo, resolve_model_data_config
+from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ..checkpoint import check_preprocessing, label_of, printable
 from ..config import ConfigError, options_of_checkpoint
 from ..devices import default_device
-from ..factory import from_checkpoint
+from ..factory import data_config_of, from_checkpoint
 from ..published import IMAGENET_CLASSES
 
 _logger = logging.getLogger(__name__)
@@ -185,10 +185,7 @@ def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = Non
             model.train(was_training)
 
     known: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    config = resolve_model_data_config(model)
-    if size := getattr(getattr(model, "patch_embed", None), "img_size", None):  # by which it was built, perhaps anew
-        config["input_size"] = (3, *size)
-    return Classifier(run, place, config, _readable(known.get("label_names"), known))
+    return Classifier(run, place, data_config_of(model), _readable(known.get("label_names"), known))
 
 
 def _of_onnx(path: Path) -> Classifier:

@@ -10,7 +10,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
-from ..config import Config
+from ..config import Config, ConfigError
 from ..factory import create_model
 
 
@@ -37,18 +37,25 @@ def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | N
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """timm's optimizer of a run, fused where that is AdamW on a GPU."""
+    """timm's optimizer of a run, fused where that is AdamW on a GPU.
+
+    Raises:
+        ConfigError: It is of a package or for a device that is not there.
+    """
     on_gpu = next(model.parameters()).is_cuda
     fused = True if config.opt == "adamw" and on_gpu else None  # one kernel in place of a dozen
     choices: dict[str, Any] = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
-    optimizer = create_optimizer_v2(
-        model,
-        opt=config.opt,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        layer_decay=config.layer_decay,
-        **{name: value for name, value in choices.items() if value is not None},
-    )
+    try:
+        optimizer = create_optimizer_v2(
+            model,
+            opt=config.opt,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            layer_decay=config.layer_decay,
+            **{name: value for name, value in choices.items() if value is not None},
+        )
+    except Exception as error:  # of other packages
+        raise ConfigError(f"opt {config.opt!r} cannot be had here: {error}") from error
     for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
-from timm.data import create_transform, resolve_model_data_config
+from timm.data import create_transform
 from torch import Tensor
 
 from ..checkpoint import CheckpointError, label_of, saved_config
 from ..config import ConfigError
 from ..data.folders import list_images
 from ..data.images import read_image
-from ..factory import create_model, from_checkpoint
+from ..factory import create_model, data_config_of, from_checkpoint
 from ..output import exit_stopped
 from ..predict import predict
 from ..vision_longhorn import VisionLonghorn
@@ -77,7 +77,7 @@ def draw(options: argparse.Namespace) -> None:
     for block in blocks:
         if not 0 <= block < depth:
             raise ConfigError(f"--blocks: there is no block {block}; the model has 0 to {depth - 1}")
-    data_config = resolve_model_data_config(model)
+    data_config = data_config_of(model)
     transform = create_transform(**data_config)
     files = image_files(options.images)
     opened = [read_picture(path) for path in files[:64]]
