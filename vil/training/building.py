@@ -55,7 +55,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
             **{name: value for name, value in choices.items() if value is not None},
         )
     except Exception as error:  # of other packages
-        raise ConfigError(f"opt {config.opt!r} cannot be had here: {error}") from error
+        raise ConfigError(f"cannot create the optimizer {config.opt}: {error}") from error
     for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer
