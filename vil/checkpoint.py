@@ -506,10 +506,16 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         if wanted > 4 * given + MOST_RESAMPLED:
             raise ValueError(f"it has {wanted} values, and the file {given}")
         # a model without memory of its own takes the file's
-        model.load_state_dict(weights, assign=any(parameter.is_meta for parameter in model.parameters()))
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the last two of names that are no text
+        model.load_state_dict(fitted(weights, model), assign=any(p.is_meta for p in model.parameters()))
+    except Exception as error:  # of timm's filters, and of names that are no text
         lines = [line.strip()[:400] for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error
+
+
+def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Weights as timm fits them to a model, such as to images of another size: by the filter of the model's module."""
+    fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    return fit(dict(weights), model) if fit else weights
 
 
 def _reason(error: Exception) -> str:

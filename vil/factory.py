@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import shlex
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,7 @@ def _nearest(model: str) -> str:
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
     """How the tensors of a file were used by the model that was started from them."""
     own = model.state_dict()
-    fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # by timm's name for it
-    fitted = fit(weights, model) if fit else weights
+    fitted = checkpoint.fitted(weights, model)
     taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
     resampled = [n for n in taken if n in weights and weights[n].shape != own[n].shape]
     others = {"resampled": resampled, "new": [n for n in own if n not in taken]}

@@ -124,6 +124,16 @@ def test_arguments_win_over_the_file_and_another_size_resamples(trained, size):
     assert model.blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
 
 
+def test_other_models_are_fitted_to_another_size_as_timm_fits_them(tmp_path):
+    arguments = dict(embed_dim=24, depth=1, num_classes=3)
+    timms = timm.create_model("deit_tiny_patch16_224", img_size=32, **arguments).eval()
+    torch.save(timms.state_dict(), tmp_path / "deit.pth")
+    model = vil.from_checkpoint(tmp_path / "deit.pth", "deit_tiny_patch16_224", img_size=(32, 48), **arguments)
+    timms.set_input_size((32, 48))
+    images = torch.rand(2, 3, 32, 48)
+    torch.testing.assert_close(model(images), timms(images))
+
+
 def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_it(trained, tmp_path):
     model = vil.from_checkpoint(trained[0])
     assert model.pretrained_cfg["label_names"] == list(CLASSES)
