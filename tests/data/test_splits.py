@@ -266,10 +266,13 @@ def write_shards(image_folder, root, train=4, validation=3):
             with tarfile.open(root / name, "w") as tar:
                 for path in paths[shard::shards]:
                     tar.add(path, f"{path.parent.name}{path.stem}.png")
-                    label = tarfile.TarInfo(f"{path.parent.name}{path.stem}.cls")
-                    label.size = 1
-                    tar.addfile(label, io.BytesIO(str(CLASSES.index(path.parent.name)).encode()))
+                    number = CLASSES.index(path.parent.name)
+                    for ending, text in (("cls", f"{number * (split == 'train')}"), ("json", f'{{"kind": {number}}}')):
+                        label = tarfile.TarInfo(f"{path.parent.name}{path.stem}.{ending}")
+                        label.size = len(text)
+                        tar.addfile(label, io.BytesIO(text.encode()))
         splits[split] = dict(name=split, num_samples=len(paths), filenames=names, shard_lengths=lengths)
+    splits["validation"]["alt_label"] = "kind"
     (root / "_info.json").write_text(json.dumps({"splits": splits}))
 
 

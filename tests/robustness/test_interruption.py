@@ -67,7 +67,8 @@ def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number
     assert not timer.stop  # nothing happens in the middle of a step
     assert (timer.due(2), timer.stop) == (True, True)
     # a second Ctrl-C alone ends the process
-    assert signal.getsignal(signal.SIGINT) == (signal.SIG_DFL if number == signal.SIGINT else timer._note)
+    for other in interruption.SIGNALS:
+        assert signal.getsignal(other) == (signal.SIG_DFL if other == number == signal.SIGINT else timer._note)
     timer.give_back()
     assert signal.getsignal(number) == before._note
 
@@ -127,9 +128,9 @@ def start_in_a_terminal(command):
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def press(process):
-    """Ctrl-C in the process's terminal; what it printed to standard error."""
-    os.killpg(process.pid, signal.SIGINT)
+def press(process, number=signal.SIGINT):
+    """Ctrl-C in the process's terminal, or another signal; what it printed to standard error."""
+    os.killpg(process.pid, number)
     return process.communicate(timeout=120)[1]
 
 
@@ -140,9 +141,14 @@ def wait_for_a_checkpoint(process, folder):
     return last
 
 
-@pytest.mark.parametrize("waits", [0, 1.5, "for another process"])
-def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folder, tmp_path, monkeypatch, waits):
-    """While it imports PyTorch and others, or waits in PyTorch for a process that never comes."""
+@pytest.mark.parametrize(
+    ("waits", "number"), [(0, signal.SIGINT), (1.5, signal.SIGHUP), ("for another process", signal.SIGINT)]
+)
+def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(
+    image_folder, tmp_path, monkeypatch, waits, number
+):
+    """Of torchrun: while it imports PyTorch and others, or waits in PyTorch for a process that never comes."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # in whose runs the end of a terminal is one of all processes
     alone = waits != "for another process"
     place = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2 - alone, MASTER_ADDR="localhost", MASTER_PORT=free_port())
     for name, value in place.items():
@@ -154,7 +160,7 @@ def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(image_folde
     while not alone and socket.socket().connect_ex(("localhost", place["MASTER_PORT"])):
         assert process.poll() is None
         time.sleep(0.1)
-    assert press(process).strip() == "stopped by a signal with nothing to save"
+    assert press(process, number).strip() == "stopped by a signal with nothing to save"
     assert process.returncode == PREEMPTED
     assert not (tmp_path / "run" / "last.pt").exists()
 

@@ -202,7 +202,10 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
 
 
 def means_after(rank, folder, output, method):
-    """The means of the batch norms of a model and its average, which are the number of the process before."""
+    """The means of the batch norms of a model and its average, which are the number of the process before.
+
+    And how many images could not be read, of which each process has met one in training.
+    """
     options = dict(model="test_byobnet", model_kwargs={}, img_size=None, workers=0, epochs=1, warmup_epochs=0)
     options |= dict(data_dir=str(folder), output=str(output), experiment="run", checkpoint_interval="1")
     run = Trainer(Config(**OPTIONS | options), *processes.join_processes("cpu"))
@@ -210,15 +213,16 @@ def means_after(rank, folder, output, method):
     for mean in means:
         mean.fill_(rank)
     run.meter.add(torch.tensor(1.0), torch.tensor(1.0))
-    getattr(run, method)()
+    run.train_loader.dataset.unreadable.add(rank, "one", OSError())
+    row = getattr(run, method)()
     processes.leave_processes()
-    return {value for mean in means for value in mean.tolist()}
+    return {value for mean in means for value in mean.tolist()}, row and row["unreadable_images"]
 
 
-@pytest.mark.parametrize("method", ["evaluate", "checkpoint_if_due"])
-def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder, tmp_path, method):
+@pytest.mark.parametrize(("method", "unreadable"), [("evaluate", 2), ("checkpoint_if_due", None)])
+def test_batch_norms_are_judged_and_saved_with_the_mean_of_all_processes(folder, tmp_path, method, unreadable):
     for ended in in_processes(2, means_after, folder, tmp_path, method):
-        assert ended.value == {0.5}, ended.errors
+        assert ended.value == ({0.5}, unreadable), ended.errors
 
 
 def _plain(options):

@@ -97,11 +97,6 @@ class Paired:
         return {**asdict(self), "difference": self.difference, "interval": self.interval, "p_value": self.p_value}
 
 
-def confusion_counts(targets_N: np.ndarray, said_N: np.ndarray) -> Counter[tuple[int, int]]:
-    """How many images of a class a model takes for which."""
-    return Counter(zip(targets_N, said_N))
-
-
 @dataclass
 class Comparison:
     """One model or two on the images that count: those that could be read and, with ReaL labels, have one."""
@@ -181,7 +176,7 @@ class Comparison:
 
     def confusions(self, names: dict[int, str]) -> list[dict[str, Any]]:
         """How often each model predicts a class for one that it is not; of two where they differ; the largest first."""
-        counts = [confusion_counts(self.targets_N, said_N) for said_N in self.best_NMK[..., 0].T]
+        counts = [Counter(zip(self.targets_N, said_N)) for said_N in self.best_NMK[..., 0].T]
         rows = []
         for target, predicted in sorted(set().union(*counts)):
             row: dict[str, Any] = {"class": target, "name": names.get(target, "")}

@@ -15,7 +15,7 @@ from timm.data.dataset import IterableImageDataset
 
 from ..checkpoint import label_of
 from ..data.readers import ImageReader
-from .comparison import Comparison, confusion_counts
+from .comparison import Comparison
 
 MOST_CLASSES = 30  # of a matrix that a screen shows
 MOST_PAIRS = 40  # of a list of confusions
@@ -49,7 +49,7 @@ def report_page(
     present = sorted({*found.targets_N.tolist(), *found.best_NMK[..., 0].flatten().tolist()})
     sections = []
     for m, model in enumerate(models):
-        counts = confusion_counts(found.targets_N, found.best_NMK[:, m, 0])
+        counts = Counter(zip(found.targets_N, found.best_NMK[:, m, 0]))
         bins, error = calibration(found.shares_NMK[:, m, 0], found.top1_NM[:, m])
         own = dict(bins=bins, calibration_error=error, mistakes=_mistakes(found, m, name_of, images))
         if len(present) <= MOST_CLASSES:

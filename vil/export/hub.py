@@ -34,9 +34,9 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
 
 def card_of(name: str, metadata: Mapping[str, Any], further: Mapping[str, str]) -> str:
     """The text of README.md, a model card: what the file says of itself, and how it is used."""
-    height, width = metadata["input_size"][1:]
+    size = "x".join(map(str, metadata["input_size"][1:]))
     lines = [
-        f"{metadata['model']}, {metadata['num_classes']} classes, images of {height}x{width} pixels",
+        f"{metadata['model']}, {metadata['num_classes']} classes, images of {size} pixels",
         "weights in half precision; names of classes and preprocessing are in config.json",
         *(f"{key}: {text}" for key, text in further.items()),
         "data, accuracy, licence: for who trained it to say here",
