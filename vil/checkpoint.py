@@ -513,9 +513,11 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Weights as timm fits them to a model, such as to images of another size: by the filter of the model's module."""
+    """Weights as they are if they have the model's shapes, or as timm's filter for it fits them to these."""
     fit = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    return fit(dict(weights), model) if fit else weights
+    if fit is None or {n: w.shape for n, w in weights.items()} == {n: t.shape for n, t in model.state_dict().items()}:
+        return weights
+    return fit(dict(weights), model)
 
 
 def _reason(error: Exception) -> str:

@@ -283,7 +283,7 @@ def test_what_a_model_starts_from_is_said(tmp_path, caplog):
             ["--resume", "auto", "--data-dir", "IMAGES", "--model", "vim_tiny"],
             "is of a run with model 'vil_tiny', this one has 'vim_tiny'",
         ),
-        (["--data-dir", "IMAGES", "--opt", "fusedadamw", "--device", "cpu"], "cannot create the optimizer fusedadamw: "),
+        (["--data-dir", "IMAGES", "--opt", "fusedadamw", "--device", "cpu"], "cannot create the optimizer fusedadamw"),
         (["--data-dir", "IMAGES", "--output", "TMP/small file"], "small file"),
         (["--data-dir", "IMAGES", "--output", "TMP/.lock"], "cannot write in TMP/.lock/run: "),
         (["--data-dir", "IMAGES", "--output", "TMP/.holder"], "cannot write in TMP/.holder/run: "),
