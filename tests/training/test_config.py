@@ -213,6 +213,7 @@ def test_what_others_call_an_option_is_answered_with_ours(tmp_path):
         ("--model-kwargs depth=2 drop_path_rate=0.1", "has drop_path_rate, .* of its own: give --drop-path$"),
         ("--model-kwargs num_classes=3", "model_kwargs has num_classes, an option of its own: give --num-classes$"),
         ("--model-kwargs img_size=32", "model_kwargs has img_size, an option of its own: give --img-size$"),
+        ("--model-kwargs global_pool=''", "model_kwargs has global_pool '', without which a model has no logits"),
         ("--model-kwargs in_chans=1", "model_kwargs has in_chans 1, but images here have three channels"),
     ],
 )

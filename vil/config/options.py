@@ -156,6 +156,8 @@ class Config:
                 raise ConfigError(f"model_kwargs has {name}, an option of its own: give --{option.replace('_', '-')}")
         if (channels := self.model_kwargs.get("in_chans", 3)) != 3:
             raise ConfigError(f"model_kwargs has in_chans {shown(channels)}, but images here have three channels")
+        if self.model_kwargs.get("global_pool") == "":
+            raise ConfigError("model_kwargs has global_pool '', without which a model has no logits to train")
         interval = self.checkpoint_interval
         if interval is not None and not re.fullmatch(r"0*[1-9]\d*m?", interval):
             raise ConfigError(
