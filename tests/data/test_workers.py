@@ -163,6 +163,9 @@ def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(mach
         chosen()
     with pytest.raises(ConfigError, match="at least 130:"):  # files that a device reads stay there until it has
         chosen(on_device=True)
+    machine(16, processes=8)
+    with pytest.raises(ConfigError, match="at least 240:"):  # of all processes of the machine
+        chosen()
     assert chosen(wanted=0) == (0, None)
 
 

@@ -79,6 +79,9 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert (own.pretrained_cfg["crop_pct"], own.pretrained_cfg["interpolation"]) == (0.7, "bilinear")
     assert own.pretrained_cfg is own.default_cfg
     assert own.pretrained_cfg["num_classes"] == own.num_classes == 4
+    torch.save(timm.create_model("vil_tiny", depth=1, in_chans=1).state_dict(), tmp_path / "grey.pth")
+    grey = vil.from_checkpoint(tmp_path / "grey.pth", "vil_tiny", depth=1, in_chans=1)
+    assert grey.pretrained_cfg["input_size"] == (1, 224, 224)
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875  # nobody else's has changed
 
 

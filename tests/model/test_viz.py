@@ -131,6 +131,10 @@ def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(si
         found = effective_receptive_field(model, images, **({} if token == "centre" else {"token": token}))
     torch.testing.assert_close(found, expected / expected.sum(), rtol=1e-9, atol=1e-12)
     assert not found.requires_grad
+    dynamic = small(size=16, dynamic_img_size=True)  # its centre is that of the images
+    field = effective_receptive_field(dynamic, images, token)
+    dynamic.set_input_size(size)
+    torch.testing.assert_close(effective_receptive_field(dynamic, images, token), field)
 
 
 class SeesOnePixel(torch.nn.Module):

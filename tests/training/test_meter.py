@@ -105,7 +105,9 @@ def measure(rank):
     meter = EpochMeter()
     train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
     meter.collect()
-    row = meter.summary(global_batch_size=16)
+    bottleneck = Bottleneck(1)
+    bottleneck.look(meter, "", for_model=float(rank), for_thread=0.0)
+    row = meter.summary(global_batch_size=16) | dict(looked=bottleneck.before[1])
     processes.leave_processes()
     return row
 
@@ -117,6 +119,7 @@ def test_means_are_over_all_processes():
         assert row["grad_norm"] == 2.5
         assert row["images_per_second"] == 4.0  # 16 are the images of both
         assert row["data_wait_percent"] == 50.0  # 4 of 8 seconds
+        assert row["looked"] == [8.0, 4.0, 0.0, 0.0, 1.0, 0.0]
 
 
 def looked(clock, steps, caplog):
