@@ -260,7 +260,7 @@ def main() -> None:
     add("--folder", type=Path, default=Path("output/photographs"), help="of the runs of this machine")
     add("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own where there are as many")
     add("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
-    add("--out", type=Path, required=True, help="JSON of all runs; the predictions go beside it")
+    add("--out", type=Path, required=True, help="JSON of all runs; the predictions go beside it, in the end a plot")
     options, words = parser.parse_known_args()
     options.processes = None  # of a run, for torchrun
     study = Study(options, words)
@@ -271,6 +271,8 @@ def main() -> None:
         missing = ", ".join(map(str, cells))
         print(f"not done yet: {missing}, and what follows; the same command goes on", file=sys.stderr)
         sys.exit(PREEMPTED)
+    shown = [run for model in MODELS for run in of_seeds(study.runs, model)]
+    write_atomically(options.out.with_suffix(".png"), seeds.plot(shown))
 
 
 if __name__ == "__main__":

@@ -171,11 +171,13 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert stopped.value.code == 75
     assert "not done yet: rates-0.0005/vil_tiny-100" in capsys.readouterr().err
     assert not started
+    assert not (root / "out.png").exists()
     call()
     assert len(started) == len(set(map(str, started))) == 12 + 1 + 20
     assert [words for *_, words, _ in started[:12]] == [["--epochs", "8"]] * 12
     assert started[12] == (DEIT, 100, ["--epochs", "2"], 0.001)
     assert started[13:] == [(model, seed, [], 0.001) for seed in range(5) for model in MODELS]
+    assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((root / "out.json").read_text())
     diverged = [run for run in found["runs"] if "diverged" in run]
     assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(VIM, 0.002, 0.0)]
