@@ -396,7 +396,7 @@ def run_blocks(
         only = class_token_only and last and found is not None
         if checkpointing:
             x_BLC = checkpointed(block, x_BLC, only, grid)
-        elif found is None:
+        elif found is None or x_BLC.dtype != torch.float32:  # which a block of somebody else has put out
             x_BLC, normed = block(x_BLC, **_grid_for(block, grid)), None
         else:
             run, weights = found
