@@ -137,6 +137,14 @@ class LonghornDirection(nn.Module):
         step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
         return self.step_proj(step_BLR), k_BLN, q_BLN
 
+    def step_bias(self) -> Tensor:
+        """What the recurrence adds to a step's logits: nothing if somebody's linear layer, in place of ours, has."""
+        if not torch.jit.is_scripting():
+            step_proj = self.step_proj
+            if isinstance(step_proj, nn.Linear) and not isinstance(step_proj, StepProjection):
+                return torch.zeros_like(self.skip)
+        return self.step_proj.bias
+
 
 class MambaDirection(LonghornDirection):
     """The same with the rates of Mamba's states, and its initialisation (Gu & Dao, 2023, section 3.6)."""
@@ -229,7 +237,7 @@ class BidirectionalMixer(nn.Module):
         return torch.stack([direction.skip for direction in self.directions])
 
     def step_bias(self) -> Tensor:
-        return torch.stack([direction.step_proj.bias for direction in self.directions])
+        return torch.stack([direction.step_bias() for direction in self.directions])
 
 
 class LonghornMixer(BidirectionalMixer):
@@ -277,7 +285,7 @@ class Longhorn(nn.Module):
     def forward(self, x_BLC: Tensor) -> Tensor:
         u_BLD, z_BLD = self.in_proj(x_BLC).chunk(2, dim=-1)
         y_GBLD = torch.stack([
-            longhorn_scan(*way(u_BLD), way.skip, way.step_proj.bias, reverse=way.conv1d.reverse)
+            longhorn_scan(*way(u_BLD), way.skip, way.step_bias(), reverse=way.conv1d.reverse)
             for way in self.directions
         ])  # fmt: skip
         return self.out_proj(y_GBLD.mean(0) * F.silu(z_BLD))
