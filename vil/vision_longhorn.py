@@ -284,7 +284,9 @@ class VisionLonghorn(nn.Module):
             )
         axes = ("rows", "columns") if pooled else (None, None)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
-        self.blocks = Blocks(*[Block(embed_dim, mixer, rate, axes[i % 2], **dd) for i, rate in enumerate(rates)])
+        self.blocks: nn.Sequential = Blocks(
+            *[Block(embed_dim, mixer, rate, axes[i % 2], **dd) for i, rate in enumerate(rates)]
+        )
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=self.patch_embed.feat_ratio()) for i in range(depth)
         ]
