@@ -137,6 +137,14 @@ class LonghornDirection(nn.Module):
         step_BLR, k_BLN, q_BLN = self.x_proj(v_BLD).split(self.split, dim=-1)
         return self.step_proj(step_BLR), k_BLN, q_BLN
 
+    def step_bias(self) -> Tensor:
+        """What the recurrence adds to a step's logits: nothing if somebody's linear layer, in place of ours, has."""
+        if not torch.jit.is_scripting():
+            step_proj = self.step_proj
+            if isinstance(step_proj, nn.Linear) and not isinstance(step_proj, StepProjection):
+                return torch.zeros_like(self.skip)
+        return self.step_proj.bias
+
 
 class MambaDirection(LonghornDirection):
     """The same with the rates of Mamba's states, and its initialisation (Gu & Dao, 2023, section 3.6)."""
@@ -229,7 +237,7 @@ class BidirectionalMixer(nn.Module):
         return torch.stack([direction.skip for direction in self.directions])
 
     def step_bias(self) -> Tensor:
-        return torch.stack([direction.step_proj.bias for direction in self.directions])
+        return torch.stack([direction.step_bias() for direction in self.directions])
 
 
 class LonghornMixer(BidirectionalMixer):
@@ -277,7 +285,7 @@ class Longhorn(nn.Module):
     def forward(self, x_BLC: Tensor) -> Tensor:
         u_BLD, z_BLD = self.in_proj(x_BLC).chunk(2, dim=-1)
         y_GBLD = torch.stack([
-            longhorn_scan(*way(u_BLD), way.skip, way.step_proj.bias, reverse=way.conv1d.reverse)
+            longhorn_scan(*way(u_BLD), way.skip, way.step_bias(), reverse=way.conv1d.reverse)
             for way in self.directions
         ])  # fmt: skip
         return self.out_proj(y_GBLD.mean(0) * F.silu(z_BLD))
@@ -374,36 +382,46 @@ def run_blocks(
     class_token_only: bool = False,
     checkpointing: bool = False,
     grid: tuple[int, int] | None = None,
+    called: bool = False,
 ) -> Tensor:
     """Blocks one behind the other: all tokens of the last, or if nothing watches them the class token alone (B, 1, C).
 
     A fused block gives the norm of what it puts out to a fused one behind it, where nothing sees what is in between.
 
     Args:
-        blocks: nn.Sequential.
+        blocks: nn.Sequential or `Blocks`.
         x_BLC: Residual stream.
         class_token_only: Whether nobody needs the last block's other tokens.
         checkpointing: Whether backward computes blocks once more.
         grid: Of patches (h, w), for pooled blocks.
+        called: Whether the module `blocks` has been called, so that its hooks have run.
     """
-    if type(blocks) is not nn.Sequential or watched(blocks):
-        return blocks(x_BLC)
+    if not called and (type(blocks) not in (nn.Sequential, Blocks) or watched(blocks)):
+        return blocks(x_BLC, checkpointing, grid) if isinstance(blocks, Blocks) else blocks(x_BLC)
     modules = list(blocks)
     fused = [fused_block(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
-    normed = None
+    normed, dtype = None, x_BLC.dtype
     for i, (block, found) in enumerate(zip(modules, fused)):
         last = i + 1 == len(modules)
         only = class_token_only and last and found is not None
         if checkpointing:
             x_BLC = checkpointed(block, x_BLC, only, grid)
-        elif found is None:
-            x_BLC, normed = block(x_BLC, **_grid_for(block, grid)), None
+        elif found is None or x_BLC.dtype != dtype:  # which a block of somebody else has put out
+            x_BLC, normed = block(x_BLC, **grid_for(block, grid)), None
         else:
             run, weights = found
             norm_next = not last and fused[i + 1] is not None and modules[i + 1].norm.eps == block.norm.eps
             how = options(block, weights, only, norm_next, lines_of(block, x_BLC, grid))
             x_BLC, normed = run(x_BLC, weights, how, path_scale(block, x_BLC), normed)
     return middle_token(x_BLC) if class_token_only else x_BLC
+
+
+class Blocks(nn.Sequential):
+    """The blocks of a model. Where they are watched, they are called, with all but `class_token_only`."""
+
+    @torch.jit.unused
+    def forward(self, x_BLC: Tensor, checkpointing: bool = False, grid: tuple[int, int] | None = None) -> Tensor:
+        return run_blocks(self, x_BLC, False, checkpointing, grid, called=True)
 
 
 def checkpointed(
@@ -416,14 +434,14 @@ def checkpointed(
     found = fused_block(block, x_BLC) if type(block) is Block and not watched(block) else None
     if found is None:
         only = {"class_token_only": True} if class_token_only else {}
-        return checkpoint(block, x_BLC, **only, **_grid_for(block, grid))
+        return checkpoint(block, x_BLC, **only, **grid_for(block, grid))
     run, weights = found
     how = options(block, weights, class_token_only, lines=lines_of(block, x_BLC, grid))
     arguments = x_BLC, weights, how, path_scale(block, x_BLC)
     return checkpoint(run, *arguments, preserve_rng_state=False)[0]
 
 
-def _grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple[int, int]]:
+def grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple[int, int]]:
     """The grid as an argument of a block that takes it."""
     return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 

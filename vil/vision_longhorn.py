@@ -39,11 +39,13 @@ from torch import Tensor, nn
 from .block import (
     BidirectionalMixer,
     Block,
+    Blocks,
     LonghornMixer,
     MambaMixer,
     RMSNorm,
     at_least_fp32,
     checkpointed,
+    grid_for,
     insert_class_token,
     run_blocks,
     split_class_token,
@@ -282,7 +284,9 @@ class VisionLonghorn(nn.Module):
             )
         axes = ("rows", "columns") if pooled else (None, None)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
-        self.blocks = nn.Sequential(*[Block(embed_dim, mixer, rate, axes[i % 2], **dd) for i, rate in enumerate(rates)])
+        self.blocks: nn.Sequential = Blocks(
+            *[Block(embed_dim, mixer, rate, axes[i % 2], **dd) for i, rate in enumerate(rates)]
+        )
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=self.patch_embed.feat_ratio()) for i in range(depth)
         ]
@@ -383,10 +387,7 @@ class VisionLonghorn(nn.Module):
         intermediates: list[Any] = []
         class_tokens = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            if self.grad_checkpointing:
-                x = checkpointed(block, x, grid=grid)
-            else:
-                x = block(x) if not self.pooled else block(x, grid=grid)
+            x = checkpointed(block, x, grid=grid) if self.grad_checkpointing else block(x, **grid_for(block, grid))
             if i in taken:
                 patches, class_token = split_class_token((self.norm(x) if norm else x).to(self.cls_token.dtype))
                 if output_fmt == "NCHW":

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends
 from . import cpu, operator
 from .contract import FP32, TAPS, unobserved
-from .weights import BlockWeights, needs_gradients
+from .weights import BlockWeights
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -> Callable | None:
@@ -29,7 +29,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
         return None if backends.transformed() else operator.block
     # compilers and whoever else looks on are shown the parts of a block on a CPU
     hidden = dtype == FP32 and unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    if backend != "cpu" or not hidden or (pooled and needs_gradients(x_BLC, weights)):
+    if backend != "cpu" or not hidden or (pooled and torch.is_grad_enabled()):  # which has no backward there
         return None
     return cpu.block
 

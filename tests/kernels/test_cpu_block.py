@@ -190,6 +190,17 @@ def test_a_second_derivative_is_refused():
         dx.square().sum().backward()
 
 
+@torch.no_grad()
+def test_a_block_behind_somebody_elses_of_another_dtype_runs_by_its_parts(calls):
+    class Rounding(torch.nn.Identity):
+        def forward(self, x):
+            return x.bfloat16()
+
+    block, x = a_block(LonghornMixer, 16), torch.randn(2, 9, 16)
+    assert torch.equal(run_blocks(torch.nn.Sequential(Rounding(), block), x), block(x.bfloat16()))
+    assert not calls
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_others_see_the_parts_of_a_block(calls):
     block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16)

@@ -571,6 +571,17 @@ def test_gradients_of_each_image_by_torch_func_are_those_of_backward(name):
         torch.func.jvp(model, (x,), (x,))
 
 
+@KINDS
+def test_a_linear_layer_in_place_of_the_steps_projection_adds_its_bias_once(name):
+    model, x = randomised(small(name)).eval().float(), random_images(2, 3, 48, 48)
+    expected = model(x)
+    for direction in model.blocks[0].mixer.directions:
+        ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
+        direction.step_proj = torch.nn.Linear(R, D)  # such as loralib's
+        direction.step_proj.load_state_dict(ours)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_registered_with_timm():
     names = [f"{kind}_{size}" for kind in ("vil", "vim") for size in ("base", "small", "tiny")]
     assert timm.list_models(module="vision_longhorn", exclude_filters="*_pooled") == names

@@ -97,8 +97,17 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model.set_grad_checkpointing()
+    calls = []
+    watched = model.blocks, model.blocks[0].norm  # which are told the grid, and computed twice, none the less
+    handles = [m.register_forward_hook(lambda module, *_: calls.append(type(module))) for m in watched]
     model(images).sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert calls == [vil.block.RMSNorm, vil.block.Blocks, vil.block.RMSNorm]
     assert_close([p.grad for p in model.parameters()], plain)
+    first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight  # alone: what follows is frozen
+    model.set_grad_checkpointing(False)
+    assert_close(torch.autograd.grad(model(images).sum(), first)[0], first.grad)
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
     model.eval()
     assert_close(torch.jit.script(model)(images), logits)

@@ -118,7 +118,7 @@ def _in_image_order(values_TB: Tensor, reverse: bool) -> Tensor:
 def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse) -> tuple[Tensor, Tensor, Tensor]:
     """decay_TBND and drive_TBND of S_t = decay_t S_{t-1} + drive_t, and the step (beta or dt) of tokens, step_BLD."""
     v_BLD, step_logits_BLD, k_BLN = (at_least_fp32(t) for t in (v_BLD, step_logits_BLD, k_BLN))
-    step_logits_BLD = step_logits_BLD + direction.step_proj.bias
+    step_logits_BLD = step_logits_BLD + direction.step_bias()
     selective = recurrence == "selective"
     step_BLD = F.softplus(step_logits_BLD) if selective else step_logits_BLD.sigmoid()
     inputs = [v_BLD, step_BLD if selective else step_logits_BLD, k_BLN]
