@@ -194,5 +194,6 @@ def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:
     """
     if (channels := getattr(model, "in_chans", 3)) != 3:
         raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
+    model = getattr(model, "_orig_mod", model)  # timm fails on what torch.compile returns
     config = resolve_data_config(chosen, model=model)
     return config | {"input_size": input_size(model, config)}

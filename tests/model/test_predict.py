@@ -64,8 +64,9 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
         truth, pixels = expected(checkpoint, opened), np.asarray(opened)
     order = np.argsort(-truth)[:3]
     model = vil.from_checkpoint(checkpoint).train()
+    frozen = model.blocks[0].eval()
     found = vil.predict(model, str(path), topk=3)
-    assert model.training
+    assert (model.training, frozen.training) == (True, False)
     assert [p.number for p in found] == order.tolist()
     assert [p.label for p in found] == [SHOWN[number] for number in order]
     np.testing.assert_allclose([p.probability for p in found], truth[order], rtol=1e-4)
@@ -76,6 +77,8 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     assert len(vil.predict(model.eval(), path, topk=100)) == 7
     assert not model.training
     assert vil.predict(model, Image.open(photos / "f.gif")) == vil.predict(model, photos / "f.gif")  # of a palette
+    for same in (torch.compile(model, backend="eager"), model.bfloat16()):
+        assert [p.label for p in vil.predict(same, path, topk=3)] == [p.label for p in found]
 
 
 def test_sixteen_bits_are_the_same_picture_in_any_form(checkpoint, tmp_path):
@@ -161,6 +164,11 @@ def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
     model.pretrained_cfg = dict(model.pretrained_cfg, tag="augreg_in1k", num_classes=1000)
     (found,) = vil.predict(model, pixels, topk=1)
     assert found.label == ImageNetInfo().index_to_description(found.number)
+    for config in (model.pretrained_cfg, dict(label_names=NAMES)):  # of the head that was there before
+        model.reset_classifier(4)
+        model.pretrained_cfg = config
+        (found,) = vil.predict(model, pixels, topk=1)
+        assert found.label == str(found.number)
 
 
 ODD = [dict(input_size=size) for size in ([3, 20_000, 20_000], [3, -5, 16], [1, 16, 16], [3, 16], "x")]

@@ -321,7 +321,6 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     interpolation = transforms.InterpolationMode(options.get("interpolation", "bicubic"))
     resize = transforms.Resize(int(16 / options.get("crop_pct", 0.875)), interpolation)
     see = transforms.Compose([resize, transforms.CenterCrop(16), transforms.PILToTensor()])
-    files = files[:4]  # as many of each folder
     shown = torch.stack([see(Image.open(tmp_path / name).convert("RGB")) for name in files]) / 255
     mean, std = (torch.tensor(t).view(3, 1, 1) for t in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     images = (shown - mean) / std

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, t
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])
-def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessing(best, tmp_path, of_a_run):
+def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(best, tmp_path, monkeypatch, of_a_run):
     if of_a_run:
         path, state = best(img_size=32)
         state["label_names"] = [f"class {number}" for number in range(7)]
@@ -142,7 +143,14 @@ def test_a_folder_is_read_by_timm_and_by_this_package_with_names_and_preprocessi
         (folder / "config.json").write_text(odd)
         with pytest.raises(CheckpointError, match=r"config.json is no table of a model: |mine has std \[1e-50\]"):
             vil.from_checkpoint(folder)
-    assert export_model(model, folder).path == folder  # in place of what is there
+    (folder / "README.md").write_text(card + "Data: mine")
+    monkeypatch.chdir(folder)
+    assert export_model(model, ".").path == Path()  # in place of what is there, but for what somebody wrote
+    assert Path("config.json").read_text() == config
+    assert Path("README.md").read_text() == card + "Data: mine"
+    Path("README.md").unlink()
+    export_model(model, ".", metadata={"commit": "0012"})
+    assert Path("README.md").read_text() == card
     (tmp_path / "a file").write_text("")
     with pytest.raises(ExportError, match="a file is a file, and would become the other"):
         export_model(model, tmp_path / "a file")

@@ -90,7 +90,7 @@ def export_model(
     Args:
         model: A model of timm, which is left as it is; exported in fp32, as in evaluation.
         path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
-            Without an ending it is a folder, which gets model.safetensors, config.json and README.md.
+            Without an ending it is a folder, which gets model.safetensors, config.json and, if it has none, README.md.
         features: Numbers of blocks whose maps are outputs too.
         runtime: Who reads an ONNX file: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
             `com.microsoft.LinearAttention` then runs the recurrence.
@@ -117,7 +117,10 @@ def export_model(
         tolerance = TOLERANCE_OF_HALVES
         if not path.suffix:
             others["config.json"] = config_of(model, described, arguments_of(model))
-            others["README.md"] = card_of(path.name, described, metadata or {})
+            if (card := path / "README.md").exists():
+                _logger.info("%s is left as it is", card)
+            else:
+                others["README.md"] = card_of(path.resolve().name, described, metadata or {})
     else:
         _logger.info("%s, 1 of 2: tracing and translating the model", path)
         content, run = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)

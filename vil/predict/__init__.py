@@ -175,17 +175,21 @@ def classifier_of(model: nn.Module | str | os.PathLike, device: str | None = Non
         model = from_checkpoint(Path(model)).to(device or default_device())
     if not getattr(model, "num_classes", 1):
         raise ConfigError("the model has no classes to predict, as its head was taken off (num_classes=0)")
-    place = next(model.parameters()).device
+    weight = next(model.parameters())
 
     def run(images: Tensor) -> Tensor:
-        was_training = model.training
+        modes = [(part, part.training) for part in model.modules()]
         try:
-            return model.eval()(images)
+            return model.eval()(images.to(weight.dtype))
         finally:
-            model.train(was_training)
+            for part, was_training in modes:
+                part.training = was_training
 
     known: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    return Classifier(run, place, data_config_of(model), _readable(known.get("label_names"), known))
+    classes, names = getattr(model, "num_classes", None), known.get("label_names") or ()
+    is_imagenet = classes == IMAGENET_CLASSES and str(known.get("tag")).endswith("in1k")
+    names = names if len(names) == classes else ()  # else they are of a head that was replaced
+    return Classifier(run, weight.device, data_config_of(model), _readable(names, is_imagenet))
 
 
 def _of_onnx(path: Path) -> Classifier:
@@ -214,7 +218,7 @@ def _of_onnx(path: Path) -> Classifier:
         except Exception as error:  # as above
             raise ConfigError(f"{path} fails on images {tuple(images.shape)}: {_line(error)}") from error
 
-    return Classifier(run, torch.device("cpu"), config, _readable(names, {}))
+    return Classifier(run, torch.device("cpu"), config, _readable(names))
 
 
 NEEDED = ("input_size", "mean", "std", "crop_pct")
@@ -233,9 +237,8 @@ def _judged(config: dict[str, Any], names: Any, path: Path) -> list[str]:
     return names
 
 
-def _readable(names: Sequence[str] | None, known: dict[str, Any]) -> Sequence[str]:
+def _readable(names: Sequence[str], is_imagenet: bool = False) -> Sequence[str]:
     """Names of classes: ImageNet's in words."""
-    is_imagenet = known.get("num_classes") == IMAGENET_CLASSES and str(known.get("tag")).endswith("in1k")
     if not names and not is_imagenet:
         return ()
     imagenet = ImageNetInfo()

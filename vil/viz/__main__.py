@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,7 +129,7 @@ def image_files(paths: list[Path]) -> list[Path]:
         ConfigError: There is none.
     """
     folders = [map(Path, list_images(str(path), str(path))) if path.is_dir() else [path] for path in paths]
-    files = [path for files in zip(*folders) for path in files]
+    files = [path for files in zip_longest(*folders) for path in files if path]
     if not files:
         raise ConfigError("--images: there are no images in " + " ".join(map(str, paths)))
     return files
