@@ -135,10 +135,3 @@ def _backward(ctx, dy, _):
 
 
 torch.library.register_autograd("vil::scan", _backward, setup_context=_save_for_backward)
-
-
-def _refuse(ctx, *_):
-    raise NotImplementedError("a scan is differentiable once")
-
-
-torch.library.register_autograd("vil::scan_backward", _refuse)
