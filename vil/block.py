@@ -382,6 +382,7 @@ def run_blocks(
     class_token_only: bool = False,
     checkpointing: bool = False,
     grid: tuple[int, int] | None = None,
+    called: bool = False,
 ) -> Tensor:
     """Blocks one behind the other: all tokens of the last, or if nothing watches them the class token alone (B, 1, C).
 
@@ -393,15 +394,11 @@ def run_blocks(
         class_token_only: Whether nobody needs the last block's other tokens.
         checkpointing: Whether backward computes blocks once more.
         grid: Of patches (h, w), for pooled blocks.
+        called: Whether the module `blocks` has been called, so that its hooks have run.
     """
-    if type(blocks) in (nn.Sequential, Blocks) and not watched(blocks):
-        return _one_by_one(list(blocks), x_BLC, class_token_only, checkpointing, grid)
-    return blocks(x_BLC, checkpointing, grid) if isinstance(blocks, Blocks) else blocks(x_BLC)
-
-
-def _one_by_one(
-    modules: list[nn.Module], x_BLC: Tensor, class_token_only: bool, checkpointing: bool, grid: tuple[int, int] | None
-) -> Tensor:
+    if not called and (type(blocks) not in (nn.Sequential, Blocks) or watched(blocks)):
+        return blocks(x_BLC, checkpointing, grid) if isinstance(blocks, Blocks) else blocks(x_BLC)
+    modules = list(blocks)
     fused = [fused_block(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
     normed, dtype = None, x_BLC.dtype
     for i, (block, found) in enumerate(zip(modules, fused)):
@@ -424,7 +421,7 @@ class Blocks(nn.Sequential):
 
     @torch.jit.unused
     def forward(self, x_BLC: Tensor, checkpointing: bool = False, grid: tuple[int, int] | None = None) -> Tensor:
-        return _one_by_one(list(self), x_BLC, False, checkpointing, grid)
+        return run_blocks(self, x_BLC, False, checkpointing, grid, called=True)
 
 
 def checkpointed(
