@@ -112,8 +112,6 @@ def models() -> str:
 def pooled() -> str:
     rows: dict[str, list[str]] = {}
     for row in results("h100_pooled")["rows"]:
-        if "tiny" in row["model"] and row["img_size"] > 224:
-            continue
         cells = rows.setdefault(f"{row['model'].split('_')[1]}: {described(row)}", [])
         cells.append(f"{number(row['graph']['images_per_second'])} / {row['graph']['peak_gib']:.2f}")
     return table(["", "ViL", "ViL pooled", "DeiT"], [[label, *cells] for label, cells in sorted(rows.items())])
