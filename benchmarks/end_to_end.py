@@ -23,7 +23,8 @@ import time
 from multiprocessing import Pool
 from pathlib import Path
 
-from loader import picture
+import numpy as np
+from PIL import Image, ImageFilter
 
 from vil.info import format_environment
 
@@ -74,7 +75,11 @@ def make_data(folder: Path, images: int, validation_images: int, distinct: int) 
 
 
 def write_image(seed: int, path: Path) -> None:
-    picture(seed).save(path, quality=92)
+    """Shapes and grain of 500x375 pixels, in a file about as large as that of a photo."""
+    random_numbers = np.random.default_rng(seed)
+    shapes = Image.fromarray(random_numbers.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
+    grain = Image.fromarray(random_numbers.integers(0, 256, (375, 500, 3), dtype=np.uint8))
+    Image.blend(shapes, grain.filter(ImageFilter.GaussianBlur(0.7)), 0.5).save(path, quality=92)
 
 
 def measure(config: str, gpus: int, data_dir: Path, options, passed_on: list[str], folder: Path) -> None:
