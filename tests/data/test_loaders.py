@@ -152,6 +152,10 @@ def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folde
     for batch_size, on_device, small in ((2, False, 2**20), (100, False, 2**20), (2, True, 2**20), (100, True, 0)):
         monkeypatch.setattr(encoded, "SMALL", small)
         evaluation_loader(images, DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
+    streaming = IterableImageDataset("", reader=UserList())
+    streaming.set_loader_cfg = lambda num_workers: None
+    evaluation_loader(streaming, DATA_CONFIG, CPU, 0, 100, 0, 1)
+    assert taken.pop() == (0, 100 * 3 * 12 * 16)  # whole batches
     files = 64 * (3 * sum(sizes) // (2 * len(sizes)))
     pieces = len(sizes) // 2, 2
     assert taken == [*zip(pieces, (2 * 3 * 12 * 16, 64 * 3 * 12 * 16)), *zip(pieces, (2 * 3 * 2**14, files))]

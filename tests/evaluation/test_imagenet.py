@@ -26,8 +26,10 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
     """As in training, which takes such a split for validation and judges among all classes."""
     for name in ("ant", "cat", "dog"):
         shutil.copytree(image_folder / "val" / name, tmp_path / "val" / name)
-    images, classes = open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "cat", "dog"])
-    assert (classes, {images.reader[i][1] for i in range(len(images))}) == (None, {0, 2, 3})
+    shutil.make_archive(str(tmp_path / "packed"), "tar", tmp_path / "val")
+    for split in ("val", "packed"):
+        images, classes = open_test_split(str(tmp_path), "", split, 4, ["ant", "bee", "cat", "dog"])
+        assert (classes, {images.reader[i][1] for i in range(len(images))}) == (None, {0, 2, 3})
     with pytest.raises(ConfigError, match="has 3 classes but the model 4"):
         open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"])
 

@@ -174,3 +174,6 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert len(re.findall("<figure>", text)) == 12
     monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 25)
     assert len(Page(report_page(*words, images)).tables[2]) == 1 + 25  # a matrix
+    right = np.broadcast_to(targets[:, None, None], best.shape)
+    two = Comparison.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
+    assert len(Page(report_page(words[0], 2 * words[1], two, *words[3:], images)).tables[-1]) == 1 + 25

@@ -105,7 +105,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(mixer, calls):
     block, x = a_block(mixer, 16), torch.randn(2, 5, 16, requires_grad=True)
     tensors = {"x": x, **dict(block.named_parameters())}
     expected = dict(zip(tensors, torch.autograd.grad(block(x).sum(), tensors.values())))
-    for frozen in ({"x", "mixer.directions.1.conv1d.weight"}, set(tensors) - {"x"}):
+    for frozen in ({"x", "norm.weight", "mixer.directions.1.conv1d.weight"}, set(tensors) - {"x"}):
         for name, t in tensors.items():
             t.requires_grad_(name not in frozen)
             t.grad = None

@@ -79,9 +79,11 @@ def test_preprocessing_is_that_of_the_run(trained, tmp_path):
     assert (own.pretrained_cfg["crop_pct"], own.pretrained_cfg["interpolation"]) == (0.7, "bilinear")
     assert own.pretrained_cfg is own.default_cfg
     assert own.pretrained_cfg["num_classes"] == own.num_classes == 4
-    torch.save(timm.create_model("vil_tiny", depth=1, in_chans=1).state_dict(), tmp_path / "grey.pth")
-    grey = vil.from_checkpoint(tmp_path / "grey.pth", "vil_tiny", depth=1, in_chans=1)
-    assert grey.pretrained_cfg["input_size"] == (1, 224, 224)
+    torch.save(timm.create_model("vil_tiny", depth=1, in_chans=2).state_dict(), tmp_path / "two.pth")
+    two = vil.from_checkpoint(tmp_path / "two.pth", "vil_tiny", depth=1, in_chans=2)
+    assert two.pretrained_cfg["input_size"] == (2, 224, 224)
+    export_model(two, tmp_path / "two.safetensors", mean=[0.5, 0.4], std=[0.2])
+    assert vil.from_checkpoint(tmp_path / "two.safetensors").pretrained_cfg["mean"] == [0.5, 0.4]
     assert timm.create_model("vil_tiny", depth=1).pretrained_cfg["crop_pct"] == 0.875  # nobody else's has changed
 
 
@@ -156,6 +158,8 @@ def test_weights_of_others_need_the_name_of_their_model(tmp_path):
     model = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48, num_classes=7)
     default = vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, num_classes=7)
     assert [resolve_model_data_config(m)["input_size"] for m in (model, default)] == [(3, 48, 48), (3, 224, 224)]
+    first = create_model("vim_tiny", str(path), embed_dim=40, depth=1, img_size=48, num_classes=7).state_dict()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in first.items())
     with pytest.raises(CheckpointError, match="the checkpoint has 7 classes but the model 1000"):
         vil.from_checkpoint(path, "vim_tiny", embed_dim=40, depth=2, img_size=48)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):

@@ -105,10 +105,10 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
         handle.remove()
     assert calls == [vil.block.RMSNorm, vil.block.Blocks, vil.block.RMSNorm]
     assert_close([p.grad for p in model.parameters()], plain)
+    assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
     first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight  # alone: what follows is frozen
     model.set_grad_checkpointing(False)
     assert_close(torch.autograd.grad(model(images).sum(), first)[0], first.grad)
-    assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
     model.eval()
     assert_close(torch.jit.script(model)(images), logits)
     features = timm.create_model(name, depth=2, features_only=True, dynamic_img_size=True, out_indices=[1])

@@ -70,7 +70,8 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     assert [p.number for p in found] == order.tolist()
     assert [p.label for p in found] == [SHOWN[number] for number in order]
     np.testing.assert_allclose([p.probability for p in found], truth[order], rtol=1e-4)
-    others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8]
+    transparent = np.pad(pixels, [(0, 0), (0, 0), (0, 1)])
+    others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8, transparent]
     for other in [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]:
         assert [p.label for p in other] == [p.label for p in found]
         assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)

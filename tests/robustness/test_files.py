@@ -91,8 +91,10 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
 
 def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
     with FolderLock(tmp_path / "run"):
-        message = rf"run is in use: process {os.getpid()} on \S+ has trained here since 20\d\d-.*--experiment NAME"
+        message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
+        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # for the second
         with pytest.raises(FolderInUseError, match=message):
             FolderLock(tmp_path / "run")
         with FolderLock(tmp_path / "other"):

@@ -85,8 +85,8 @@ def test_defaults_are_those_of_tiny():
 def test_the_command_line_overrides_the_file(tmp_path):
     (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 7\nmodel_ema: true\nopt_betas: [0.8, 0.9]\nseed: 3\n")
     words = "--epochs 3 --no-model-ema --model-kwargs depth=2 embed_dim=64 --aa none --scale 0.5 1 --seed 0"
-    config = load_config("", ["-c", str(tmp_path / "c.yaml"), *words.split()])
-    assert (config.lr, config.epochs, config.model_ema, config.opt_betas) == (5e-4, 3, False, (0.8, 0.9))
+    config = load_config("", ["-c", str(tmp_path / "c.yaml"), "--opt-betas", "none", *words.split()])
+    assert (config.lr, config.epochs, config.model_ema, config.opt_betas) == (5e-4, 3, False, None)
     assert (config.model_kwargs, config.aa, config.scale) == ({"depth": 2, "embed_dim": 64}, None, (0.5, 1.0))
     assert (config.seed, config.min_lr, config.experiment) == (0, 1e-5, "c")
 
@@ -100,6 +100,7 @@ def test_noise_comes_in_the_number_of_imagenets_images_or_any_other(words, image
     ("option", "text", "value"),
     [
         ("lr", "1e-3", 0.001), ("lr", "1", 1.0), ("clip_grad", "5", 5.0), ("clip_grad", "null", None),  # 1e-3 is text
+        ("phases", "[{lr: 1e-3}]", [dict(lr=0.001)]),
         ("clip_grad", "none", None), ("epochs", "7.0", 7), ("img_size", "'null'", None), ("batch_size", "32", 32),
         ("experiment", "2024", "2024"), ("checkpoint_interval", "500", "500"), ("checkpoint_interval", "null", None),
         ("aa", "null", None), ("aa", "3a", "3a"), ("opt_betas", "[0.8, 1]", (0.8, 1.0)), ("opt_betas", "none", None),

@@ -91,6 +91,12 @@ def test_a_teacher_that_will_not_do_is_refused_before_work_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_teacher_of_timms_answers_in_evaluation(image_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *args, **kwargs: None)
+    taught = trainer(image_folder, tmp_path, teacher="test_resnet", synthetic=64, num_classes=1000)
+    assert not any(part.training for part in taught.teacher.model.modules())
+
+
 @pytest.mark.parametrize(
     ("threshold", "smoothing", "ok"),
     [(0.0, 0.0, True), (0.02, 0.1, False), (0.2, 0.1, True), (0.95, 0.1, False), (0.999, 0.0, True), (1.0, 0.0, False)],

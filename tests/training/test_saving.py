@@ -1,5 +1,6 @@
 """Checkpoints of runs: what is written when, which one a run goes on from, and with what it may go on."""
 
+import itertools
 import os
 import re
 import shlex
@@ -109,7 +110,9 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
     state = {"config": {}, "state_dict": {"a": torch.zeros(1)}}
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
     checkpoint.save_checkpoint(state | {"state_dict_ema": {"a": torch.ones(1)}}, tmp_path / "both.pt")
-    for name, use_ema, expected in (("both", None, 1), ("both", False, 0), ("both", True, 1), ("one", None, 0)):
+    torch.save({"model": {"a": torch.zeros(1)}, "model_ema": {"a": torch.ones(1)}}, tmp_path / "other.pt")
+    for name, use_ema in itertools.product(("one", "both", "other"), (None, False, True)):
+        expected = name != "one" and use_ema is not False
         assert checkpoint.read_weights(tmp_path / f"{name}.pt", use_ema)["a"].item() == expected
 
 

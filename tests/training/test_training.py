@@ -245,8 +245,8 @@ def test_a_checkpoint_alone_says_how_its_run_goes_on(whole, image_folder, tmp_pa
     monkeypatch.chdir(image_folder.parent)
     trained(Path(image_folder.name), tmp_path, checkpoint_interval="3")
     (tmp_path / "run" / "previous.pt").rename(tmp_path / "run" / "last.pt")
-    monkeypatch.chdir(tmp_path)
-    status, _ = main(monkeypatch, capsys, "--resume", "run/last.pt")
+    monkeypatch.chdir(tmp_path / "run")
+    status, _ = main(monkeypatch, capsys, "--resume", "last.pt")
     assert status == 0
     assert_same_end(tmp_path / "run", whole)
 
