@@ -10,6 +10,7 @@ reported, and the ratio of the least to that of the DeiT of the same size.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from pathlib import Path
 
@@ -25,9 +26,9 @@ MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_sma
 FORMATS = {"onnx": dict(), "onnxruntime.onnx": dict(runtime="onnxruntime"), "pt2": dict()}
 
 
-def runner(path: Path, threads: int):
+def runner(path: Path, name: str, threads: int):
     """A function that runs one image."""
-    image = torch.randn(1, 3, 224, 224)
+    image = torch.randn(1, *timm.get_pretrained_cfg(name).input_size)
     if path.suffix == ".pt2":
         module = torch.export.load(path).module()
         return lambda: module(image)
@@ -60,7 +61,7 @@ def main() -> None:
                 path = options.folder / f"{name}.{ending}"
                 if not path.exists():
                     export_model(timm.create_model(name), path, **FORMATS[ending])
-                runs[path] = runner(path, options.threads)
+                runs[path] = runner(path, name, options.threads)
         times: dict[Path, list[float]] = {path: [] for path in runs}
         for _ in range(options.rounds):
             for path, run in runs.items():
@@ -70,7 +71,7 @@ def main() -> None:
                 run()
                 times[path].append(1e3 * (time.perf_counter() - start))
         for path, measured in times.items():
-            size = path.name.split("_")[1].split(".")[0]
+            size = re.split("[_.]", path.name)[1]
             peers = [min(t) for p, t in times.items() if p.name.startswith(f"deit_{size}")]
             ratio = f"{min(measured) / peers[0]:.1f} x" if peers else ""
             megabytes = path.stat().st_size / 1e6

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 
-import timm
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from vil.kernels import flops
 
-import vil  # noqa: F401  registers the models
+from vil.factory import create_model
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
 MODELS += ["vil_base", "vim_base", "deit_base_patch16_224"]
@@ -48,7 +47,7 @@ class CountOutputs(TorchDispatchMode):
 def measure(name: str, img_size: int) -> tuple[float, float, float, float]:
     """Millions of parameters, GFLOPs, GFLOPs with 9 an element of state, and millions of activations."""
     with torch.device("meta"):
-        model, image = timm.create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
+        model, image = create_model(name, img_size=img_size).eval(), torch.empty(1, 3, img_size, img_size)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = False  # but the products that it is

@@ -60,7 +60,7 @@ from vil.evaluation.evaluator import Evaluator
 from vil.factory import create_model, load_model
 from vil.files import write_atomically
 from vil.info import git_commit
-from vil.processes import SCHEDULERS_SIGNALS
+from vil.processes import SCHEDULERS_SIGNALS, hearing_signals
 from vil.training.interruption import PREEMPTED
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def main() -> None:
         folder = Path(folder)
         keep_recipe(folder, recipe)
         gpus = share_gpus(visible_gpus(), options.jobs, options.processes or 1)
-        with deadline, ThreadPoolExecutor(options.jobs) as pool:
+        with deadline, hearing_signals(), ThreadPoolExecutor(options.jobs) as pool:
             to_do = [job for job in jobs if job not in have]
             list(pool.map(lambda job: train(options, *job, words, folder, deadline, gpus), to_do))
         done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job)) and job not in have]

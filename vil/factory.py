@@ -34,12 +34,13 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         ConfigError: There is no such model, it does not take the arguments, or it does not fit the weights.
         CheckpointError: The file is missing or corrupt.
     """
+    start: dict[str, Any] = {}
     if pretrained_path:
         weights = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
         classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
-        arguments |= dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
+        start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
-        created = _create(model, arguments)
+        created = _create(model, arguments, **start)
     except RuntimeError as error:
         remedy = _nearest(model) + _how_it_was_built(pretrained_path)
         reason = checkpoint.printable(" ".join(str(error).split()))  # with names of tensors in it
@@ -52,16 +53,19 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     return created
 
 
-def _create(model: str, arguments: dict[str, Any]) -> nn.Module:
+def _create(model: str, arguments: dict[str, Any], **start: Any) -> nn.Module:
     try:
-        return timm.create_model(model, **arguments)
+        created: Any = timm.create_model(model, **arguments | start)
+        # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
+        created.model_args = arguments
+        return created
     except TypeError as error:  # ResNet and its like take images of any size, and no argument that says it
         unknown = [name for name in ("img_size", "drop_path_rate") if name in arguments and f"'{name}'" in str(error)]
         if not unknown:
             raise
         if unknown == ["drop_path_rate"] and arguments["drop_path_rate"]:
             raise TypeError("it has no stochastic depth, so give --drop-path 0") from error
-    return _create(model, {name: value for name, value in arguments.items() if name not in unknown})
+    return _create(model, {name: value for name, value in arguments.items() if name not in unknown}, **start)
 
 
 def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
@@ -174,8 +178,6 @@ def from_checkpoint(
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names
     loaded.pretrained_cfg = loaded.default_cfg = config
-    # not in the config, whose keys timm knows: it could not read what its push_to_hf_hub writes
-    loaded.model_args = arguments
     return loaded
 
 

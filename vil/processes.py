@@ -43,7 +43,7 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
     try:
-        with _hearing_signals():
+        with hearing_signals():
             chosen = init_distributed_device(process)
     except UNMET as error:
         reason = (str(error).splitlines() or ["no reason is known"])[0]
@@ -59,8 +59,8 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
 
 
 @contextmanager
-def _hearing_signals() -> Iterator[None]:
-    """Has a thread call the handlers of signals: this one may wait for others in PyTorch, which lets none run."""
+def hearing_signals() -> Iterator[None]:
+    """Has a thread call the handlers of signals: this one may wait, in PyTorch or for a thread, and run none then."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():  # which have no such place
         yield
         return
@@ -68,7 +68,7 @@ def _hearing_signals() -> Iterator[None]:
 
     def hear() -> None:
         while number := os.read(reader, 1):
-            if callable(handler := signal.getsignal(number[0])):
+            if callable(handler := signal.getsignal(number[0])) and handler is not signal.default_int_handler:
                 handler(number[0], None)
 
     os.set_blocking(writer, False)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import transformed
-from ..checks import check, check_choice, check_given, once_a_kind
+from ..checks import check, check_choice, check_given, once_a_kind, refuse_second_derivative
 
 # Tokens that are worked on at once. Forward saves the state ahead of each chunk; backward computes the others again.
 CHUNK = 16
@@ -298,9 +298,7 @@ class _TransformedGradient(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError("a scan is differentiable once")
+    backward = staticmethod(refuse_second_derivative)
 
 
 def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
@@ -325,6 +323,7 @@ def _over_directions(run: Callable, info, in_dims: tuple, *arguments):
 _scan_forward.register_vmap(functools.partial(_over_directions, _scan_forward))
 _scan_backward.register_vmap(functools.partial(_over_directions, _scan_backward))
 _scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
+_scan_backward.register_autograd(refuse_second_derivative)
 for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is never kept in less than fp32, whatever the autocast
     with contextlib.suppress(ValueError):  # PyTorch 2.8 takes the first two
         _scan_forward.register_autocast(_device, torch.float32)

@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 
 from ..backends import KERNELS, RECURRENCES, STATE_SIZES, resolve, unfit
-from ..checks import aligned, check, check_choice, check_given, once_a_kind
+from ..checks import aligned, check, check_choice, check_given, once_a_kind, refuse_second_derivative
 from .chunks import chunk_state_count
 
 
@@ -135,3 +135,4 @@ def _backward(ctx, dy, _):
 
 
 torch.library.register_autograd("vil::scan", _backward, setup_context=_save_for_backward)
+torch.library.register_autograd("vil::scan_backward", refuse_second_derivative)

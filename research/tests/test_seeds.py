@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tarfile
+import threading
 import time
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
 
 
 STUB = """
-import json, os, signal, sys, time
+import json, signal, sys, time
 from pathlib import Path
 
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -119,8 +120,6 @@ def stop(*_):
 if orders.exists():
     signal.signal(signal.SIGTERM, stop)
     (folder / "started").touch()
-    if orders.read_text() == "signal":
-        os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(20)
     sys.exit("nobody has stopped this run")
 names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
@@ -170,11 +169,17 @@ def test_every_run_has_its_own_model_and_seed_and_goes_on_by_itself(stubbed, mon
 def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by, stubbed, monkeypatch, capsys):
     root, command = stubbed
     run, orders = root / "runs" / "vil_tiny-0", root / "orders"
-    orders.write_text(by)
+    orders.touch()
     command = [*command, "--seeds", "1", "--minutes", "1", "--out", str(root / "out.json")]
     signal.signal(signal.SIGTERM, handler := lambda *_: None)
+
+    def sleep(seconds):
+        if by == "signal" and (run / "started").exists():  # which a thread gets, while the first waits for it
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        time.sleep(seconds)
+
     clock = dict(time=lambda: 3600.0 * (run / "started").exists(), signal=lambda: 0.0)[by]
-    monkeypatch.setattr(seeds, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    monkeypatch.setattr(seeds, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
     with pytest.raises(SystemExit) as ended:
         call(command, monkeypatch)
     assert ended.value.code == 75

@@ -185,22 +185,25 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
     larger = vil.from_checkpoint(tmp_path / "square.safetensors", img_size=40)
     assert larger.pos_embed.shape == (1, 26, 32)
     assert larger.pos_embed.dtype == torch.float32
+    export_model(create_model("vil_tiny", embed_dim=32, depth=1, img_size=32), tmp_path / "random.safetensors")
+    assert vil.from_checkpoint(tmp_path / "random.safetensors").patch_embed.img_size == (32, 32)
 
 
 def test_any_model_of_timm_is_loaded_and_packed(tmp_path):
     torch.manual_seed(0)
     original = timm.create_model("resnet10t", num_classes=5).eval()
     torch.save(original.state_dict(), tmp_path / "resnet.pth")
-    model = vil.from_checkpoint(tmp_path / "resnet.pth", "resnet10t", num_classes=5)
+    model = vil.from_checkpoint(tmp_path / "resnet.pth", "resnet10t", num_classes=5, img_size=176)
     assert "test_input_size" in original.pretrained_cfg  # of weights on the hub, not of these
     assert resolve_model_data_config(model, use_test_size=True) == resolve_model_data_config(original)
     images = torch.rand(1, 3, 64, 64)
     with torch.inference_mode():
         torch.testing.assert_close(model(images), original(images), rtol=0, atol=0)
-    report = export_model(model, tmp_path / "resnet.safetensors")
+    report = export_model(model, folder := tmp_path / "resnet")
     assert report.same_top1 == report.images == 4
     assert 0 < report.difference < 1e-2
-    again = vil.from_checkpoint(tmp_path / "resnet.safetensors").state_dict()
+    again = vil.from_checkpoint(folder).state_dict()
+    assert again.keys() == timm.create_model(f"local-dir:{folder}", pretrained=True).state_dict().keys()
     assert again["bn1.num_batches_tracked"].dtype == torch.int64
     assert all(
         torch.equal(again[n], t if n.endswith("tracked") else t.half().float()) for n, t in model.state_dict().items()

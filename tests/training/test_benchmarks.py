@@ -2,6 +2,7 @@
 
 import sys
 
+import flops
 import hours
 import pytest
 import throughput
@@ -23,6 +24,10 @@ import throughput
 )
 def test_a_kernel_counts_in_one_group(kernel, group):
     assert throughput.group_of(kernel) == group
+
+
+def test_flops_of_timms_other_models_are_those_that_timm_publishes():
+    assert [f"{value:.1f}" for value in flops.measure("resnet18", 224)] == ["11.7", "3.6", "3.6", "2.5"]
 
 
 def test_hours_are_those_of_all_epochs_of_all_phases_on_all_gpus(tmp_path, monkeypatch, capsys):

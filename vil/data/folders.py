@@ -15,6 +15,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 
 from timm.data import add_img_extensions, get_img_extensions
@@ -25,6 +26,8 @@ from timm.utils.misc import natural_key
 from ..processes import is_first_process
 
 _logger = logging.getLogger(__name__)
+
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
 # beside timm's, which are those of JPEG and PNG: of what `decoder` reads; in tar files, too
 add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
@@ -164,7 +167,8 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
         How many images each split has.
 
     Raises:
-        ValueError: A class has less than two images, or there is something at `target`, or it is inside of `source`.
+        ValueError: It is split already, a class has less than two images, there is something at `target`, or that is
+            inside of `source`.
         OSError: Something cannot be read or written; then there is nothing at `target`.
     """
     if not 0 < validation < 1:
@@ -181,6 +185,8 @@ def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[st
             classes[inside.parts[0]].append(file)
     if len(classes) < 2:
         raise ValueError(f"{source} has {len(classes)} folders of images: it needs one for each class")
+    if all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in classes):
+        raise ValueError(f"{source} is split already, into {', '.join(sorted(classes))}: train on it as it is")
     if few := [name for name, files in classes.items() if len(files) < 2]:
         raise ValueError(f"the class {few[0]!r} has one image, and each split needs one")
     if target.exists() and any(target.iterdir()):

@@ -13,13 +13,11 @@ from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ..config import DATASETS, Config, ConfigError
 from ..processes import is_first_process
-from .folders import FolderReader
+from .folders import SPLIT_NAMES, FolderReader
 from .images import restrict_pillow
 from .synthetic import SyntheticImages
 
 _logger = logging.getLogger(__name__)
-
-SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
 
 def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):

@@ -137,7 +137,7 @@ def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """Those with which a model of `vil.from_checkpoint` was built."""
+    """Those with which a model of `vil.from_checkpoint`, or of this package's commands, was built."""
     return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS}
 
 
@@ -154,8 +154,9 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
         raise ExportError(f"half precision cannot hold {', '.join(too_large[:3])}: values must be below 65504")
     built = arguments_of(model)
     options = {name: metadata[name] for name in ("model", "num_classes", "crop_pct", "interpolation")}
-    if isinstance(built.get("img_size"), int):  # of two numbers it is no option of a run
-        options["img_size"] = built.pop("img_size")
+    height, width = built["img_size"] = metadata["input_size"][1:]
+    if height == width:  # else it is no option of a run
+        options["img_size"], _ = built.pop("img_size")
     options["model_kwargs"] = built
     content = checkpoint.pack_weights(weights, options, {name: _plain(value) for name, value in metadata.items()})
     with TemporaryDirectory() as folder:

@@ -94,6 +94,7 @@ def draw(options: argparse.Namespace) -> None:
     ]
     figure, said = why(model, images[:count], shown, titles)
     figure.savefig(options.out / "why.png", dpi=110)
+    print(f"{options.out / 'why.png'}: {len(shown)} images; {said}", flush=True)  # many scans take minutes
     plot_scans(model, images[:count], shown, titles, blocks).savefig(options.out / "scans.png", dpi=110)
     fields = {
         f"{name}, {token}": effective_receptive_field(m, images, token)
@@ -101,7 +102,6 @@ def draw(options: argparse.Namespace) -> None:
         for token in ("centre", "class")
     }
     plot_receptive_fields(fields).savefig(options.out / "fields.png", dpi=110)
-    print(f"{options.out / 'why.png'}: {len(shown)} images; {said}")
     print(f"{options.out / 'scans.png'}: {len(shown)} images; {options.out / 'fields.png'}: over {len(images)} images")
 
 
