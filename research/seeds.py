@@ -109,7 +109,7 @@ def main() -> None:
         folder = Path(folder)
         keep_recipe(folder, recipe)
         gpus = share_gpus(visible_gpus(), options.jobs, options.processes or 1)
-        with deadline, hearing_signals(), ThreadPoolExecutor(options.jobs) as pool:
+        with deadline, ThreadPoolExecutor(options.jobs) as pool:
             to_do = [job for job in jobs if job not in have]
             list(pool.map(lambda job: train(options, *job, words, folder, deadline, gpus), to_do))
         done = [job for job in find_runs(folder, options.models) if is_done(folder / name_of(*job)) and job not in have]
@@ -155,8 +155,11 @@ class Deadline:
 
     def __enter__(self) -> None:
         self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULERS_SIGNALS}
+        self.hearing = hearing_signals()  # this thread waits for those that have the runs
+        self.hearing.__enter__()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *error) -> None:
+        self.hearing.__exit__(*error)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
