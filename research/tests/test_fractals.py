@@ -259,16 +259,6 @@ def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     np.testing.assert_allclose(points[:, CHAINS:], expected, atol=1e-5)
 
 
-def test_plain_images_are_grey_on_black_and_reach_the_margin(systems):
-    images = render_images(systems, systems, Fractals(**SMALL | dict(size=128)), places(4, "validation"))
-    assert images.dtype == torch.uint8
-    assert images.unique().tolist() == [0, 127]
-    for image in images:
-        assert (image == image[..., :1]).all()
-        rows, columns = image[..., 0].nonzero().T
-        assert all(-1 <= where.min() - 1 <= 2 and 125 <= where.max() + 1 <= 128 for where in (rows, columns))
-
-
 def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):
     corners = np.zeros((1, 8, 7))  # maps that take every point to one of three corners, where the patch is then seen
     corners[0, 1, 4] = corners[0, 2, 5] = 1

@@ -32,7 +32,7 @@ from vil.block import LonghornMixer
 @NVRTC
 @pytest.mark.parametrize(
     ("arch", "dtype", "shared"),  # of which K_TILE depends on the memory that a CTA may have
-    [("sm_90", "bf16", 227), ("sm_90", "float", 227), ("sm_80", "bf16", 99)],
+    [("sm_90", "bf16", 227), ("sm_90", "float", 227), ("sm_80", "bf16", 163), ("sm_120", "bf16", 99)],
 )
 def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
     types = {name: t for t, name in ELEMENT.items()}
