@@ -119,19 +119,6 @@ def test_patches_are_drawn_around_every_point_in_the_order_of_the_maps(mask):
     assert (drawn + backwards > 4).any()  # pixels of two maps, of which the last one wins
 
 
-def test_the_sierpinski_triangle_is_empty_in_the_middle():
-    middle = torch.tensor([[[False] * 3, [False, True, False], [False] * 3]])
-    points = play(np.array([SIERPINSKI]), np.array([99]), 100_000, seed=1)
-    image, small = (fractals.render(*points, identity(), middle, size)[0].numpy() > 0 for size in (256, 64))
-    rows, columns = np.nonzero(image)
-    margin, inside = 3, 250
-    x, y = (columns - margin) / inside, (rows - margin) / inside
-    assert (y <= 2 * np.minimum(x, 1 - x) + 0.02).all()  # corners (0, 0), (1, 0) and (1/2, 1)
-    upside_down = (y < 0.5 - 0.02) & (y > 1 - 2 * x + 0.04) & (y > 2 * x - 1 + 0.04)
-    assert not upside_down.any()
-    assert image.sum() / small.sum() == pytest.approx(9, rel=0.1)  # three times as many when twice as large
-
-
 def test_maps_are_applied_as_often_as_their_probabilities_say():
     probabilities = np.array([0.05, 0.7, 0.25])
     apart = np.zeros((1, 3, 7))  # maps that take every point to a place of their own
@@ -270,16 +257,6 @@ def test_points_that_are_played_again_come_with_their_maps(monkeypatch):
     x, y = points[:, :-CHAINS].unbind(-1)  # a step before
     expected = torch.stack([a * x + b * y + e, c * x + d * y + f], dim=-1)
     np.testing.assert_allclose(points[:, CHAINS:], expected, atol=1e-5)
-
-
-def test_plain_images_are_grey_on_black_and_reach_the_margin(systems):
-    images = render_images(systems, systems, Fractals(**SMALL | dict(size=128)), places(4, "validation"))
-    assert images.dtype == torch.uint8
-    assert images.unique().tolist() == [0, 127]
-    for image in images:
-        assert (image == image[..., :1]).all()
-        rows, columns = image[..., 0].nonzero().T
-        assert all(-1 <= where.min() - 1 <= 2 and 125 <= where.max() + 1 <= 128 for where in (rows, columns))
 
 
 def test_every_image_has_a_patch_and_a_flip_of_its_own(monkeypatch):

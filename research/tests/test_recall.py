@@ -160,7 +160,7 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "taps"),  # full strips and parts of them, several sequences a program, and fewer tokens than taps
-    [((2, 64, 64), 4), ((2, 33, 128), 4), ((2, 70, 130), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
+    [((2, 33, 128), 4), ((1, 70, 70), 4), ((9, 5, 16), 3), ((1, 2, 16), 4), ((1, 40, 3), 1)],
 )
 def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape, taps):
     """On a CPU, in Triton's interpreter."""

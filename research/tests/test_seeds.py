@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import naive_evaluation as naive
 import numpy as np
+import processes
 import pytest
 import yaml
 from fixtures import CLASSES
@@ -36,7 +37,7 @@ def kept(tmp_path, image_folder):
     config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
     command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
-    command += ["--seeds", "1", "--jobs", "2", "--test-split", "val", "--out", tmp_path / "out.json"]
+    command += ["--seeds", "1", "--test-split", "val", "--out", tmp_path / "out.json"]
     return tmp_path, [str(word) for word in [*command, "--plot", tmp_path / "out.png", "--device", "cpu"]]
 
 
@@ -45,12 +46,19 @@ def call(command, monkeypatch):
     seeds.main()
 
 
+def forked(command, stdout, **_):
+    """`subprocess.Popen` of a run, which starts in a fraction of a second and has ended."""
+    status = processes.run(command, check=False, output=stdout.name).returncode
+    return SimpleNamespace(poll=lambda: status, wait=lambda: status)
+
+
 def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder, monkeypatch, capsys):
     root, command = kept
     with pytest.raises(SystemExit) as stopped:
         call([*command, "--minutes", "0"], monkeypatch)
     assert stopped.value.code == 75
     assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
+    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=forked))
     call(command, monkeypatch)
     for model in MODELS:  # whose last weights are judged
         (root / "runs" / f"{model}-0" / "best.pt").unlink()

@@ -1,7 +1,6 @@
 """The study of what weights are worth: its choices, its runs, and what its files say."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ import pytest
 import timm
 import torch
 from faults import is_running
-from processes import SMALL
+from processes import SMALL, Forked
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
@@ -106,7 +105,7 @@ def start_two_and_wait(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_processes_of_a_killed_benchmark_end_too(tmp_path):
-    parent = multiprocessing.get_context("spawn").Process(target=start_two_and_wait, args=(tmp_path,))
+    parent = Forked(target=start_two_and_wait, args=(tmp_path,))
     parent.start()
     told = [tmp_path / "0", tmp_path / "1"]
     while not all(path.exists() and path.read_text() for path in told):

@@ -78,7 +78,8 @@ MEANING = {
 
 
 # a longjmp to another stack is no mistake here: nothing is to look for it
-COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+COMMAND = ["g++", "-std=c++17", "-Og", "-w", "-fno-exceptions", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
+COMMAND += ["-shared", "-fPIC"]
 AHEAD, BEHIND = (Path(__file__).parent / "emulator.cpp").read_text().split("/* KERNELS */")
 # what was compiled before, by what it was compiled from; may be removed at any time
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulated"

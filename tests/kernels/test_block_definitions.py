@@ -99,7 +99,7 @@ def on_both(emulated, on_a_gpu):
 GATED = [(3, 33, 192, 1), (1, 97, 384, 1), (2, 77, 384, 1), (2, 96, 192, 1), (2, 19, 192, 12), (1, 7, 384, 8)]
 
 
-@on_both([(shape, True) for shape in GATED] + [(few, False) for few in GATED[4:]], GATED)
+@on_both([(shape, True) for shape in GATED if shape[:2] != (1, 97)] + [(few, False) for few in GATED[4:]], GATED)
 def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeypatch, poison):
     if device == "cpu":
         emulator.as_if_on_a_gpu(monkeypatch, hopper=hopper)
@@ -119,7 +119,7 @@ def test_gate_outproj_equals_the_plain_one(dtype, device, shape, hopper, monkeyp
     if tiles is not None:
         tiles.copy_(in_tiles(out_proj))
     reads = Read(*y), Read(y[0], of_rows, rows), Read(y[0], of_columns, columns)
-    for read, scale_B, keep in zip(reads * 2, [scale] * 3 + [None] * 3, [True] * 3 + [False] * 3):
+    for read, scale_B, keep in zip((*reads, reads[0]), (scale, scale, None, None), (True, True, False, False)):
         (out, mean, norm), (again, *_) = (
             kernels.gate_outproj(x, read, z, scale_B, out_proj, tiles, keep, 1e-5) for _ in range(2)
         )
@@ -199,13 +199,13 @@ def tokens_in(dtype):
 def calls_of_conv_xproj(tokens, B, L, C, D, backward=False):
     u, _ = tokens(B, L, 2 * D).chunk(2, dim=-1)
     conv, conv_bias = torch.randn(2, D, TAPS), torch.randn(2, D)
-    for R, N in RANKS:
-        x_proj = tokens(2, R + 2 * N, D)
-        for H in (L, L // 2 + 1):
-            if backward:
-                yield u, tokens(2, B, H, D), tokens(2, B * H, R + 2 * N), x_proj, conv, conv_bias
-            else:
-                yield u, conv, conv_bias, x_proj, tokens(2, D, R), H
+    R, N = RANKS[L % 2]
+    x_proj = tokens(2, R + 2 * N, D)
+    for H in (L, L // 2 + 1):
+        if backward:
+            yield u, tokens(2, B, H, D), tokens(2, B * H, R + 2 * N), x_proj, conv, conv_bias
+        else:
+            yield u, conv, conv_bias, x_proj, tokens(2, D, R), H
 
 
 def calls_of_step_proj_backward(tokens, B, L, C, D):
@@ -281,8 +281,7 @@ def results(name, kernel, inputs, written):
 @EMULATED
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [(dtype, shape) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
-    + [(torch.float16, shape) for shape in SHAPES[3::2]],
+    [(dtype, shape) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES] + [(torch.float16, SHAPES[5])],
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_emulated_on_a_cpu_equals_its_definition(name, dtype, shape, monkeypatch, poison):

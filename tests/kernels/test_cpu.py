@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 import multiprocessing
-import os
 import subprocess
 import sys
 import threading
@@ -164,15 +163,19 @@ assert compiler.load("vil.kernels.cpu.language", "nothing", ())  # again
 """
 
 
+def start_without_numba(script):
+    """From a process that has not imported Numba."""
+    anew = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    return (anew if UNDER_TEST else run)([sys.executable, str(script)])
+
+
 def test_later_processes_load_what_the_first_has_compiled_without_numba(tmp_path, monkeypatch):
     folder, script = tmp_path / "cache", tmp_path / "script.py"
     monkeypatch.setenv("VIL_CACHE_DIR", str(folder))
     script.write_text(SCRIPT)
-    anew = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
-    start = anew if UNDER_TEST else run  # from a process that has not imported Numba
 
     def imports_numba():
-        ended = start([sys.executable, str(script)])
+        ended = start_without_numba(script)
         reason, imported = ended.stdout.split()
         assert reason == "None"
         assert ("compiling kernels for this CPU" in ended.stderr) == (imported == "True")
@@ -278,7 +281,7 @@ def test_a_kernel_that_needs_python_is_refused_before_it_is_loaded(monkeypatch):
         compiler.compile_kernel(cpu_kernels.__name__, "needs_python", ())
 
 
-def test_vectors_are_as_wide_as_the_cpu_has_them_for_intels_cpus_too():
+def test_vectors_are_as_wide_as_the_cpu_has_them_for_intels_cpus_too(tmp_path, monkeypatch):
     features = llvm.get_host_cpu_features().flatten().split(",")
     if "+avx512f" not in features:
         pytest.skip("needs a CPU with vectors of 512 bits")
@@ -290,6 +293,7 @@ inspect = ccallback.CFunc.inspect_llvm
 ccallback.CFunc.inspect_llvm = lambda self: print(*re.findall(r"<[0-9]+ x float>", inspect(self))) or inspect(self)
 compiler.compile_kernel("vil.kernels.scan.cpu_kernels", "longhorn_forward", (16, 64))
 """
-    environment = {**os.environ, "NUMBA_CPU_NAME": "sapphirerapids", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "sapphirerapids")
+    (tmp_path / "script.py").write_text(program)
+    done = start_without_numba(tmp_path / "script.py")
     assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")

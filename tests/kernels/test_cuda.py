@@ -64,7 +64,6 @@ def kernels(recurrence, dtype, N, D=768, arch="sm_90"):
 @pytest.mark.parametrize(
     ("arch", "dtype", "N"),
     [("sm_90", dtype, 16) for dtype in (torch.float32, torch.bfloat16)]
-    + [("sm_120", torch.bfloat16, 16)]
     + [("sm_80", torch.bfloat16, 4), ("sm_90", torch.float32, 8)]
     + [("sm_120", torch.bfloat16, 32), ("sm_80", torch.bfloat16, 64)],
 )
@@ -124,9 +123,8 @@ def assert_close_to(truth, found, dtype, variant):
         (torch.bfloat16, (1, 200, 7, 16), 1, True),
         (torch.float16, (2, 100, 40, 32), 1, True),
         (torch.bfloat16, (1, 270, 104, 16), 2, True),
-        (torch.float16, (2, 128, 72, 16), 1, True),
         (torch.bfloat16, (1, 130, 4, 64), 1, True),
-        (torch.float32, (2, 70, 12, 4), 1, True),
+        (torch.float32, (2, 128, 12, 4), 1, True),
         (torch.bfloat16, (1, 70, 20, 8), 1, True),
         (torch.bfloat16, (2, 70, 7, 16), 1, False),  # without skip and bias
     ],
@@ -214,11 +212,13 @@ def test_extreme_logits_and_keys(recurrence, dtype, logit, scale, device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank"),  # whole CTAs of channels and parts of them, sequences that end within a tile
-    [((2, 50, 40), 8), ((1, 33, 104), 16), ((1, 129, 96), 24), ((1, 20, 8), 48)],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_tokens_at_a_time_project_the_step(dtype, shape, rank, device, poison):
+    ("shape", "rank", "dtype"),  # whole CTAs of channels and parts of them, sequences that end within a tile
+    [
+        ((2, 50, 40), 8, torch.bfloat16), ((1, 33, 104), 16, torch.float16), ((1, 129, 96), 24, torch.bfloat16),
+        ((1, 20, 8), 48, torch.float16),
+    ],
+)  # fmt: skip
+def test_two_tokens_at_a_time_project_the_step(shape, rank, dtype, device, poison):
     B, L, D = shape if device == "cpu" else (shape[0], 10 * shape[1], 8 * shape[2])  # many CTAs
     _, stacked = of_both_directions("longhorn", (B, L, D, 16), dtype, "cpu")
     x, _, k, q, skip, bias = stacked

@@ -76,7 +76,7 @@ def run_line(words, monkeypatch):
     program, options = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
     monkeypatch.setattr(sys, "argv", [program, *options])
     if program == "train_imagenet.py":
-        short = ["--epochs", "2", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu", "--lr", "0.001"]
+        short = ["--epochs", "1", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu", "--lr", "0.001"]
         Trainer(load_config("", [*options, *short]), *join_processes("cpu")).run()
     elif program == "validate.py":
         validate.main()
