@@ -23,7 +23,7 @@ import vil  # noqa: F401  registers the models
 from vil.export import export_model
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
-FORMATS = {"onnx": dict(), "onnxruntime.onnx": dict(runtime="onnxruntime"), "pt2": dict()}
+FORMATS = ("onnx", "pt2")
 
 
 def runner(path: Path, name: str, threads: int):
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the files are or will be")
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["onnx", "pt2"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
@@ -52,16 +52,13 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     print(f"{options.threads} threads, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
     print("| file | MB | least, ms | median, ms | of DeiT |\n| --- | --- | --- | --- | --- |")
-    for runtime in ("onnx", "pt2"):
+    for ending in options.formats:
         runs = {}
         for name in options.models:
-            for ending in (e for e in options.formats if e.endswith(runtime)):
-                if ending == "onnxruntime.onnx" and name.startswith("deit"):
-                    continue
-                path = options.folder / f"{name}.{ending}"
-                if not path.exists():
-                    export_model(timm.create_model(name), path, **FORMATS[ending])
-                runs[path] = runner(path, name, options.threads)
+            path = options.folder / f"{name}.{ending}"
+            if not path.exists():
+                export_model(timm.create_model(name), path)
+            runs[path] = runner(path, name, options.threads)
         times: dict[Path, list[float]] = {path: [] for path in runs}
         for _ in range(options.rounds):
             for path, run in runs.items():

@@ -25,6 +25,7 @@ import vil  # noqa: F401  registers the models
 from vil import export
 from vil.export import ExportError, export_model
 from vil.export import __main__ as command_line
+from vil.export.traced import scan_by_steps
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -197,40 +198,33 @@ def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_pat
     assert [(output.name, output.shape) for output in session.get_outputs()] == [("embedding", ["batch", 12])]
 
 
-RECURRENCES = {  # those in ONNX of either kind of scan
-    f"{kind}_{name}": (recurrence, kind == "selective")
-    for kind in ("longhorn", "selective")
-    for name, recurrence in (("steps", export.scan_by_steps), ("attention", export.scan_by_linear_attention))
-}
-
-
 class Scans(torch.nn.Module):
-    """What each of them makes of the same tokens."""
+    """What both recurrences make of the same tokens."""
 
     def forward(self, x, step, k, q, rates):
-        return tuple(scan(x, step, k, q, rates if selects else None) for scan, selects in RECURRENCES.values())
+        return scan_by_steps(x, step, k, q, None), scan_by_steps(x, step, k, q, rates)
 
 
 def session_of_scans():
-    """All of them in one session of onnxruntime, for 6 channels of 5 states."""
+    """Both in one session of onnxruntime, for 6 channels of 5 states."""
     dims = {letter: Dim(letter, min=1, max=4096) for letter in "LB"}
     shapes = [("L", 2, "B", size) for size in (6, 6, 5, 5)] + [(2, 5, 6)]
     dynamic = tuple({i: dims[size] for i, size in enumerate(shape) if size in dims} for shape in shapes)
     example = tuple(torch.rand([{"L": 7, "B": 3}.get(size, size) for size in shape]) for shape in shapes)
     with torch.no_grad():
         program = torch.export.export(Scans(), example, dynamic_shapes=dynamic)
-        options = dict(dynamo=True, opset_version=18, output_names=list(RECURRENCES), verbose=False)
+        options = dict(dynamo=True, opset_version=18, output_names=["longhorn", "selective"], verbose=False)
         return onnxruntime.InferenceSession(torch.onnx.export(program, (), **options).model_proto.SerializeToString())
 
 
 def test_recurrences_in_onnxruntime_against_the_definition():
     generator, session = torch.Generator().manual_seed(1), session_of_scans()
-    for (B, L), (name, (_, selects)) in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), RECURRENCES.items()):
+    for (B, L), name in itertools.product(((1, 1), (1, 2), (4, 1), (2, 41)), ("longhorn", "selective")):
         x, logits, k, q = (torch.randn(2, B, L, size, generator=generator).double() for size in (6, 6, 5, 5))
         for scale in (1, 30):  # of which the second gives steps of 0 and 1, and keys that empty the state
             logits, k = logits * scale, k * scale
             rates = -torch.rand(2, 6, 5, generator=generator).double() * scale
-            if selects:
+            if name == "selective":
                 step = F.softplus(logits)
                 truth = torch.stack([selective(*parts) for parts in zip(x, logits, rates, k, q)])
             else:
@@ -242,22 +236,14 @@ def test_recurrences_in_onnxruntime_against_the_definition():
             assert relative(torch.from_numpy(found).permute(1, 2, 0, 3), truth) < 2e-6, name
 
 
-def test_a_runtime_without_linear_attention_is_named(tmp_path, monkeypatch):
-    node = onnx.helper.make_node("LinearAttention", [], ["logits"], domain="com.microsoft")
-    graph = onnx.helper.make_graph([node], "graph", [], [])
-    proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)])
+def test_a_runtime_that_cannot_read_the_file_is_named(tmp_path, monkeypatch):
+    def older(content, **_):
+        raise RuntimeError("Unsupported model IR version\nmore")
 
-    class Older:
-        def __init__(self, content, **_):
-            raise RuntimeError("Fatal error: com.microsoft:LinearAttention(-1) is not a registered function/op\nmore")
-
-    monkeypatch.setattr(export.formats, "onnx_model", lambda *_: proto)
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Older)
-    monkeypatch.setattr(onnxruntime, "__version__", "1.20.0")
-    beside = r"com.microsoft.LinearAttention beside ONNX's: .*\(-1\) is not a registered function/op$"
-    message = "onnxruntime 1.20.0 cannot read this at opset 18, with the operators " + beside
-    with pytest.raises(ExportError, match=message):
-        export_model(vit(), tmp_path / "model.onnx", runtime="onnxruntime")
+    monkeypatch.setattr(onnxruntime, "InferenceSession", older)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.10.0")
+    with pytest.raises(ExportError, match="onnxruntime 1.10.0 cannot read this at opset 18: .* IR version$"):
+        export_model(vit(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
@@ -266,9 +252,7 @@ def test_a_runtime_without_linear_attention_is_named(tmp_path, monkeypatch):
     [
         (dict(path="model.h5"), "model.h5 must end with .onnx for ONNX, .pt2 for .*, or .safetensors for weights"),
         (dict(path="none/model.onnx"), "there is no folder .*none"),
-        (dict(runtime="tensorrt"), "runtime 'tensorrt' is none of any, onnxruntime"),
-        (dict(path="model.pt2", runtime="onnxruntime"), "runtime and opset are of ONNX files"),
-        (dict(path="model.safetensors", opset=17), "runtime and opset are of ONNX files"),
+        (dict(path="model.pt2", opset=17), "opset is of ONNX files"),
         (dict(path="model.safetensors", features=[0]), "has weights, not outputs: features are of .onnx and .pt2 file"),
         (dict(path="model.safetensors"), "does not say with which arguments it was built, as those of vil.from_checkp"),
         (dict(metadata={"mean": "0", "data": "x"}), "^mean in the metadata is for the model itself to say"),
@@ -289,8 +273,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_the_file_as_it_was(options,
 
 
 def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
-    by_steps = export.scan_by_steps
-    monkeypatch.setattr(export, "scan_by_steps", lambda *tensors: 1.1 * by_steps(*tensors))
+    monkeypatch.setattr("vil.export.traced.scan_by_steps", lambda *tensors: 1.1 * scan_by_steps(*tensors))
     broken = vit()
     with torch.no_grad():
         broken.head.bias[0] = torch.nan
@@ -319,7 +302,7 @@ def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowe
 
 
 def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("vil.export.traced.mix", lambda recurrence, mixer, h: type(mixer).forward(mixer, h))
+    monkeypatch.setattr("vil.export.traced.mix", lambda mixer, h: type(mixer).forward(mixer, h))
     with pytest.raises(ExportError, match=r"the graph has the operator vil\.\w+\.default, which only this package"):
         export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx")
 
@@ -411,7 +394,7 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     trained, monkeypatch, capsys, caplog
 ):
     words = ["vil.export", "--checkpoint", "best.pt", "--features", "0", "--out", "vil_tiny.onnx"]
-    words += ["--opset", "20", "--runtime", "onnxruntime", "--metadata", "licence=none"]
+    words += ["--opset", "20", "--metadata", "licence=none"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.delitem(sys.modules, "vil.export.__main__")  # as in a process of its own
     runpy.run_module("vil.export", run_name="__main__")
@@ -423,8 +406,8 @@ def test_the_command_takes_a_checkpoint_and_the_document_has_what_prepares_pictu
     expected = dict(model="vil_tiny", num_classes=3, input_size=[3, 16, 16], crop_pct=0.9, interpolation="bilinear")
     assert (expected | dict(licence="none")).items() <= metadata.items()
     proto = onnx.load("vil_tiny.onnx")
-    assert {entry.domain: entry.version for entry in proto.opset_import} == {"": 20, "com.microsoft": 1}
-    assert [node.op_type for node in proto.graph.node if node.domain or node.op_type == "Scan"] == ["LinearAttention"]
+    assert {entry.domain: entry.version for entry in proto.opset_import} == {"": 20}
+    assert [node.op_type for node in proto.graph.node if node.domain or node.op_type == "Scan"] == ["Scan"]
     images = torch.randn(2, 3, 16, 16)
     *stages, use = (record.getMessage() for record in caplog.records if record.name == "vil.export")
     assert [stage.partition(":")[0] for stage in stages] == [f"vil_tiny.onnx, {n} of 2" for n in (1, 2)]

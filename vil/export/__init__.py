@@ -29,22 +29,13 @@ from ..factory import input_size
 from ..files import write_atomically
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of
-from .traced import (
-    Exported,
-    ExportError,
-    as_evaluated,
-    outputs_of,
-    pictures,
-    scan_by_linear_attention,
-    scan_by_steps,
-)
+from .traced import Exported, ExportError, as_evaluated, outputs_of, pictures
 
 _logger = logging.getLogger(__name__)
 
 __all__ = ["ExportError", "Report", "export_model"]
 
 WEIGHTS = (".safetensors", "")  # a file, or a folder with one
-RUNTIMES = ("any", "onnxruntime")
 TOLERANCE = 1e-4  # of an output's largest magnitude, or absolute where that is below 1
 TOLERANCE_OF_HALVES = 2e-2  # the same for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
@@ -80,7 +71,6 @@ def export_model(
     path: str | Path,
     *,
     features: Sequence[int] = (),
-    runtime: str = "any",
     opset: int = OPSET,
     metadata: dict[str, str] | None = None,
     **preprocessing: Any,
@@ -92,20 +82,18 @@ def export_model(
         path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
             Without an ending it is a folder, which gets model.safetensors, config.json and, if it has none, README.md.
         features: Numbers of blocks whose maps are outputs too.
-        runtime: Who reads an ONNX file: "any", of ONNX's own operators alone, or "onnxruntime", whose operator
-            `com.microsoft.LinearAttention` then runs the recurrence.
         opset: Version of ONNX's operators.
         metadata: Further entries of the file, beside the model and its preprocessing.
         **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, where they are not timm's
             for this model.
 
     Raises:
-        ExportError: A package is missing, the format or runtime cannot have what was asked for, or what is in the file
+        ExportError: A package is missing, the format cannot have what was asked for, or what is in the file
             computes something else.
     """
     path = Path(path)
-    check_options(path, runtime, opset, features)
-    exported = Exported(model, features, scan_by_steps if runtime == "any" else scan_by_linear_attention)
+    check_options(path, opset, features)
+    exported = Exported(model, features)
     described = describe(model, preprocessing)
     if taken := {*described, "label_names"} & (metadata or {}).keys():
         raise ExportError(f"{', '.join(sorted(taken))} in the metadata is for the model itself to say (pretrained_cfg)")
@@ -145,7 +133,7 @@ def usage(path: Path, outputs: Sequence[str]) -> str:
     return f"({found}) = onnxruntime.InferenceSession({name}).run(None, {{'images': images}})"
 
 
-def check_options(path: Path, runtime: str, opset: int, features: Sequence[int] = ()) -> None:
+def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
     if path.suffix not in (".onnx", ".pt2", *WEIGHTS):
         raise ExportError(
             f"{path} must end with .onnx for ONNX, .pt2 for PyTorch's exported program, or .safetensors for weights; "
@@ -153,10 +141,8 @@ def check_options(path: Path, runtime: str, opset: int, features: Sequence[int] 
         )
     if path.is_dir() if path.suffix else path.is_file():
         raise ExportError(f"{path} is a {'folder' if path.suffix else 'file'}, and would become the other")
-    if runtime not in RUNTIMES:
-        raise ExportError(f"runtime {runtime!r} is none of {', '.join(RUNTIMES)}")
-    if path.suffix != ".onnx" and (runtime, opset) != ("any", OPSET):
-        raise ExportError(f"runtime and opset are of ONNX files, and {path} is none")
+    if path.suffix != ".onnx" and opset != OPSET:
+        raise ExportError(f"opset is of ONNX files, and {path} is none")
     if path.suffix in WEIGHTS and features:
         raise ExportError(f"{path} has weights, not outputs: features are of .onnx and .pt2 files")
     if not path.parent.is_dir():

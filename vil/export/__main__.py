@@ -13,7 +13,7 @@ from .. import checkpoint
 from ..config import ConfigError, parse_key_values
 from ..factory import create_model, from_checkpoint
 from ..output import exit_stopped
-from . import OPSET, RUNTIMES, ExportError, check_options, export_model
+from . import OPSET, ExportError, check_options, export_model
 from . import __doc__ as description
 
 
@@ -28,7 +28,6 @@ def main() -> None:
     parser.add_argument("--img-size", type=int, help="image size")
     parser.add_argument("--num-classes", type=int, help="classes of the model; 0 for pooled features in their place")
     parser.add_argument("--features", nargs="+", type=int, default=[], metavar="BLOCK", help="maps of these blocks too")
-    parser.add_argument("--runtime", choices=RUNTIMES, default="any", help="onnxruntime: use its LinearAttention")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"of ONNX's operators (default: {OPSET})")
     parser.add_argument(
         "--metadata", nargs="+", type=_key_and_text, default=[], metavar="KEY=TEXT",
@@ -41,9 +40,8 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("vil.export").setLevel(logging.INFO)  # stages, which can take minutes
     try:
-        check_options(options.out, options.runtime, options.opset, options.features)
-        arguments = dict(features=options.features, runtime=options.runtime, opset=options.opset)
-        arguments["metadata"] = dict(options.metadata)
+        check_options(options.out, options.opset, options.features)
+        arguments = dict(features=options.features, opset=options.opset, metadata=dict(options.metadata))
         report = export_model(_model_of(options), options.out, **arguments)
         trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")  # timm's own weights
         print(report if trained else f"{report}; of random weights, as no --checkpoint was given")

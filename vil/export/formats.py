@@ -57,12 +57,8 @@ def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> tuple[b
     try:
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no common type
-        others = sorted({f"{node.domain}.{node.op_type}" for node in _nodes(proto.graph) if node.domain})
-        raise ExportError(
-            f"onnxruntime {onnxruntime.__version__} cannot read this at opset {opset}"
-            + (f", with the operators {', '.join(others)} beside ONNX's" if others else "")
-            + f": {_first_line(error)}"
-        ) from error
+        version = onnxruntime.__version__
+        raise ExportError(f"onnxruntime {version} cannot read this at opset {opset}: {_first_line(error)}") from error
     return content, lambda images: [
         torch.from_numpy(y) for y in session.run(exported.outputs, {"images": images.numpy()})
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -31,13 +31,12 @@ class Exported(nn.Module):
     Args:
         model: A model of timm.
         features: Numbers of blocks whose maps are outputs too.
-        recurrence: `scan_by_steps` or another function of its arguments.
 
     Raises:
         ExportError: The model has no such features.
     """
 
-    def __init__(self, model: nn.Module, features: Sequence[int] = (), recurrence: Callable | None = None):
+    def __init__(self, model: nn.Module, features: Sequence[int] = ()):
         super().__init__()
         self.model = as_evaluated(model)
         self.features = sorted(set(features))
@@ -53,7 +52,7 @@ class Exported(nn.Module):
         for mixer in mixers:
             # unless it reads lines, it is given the tokens in the order in which it reads
             mixer.directions[1].conv1d.reverse = mixer.pool is not None
-            mixer.forward = functools.partial(mix, recurrence or scan_by_steps, mixer)
+            mixer.forward = functools.partial(mix, mixer)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return outputs_of(self.model, self.features, images)
@@ -102,9 +101,7 @@ def pictures(count: int, size: tuple[int, int, int]) -> Tensor:
     return noise
 
 
-def mix(
-    recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None
-) -> Tensor:  # fmt: skip
+def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
     """A mixer's forward with tokens first around the scan: fewer copies where each transposition and flip is one.
 
     A pooled mixer has its recurrence over rows or columns of the grid (h, w).
@@ -113,7 +110,7 @@ def mix(
     if mixer.pool is None:
         u_BLD, z_BLD = (F.linear(h_BLC, weight) for weight in mixer.in_proj.weight.chunk(2))
         read = directions[0].convolve(u_BLD), directions[1].convolve(u_BLD.flip(1))
-        y_LGBD, x_LGBD = scan_of(recurrence, mixer, read)
+        y_LGBD, x_LGBD = scan_of(mixer, read)
         forward_BLD, backward_BLD = (y_LGBD + mixer.skip().unsqueeze(1) * x_LGBD).permute(2, 0, 1, 3).unbind(2)
         return mixer.out_proj((forward_BLD + backward_BLD.flip(1)) / 2 * F.silu(z_BLD))
     h, w = grid_of(h_BLC.shape[1], grid)
@@ -122,7 +119,7 @@ def mix(
     u_BLD, z_BLD = (F.linear(h_BLC, weight) for weight in mixer.in_proj.weight.chunk(2))
     v_BLD, backward_v_BLD = (direction.convolve(u_BLD) for direction in directions)
     read = row_means(v_BLD, lines.count), row_means(backward_v_BLD, lines.count).flip(1)
-    forward_BSD, backward_BSD = scan_of(recurrence, mixer, read)[0].permute(2, 0, 1, 3).unbind(2)
+    forward_BSD, backward_BSD = scan_of(mixer, read)[0].permute(2, 0, 1, 3).unbind(2)
     skipped_BLD = directions[0].skip / 2 * v_BLD + directions[1].skip / 2 * backward_v_BLD
     y_BSD = (forward_BSD + backward_BSD.flip(1)) / 2
     out_BLC = mixer.out_proj((y_BSD.index_select(1, lines.pooled()) + skipped_BLD) * F.silu(z_BLD))
@@ -134,9 +131,7 @@ def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
     return x_BLC / (x_BLC.pow(2).mean(-1, keepdim=True) + cast(float, norm.eps)).sqrt() * norm.weight
 
 
-def scan_of(
-    recurrence: Callable[..., Tensor], mixer: BidirectionalMixer, read: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def scan_of(mixer: BidirectionalMixer, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """y_LGBD less what skips it, and x_LGBD: what each direction reads (B, L, D), in its order."""
     directions: Any = mixer.directions
     reads = zip(*((v_BLD, *direction.project(v_BLD)) for direction, v_BLD in zip(directions, read)))
@@ -148,7 +143,7 @@ def scan_of(
     else:
         step_LGBD = F.softplus(step_logits_LGBD + bias_G1D)
         A_GND = -torch.stack([direction.A_log for direction in directions]).exp().mT.contiguous()
-    return recurrence(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND), x_LGBD
+    return scan_by_steps(x_LGBD, step_LGBD, k_LGBN, q_LGBN, A_GND), x_LGBD
 
 
 def scan_by_steps(
@@ -182,29 +177,3 @@ def _longhorn_step(S_GBND, x_GB1D, step_GB1D, k_GBN1, q_GB1N, *_):
 def _selective_step(S_GBND, drive_GB1D, step_GB1D, k_GBN1, q_GB1N, A_G1ND):
     S_GBND = torch.exp(A_G1ND * step_GB1D) * S_GBND + k_GBN1 * drive_GB1D
     return [S_GBND, q_GB1N @ S_GBND]
-
-
-def scan_by_linear_attention(
-    x_LGBD: Tensor, step_LGBD: Tensor, k_LGBN: Tensor, q_LGBN: Tensor, A_GND: Tensor | None
-) -> Tensor:  # fmt: skip
-    """The same by onnxruntime's operator: S = exp(decay) S + key value and y = query S, with a head for each channel.
-
-    Images and directions are its batch. Its heads share the query.
-    """
-    (L, G, B, D), N = x_LGBD.shape, k_LGBN.shape[-1]
-    x_GBLD, step_GBLD1, k_GBL1N, q_GBLN = (
-        x_LGBD.permute(1, 2, 0, 3), step_LGBD.permute(1, 2, 0, 3).unsqueeze(-1),
-        k_LGBN.permute(1, 2, 0, 3).unsqueeze(-2), q_LGBN.permute(1, 2, 0, 3),
-    )  # fmt: skip
-    key_GBLDN = k_GBL1N * step_GBLD1
-    if A_GND is None:
-        decay_GBLDN = torch.log((1 - key_GBLDN * k_GBL1N).clamp(min=torch.finfo(x_LGBD.dtype).tiny))
-    else:
-        decay_GBLDN = A_GND.mT[:, None, None] * step_GBLD1
-    inputs = q_GBLN.flatten(0, 1), key_GBLDN.flatten(3).flatten(0, 1), x_GBLD.flatten(0, 1), None
-    attributes: dict[str, Any] = dict(q_num_heads=1, kv_num_heads=D, scale=1.0, update_rule="gated")
-    y_XLD, _ = torch.onnx.ops.symbolic_multi_out(
-        "com.microsoft::LinearAttention", (*inputs, decay_GBLDN.flatten(3).flatten(0, 1)), attributes,
-        dtypes=(x_LGBD.dtype, x_LGBD.dtype), shapes=((G * B, L, D), (G * B, D, N, 1)), version=1,
-    )  # fmt: skip
-    return y_XLD.unflatten(0, (G, B)).permute(2, 0, 1, 3)
