@@ -269,7 +269,7 @@ def test_why_hides_by_evidence_by_reading_and_at_random_four_times(images, monke
             np.testing.assert_allclose(line.get_ydata(), curve[i], rtol=1e-5)
     fifths = "evidence {:.2f}, most read {:.2f}, at random {:.2f}".format(*(c[:, 2].mean() for c in curves))
     whole = f"probability of the class {curves[0][:, 0].mean():.2f}, with a fifth of the patches hidden"
-    assert said == f"{whole}: {fifths}"
+    assert said == f"over {len(images)}: {whole}: {fifths}"
 
 
 def test_the_picture_of_receptive_fields_spans_four_decades_of_each():
@@ -295,7 +295,7 @@ def checkpoint_of_a_run(path, weights, **options):
     [
         (["--images", "a/deep/0.png"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
-            ["--images", "a", "b", "--count", "2", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
+            ["--images", "a", "b", "--count", "4", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
             ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
         ),
     ],
@@ -316,6 +316,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vil.viz", "--checkpoint", "last.pt", "--out", str(out), *words])
     figures = kept_figures(monkeypatch)
+    monkeypatch.setattr(viz, "SHOWN", 2)
     viz.main()
 
     interpolation = transforms.InterpolationMode(options.get("interpolation", "bicubic"))
@@ -326,12 +327,12 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     images = (shown - mean) / std
     torch.manual_seed(0)
     untrained = timm.create_model("vil_tiny", num_classes=3, img_size=16, **kwargs).eval()
-    count = len(shown[: 2 if "--count" in words else 3])
+    asked, count = images[:4], min(2, len(files))
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
     titles = [f"{name[2:]}\n{number} ({p:.1%})" for name, p, number in zip(files, *map(torch.Tensor.tolist, best))]
     scans = plot_scans(model, images[:count], shown[:count], titles, blocks)
-    why, said = viz.why(model, images[:count], shown[:count], titles)
+    why, said = viz.why(model, asked, shown[:count], titles)
     fields = {
         f"{name}, {token}": effective_receptive_field(m, images, token)
         for name, m in (("untrained", untrained), ("trained", model))

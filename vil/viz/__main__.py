@@ -29,6 +29,8 @@ from .traces import reading
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SHOWN = 8  # images of a picture at most, which Matplotlib lays out in seconds
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -36,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", required=True, help="checkpoint of train_imagenet.py")
     parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders of them")
-    parser.add_argument("--count", type=int, default=3, help="images in why.png and scans.png (default: 3)")
+    parser.add_argument("--count", type=int, default=3, help=f"images (default: 3), of which {SHOWN} are drawn")
     parser.add_argument("--blocks", type=int, nargs="+", help="blocks in scans.png (default: first, middle, last)")
     parser.add_argument(
         "--out", type=Path, default=Path("output/viz"), help="folder of why.png, scans.png and fields.png"
@@ -86,16 +88,16 @@ def draw(options: argparse.Namespace) -> None:
     mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     options.out.mkdir(parents=True, exist_ok=True)
-    count = options.count
-    shown = (images[:count] * std + mean).clamp(0, 1)
+    asked = images[: options.count]
+    shown = (asked[:SHOWN] * std + mean).clamp(0, 1)
     titles = [
         f"{label_of('/'.join(path.parts[-2:]))[-30:]}\n{label_of(best.label)[:30]} ({best.probability:.1%})"
-        for path, (best,) in zip(files, predict(model, opened[:count], topk=1))
+        for path, (best,) in zip(files, predict(model, opened[: len(shown)], topk=1))
     ]
-    figure, said = why(model, images[:count], shown, titles)
+    figure, said = why(model, asked, shown, titles)
     figure.savefig(options.out / "why.png", dpi=110)
-    print(f"{options.out / 'why.png'}: {len(shown)} images; {said}", flush=True)  # many scans take minutes
-    plot_scans(model, images[:count], shown, titles, blocks).savefig(options.out / "scans.png", dpi=110)
+    print(f"{options.out / 'why.png'}: {len(shown)} images; {said}", flush=True)
+    plot_scans(model, asked[: len(shown)], shown, titles, blocks).savefig(options.out / "scans.png", dpi=110)
     fields = {
         f"{name}, {token}": effective_receptive_field(m, images, token)
         for name, m in (("untrained", untrained), ("trained", model))
@@ -116,9 +118,8 @@ def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str])
     draws = torch.rand(4, *read.shape, generator=torch.Generator().manual_seed(0))
     curves["at random"] = torch.stack([deletion_curve(model, images, draw) for draw in draws]).mean(0)
     fifths = ", ".join(f"{name} {curve[:, 2].mean():.2f}" for name, curve in curves.items())
-    said = (
-        f"probability of the class {curves['evidence'][:, 0].mean():.2f}, with a fifth of the patches hidden: {fifths}"
-    )
+    whole = f"probability of the class {curves['evidence'][:, 0].mean():.2f}"
+    said = f"over {len(images)}: {whole}, with a fifth of the patches hidden: {fifths}"
     return plot_why(shown, titles, maps, curves), said
 
 
