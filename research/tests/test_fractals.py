@@ -421,19 +421,23 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
 
 @pytest.mark.parametrize("where", ["saving", "rendering"])
 def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
-    begun, batches = [], []
+    begun, batches, second = [], [], threading.Event()
 
     def save(path, pixels):
         begun.append(path)
+        second.wait(60)  # however long that takes to render
         time.sleep(0.05)
         if where == "saving":
             raise OSError("broken")
 
     def render_some(*arguments):
         batches.append(arguments)
-        if where == "rendering" and len(batches) == 2:
-            raise OSError("broken")
-        return render_images(*arguments)
+        images = render_images(*arguments)
+        if len(batches) == 2:
+            second.set()
+            if where == "rendering":
+                raise OSError("broken")
+        return images
 
     monkeypatch.setattr(fractals, "_save_jpeg", save)
     monkeypatch.setattr(fractals, "render_images", render_some)
