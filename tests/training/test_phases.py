@@ -113,7 +113,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
-    whole, again = tmp_path / "whole", tmp_path / "again"
+    whole, again, options = tmp_path / "whole", tmp_path / "again", options | dict(model_ema=False)
     for folder in (whole, again):
         folder.mkdir()
     truth = Run(whole, 2, **options).finished()
@@ -182,8 +182,10 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
         load_config("", words)
-    again = load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--lr", "2", "--phases", "none"])
-    assert (again.total_epochs, again.lr) == (5, 2.0)
+    for words in (["-c", str(tmp_path / "c.yaml")], ["--resume", "last.pt"]):
+        words += ["--epochs", "5", "--lr", "2", "--phases", "none"]
+        again = load_config("", words, lambda path: dict(phases=[dict(lr=1.0)]))
+        assert (again.total_epochs, again.lr) == (5, 2.0)
 
 
 @pytest.mark.parametrize(

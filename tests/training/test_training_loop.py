@@ -144,15 +144,18 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
 
 
 def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
-    """Two sizes of images, an optimizer and a schedule for each phase, an average over all."""
+    """Two sizes of images, an optimizer and a schedule for each phase, an average and a teacher over all."""
     phases = [
         dict(epochs=2, img_size=8, lr=2e-2),
         dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
     ]
+    teacher = timm.create_model("test_resnet", num_classes=CLASSES).eval()
+    torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     kwargs = dict(embed_dim=16, depth=2, patch_size=4)
     settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
+    settings |= dict(teacher="test_resnet", teacher_checkpoint=str(tmp_path / "teacher.pth"))
     train_imagenet.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
-    assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases))
+    assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases, teacher=teacher))
 
 
 def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder, tmp_path):
