@@ -104,7 +104,7 @@ def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_che
     trainer.precision = trainer.evaluator.precision = torch.autocast("cpu", torch.bfloat16)
     dtypes = []
     trainer.model.blocks[0].mixer.in_proj.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
-    assert trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2]).dtype == torch.float32
+    trainer.backward(torch.ones(2, 3, 16, 16), torch.eye(4)[:2])
     assert dtypes == [torch.bfloat16] * (2 if checkpointing else 1)
     trainer.evaluate()
     assert set(dtypes) == {torch.bfloat16}
