@@ -51,6 +51,7 @@ def folders(tmp_path_factory):
                 image.save(root / split / name / f"ILSVRC2012_val_{number:08d}.JPEG", format="PNG")
     (broken,) = root.glob(f"imagenet/*/{UNREADABLE}")
     broken.write_bytes(broken.read_bytes()[:100])
+    shutil.make_archive(str(root / "packed"), "tar", root / "imagenet")
     classes = list(WORDNET.values())
     labels = [rng.choice(classes, size, replace=False).tolist() for size in (0, 1, 2, 5, 3, 4) * 6]
     (root / "real.json").write_text(json.dumps(labels))
@@ -249,7 +250,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
-    words = ["--real-labels", "{folders}/real.json"] if real else []
+    words = ["--real-labels", "{folders}/real.json", "--split", "packed"] if real else []  # a .tar of the same
     result, printed = command(*MORE_PT, *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
