@@ -246,8 +246,8 @@ def test_positions_go_from_one_oblong_grid_to_another(dynamic):
 
 
 def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
-    model = small().eval().requires_grad_(False)
-    x, before = random_images(1, 3, 48, 48), list(model.parameters())
+    model = small(in_chans=2).eval().requires_grad_(False)
+    x, before = random_images(1, 2, 48, 48), list(model.parameters())
     expected = model(x)
     with pytest.raises(ValueError, match="not covered"):
         model.set_input_size(img_size=50, patch_size=8)
@@ -256,6 +256,7 @@ def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
     torch.testing.assert_close(model(x), expected)
     model.double().set_input_size(img_size=64, patch_size=8)
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.float64)}  # resized or not
+    assert model.patch_embed.proj.in_channels == 2
 
 
 SIZE_ERRORS = {

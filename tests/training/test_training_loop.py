@@ -158,10 +158,13 @@ def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
     assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases, teacher=teacher))
 
 
-def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder, tmp_path):
+def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_them(folder, tmp_path):
+    teacher = timm.create_model("test_resnet", num_classes=CLASSES).eval()
+    torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     options = OPTIONS | EVERYTHING | dict(batch_size=4)
+    options |= dict(teacher="test_resnet", teacher_checkpoint=str(tmp_path / "teacher.pth"))
     two = Run(tmp_path, 2, data_dir=str(folder), checkpoint_interval=None, **_plain(options))
-    truth = train(folder, options, micro_batch=4)
+    truth = train(folder, options, micro_batch=4, teacher=teacher)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     said = two.log.read_text()
     assert said.startswith("train: ")  # without the level and name of a logger
