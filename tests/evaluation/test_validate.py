@@ -285,12 +285,12 @@ def check_comparison(result, names, targets, logits, allowed=None):
 @pytest.mark.parametrize("case", ["pretrained", "plain", "EMA", "exported"])
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
+    differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
     if case == "pretrained":  # only the deviations differ
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
         own = dict(std=OWN["std"])
-        differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
         split, weights = "val", ["{models}/vil.pt", None]
     elif case == "plain":  # of the first's size and classes
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
@@ -301,7 +301,6 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     elif case == "exported":  # of a size that is not square, which the command line makes that of the first
         words = ["--checkpoint", "{models}/vil.pt", "--use-ema", "--against", "{models}/own", "--img-size", "16"]
         first, second, own = "vil ema", "own square", dict(mean=OWN["mean"], std=OWN["std"])
-        differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
         weights = ["{models}/vil.pt", "{models}/own"]
     else:
         words = [*VIT_12, "--against", "{models}/vil.pt", "--against-use-ema"]

@@ -16,8 +16,6 @@ from train_imagenet import Trainer
 from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
-from vil.export import export_model
-from vil.factory import from_checkpoint
 from vil.training.interruption import PreemptedError
 from vil.training.losses import Loss
 
@@ -97,14 +95,6 @@ def test_a_teacher_of_timms_answers_in_evaluation(image_folder, tmp_path, monkey
     monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *args, **kwargs: None)
     taught = trainer(image_folder, tmp_path, teacher="test_resnet", synthetic=64, num_classes=1000)
     assert not any(part.training for part in taught.teacher.model.modules())
-
-
-def test_a_teacher_that_was_exported_sees_images_as_its_file_says(image_folder, tmp_path):
-    export_model(from_checkpoint(own_run(tmp_path, None)), tmp_path / "own", std=[0.5])
-    options = dict(teacher="vil_tiny", teacher_checkpoint=str(tmp_path / "own"), img_size=24)
-    teacher = trainer(image_folder, tmp_path, **options).teacher
-    assert teacher.size == (16, 16)
-    torch.testing.assert_close(teacher.scale.flatten(), torch.tensor([0.229, 0.224, 0.225]) / 0.5)
 
 
 @pytest.mark.parametrize(

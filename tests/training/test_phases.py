@@ -24,7 +24,6 @@ from vil import checkpoint
 from vil.config import FIELDS, Config, ConfigError, load_config, options_of_checkpoint
 from vil.config.options import PHASE_OPTIONS
 from vil.training import summary
-from vil.training.phases import phase_at_hand
 
 CPU = torch.device("cpu")
 # eight, then four, then eight steps an epoch; a model whose position embedding and augmentation change
@@ -140,7 +139,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
     assert saved["config"]["img_size"] == 16  # whoever loads it makes the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
-    assert phase_at_hand(written) == 2  # which says that all are done
+    assert train_imagenet.phase_at_hand(written) == 2  # which says that all are done
 
 
 def test_the_curve_marks_where_a_phase_begins(monkeypatch):
@@ -180,14 +179,14 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
     ],
 )
 def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
-    (tmp_path / "c.yaml").write_text("epochs: 3\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
+    (tmp_path / "c.yaml").write_text("epochs: 3\nseed: 7\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
         load_config("", words)
-    for words in (["-c", str(tmp_path / "c.yaml")], ["--resume", "last.pt"]):
-        words += ["--epochs", "5", "--lr", "2", "--phases", "none", "--output", "there", "--experiment", "mine"]
-        again = load_config("", words, lambda path: dict(phases=[dict(lr=1.0)]))
-        assert (again.total_epochs, again.lr, again.output, again.experiment) == (5, 2.0, "there", "mine")
+    rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output there --experiment mine"
+    for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):  # a file that is given wins
+        again = load_config("", [*words, *rest.split()], lambda path: dict(phases=[dict(lr=1.0)]))
+        assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "there", "mine", seed)
 
 
 @pytest.mark.parametrize(
