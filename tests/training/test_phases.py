@@ -183,10 +183,10 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
         load_config("", words)
-    rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output there --experiment mine"
+    rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output a --experiment b"
     for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):  # a file that is given wins
         again = load_config("", [*words, *rest.split()], lambda path: dict(phases=[dict(lr=1.0)]))
-        assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "there", "mine", seed)
+        assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "a", "b", seed)
 
 
 @pytest.mark.parametrize(
