@@ -132,6 +132,7 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
     checkpoint.load_weights(loaded, weights, path)
     if resized:
         loaded.set_input_size(size)
+        loaded.model_args = arguments | {"img_size": size}
     return loaded
 
 
