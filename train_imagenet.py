@@ -83,6 +83,7 @@ from vil.training.resumption import check_optimizer, check_progress, history_of
 from vil.training.summary import Reporter, best_top1, epoch_line
 from vil.training.teacher import Teacher
 from vil.training.update import ListedEma, Update
+from vil.vision_longhorn import VisionLonghorn
 
 
 class DivergenceError(RuntimeError):
@@ -448,8 +449,12 @@ class Trainer:
         try:
             if begins:  # all else starts anew
                 parts = {name: part for name, part in parts.items() if name.startswith("state_dict")}
+                ours = isinstance(self.model, VisionLonghorn)  # whose weights do not say their grid of patches
+                built = self.config.of_phase(self.phase - ours)
                 for name in parts:
-                    model = build_model(self.config, self.saved_config["num_classes"], saved[name])
+                    model = build_model(built, self.saved_config["num_classes"], saved[name])
+                    if ours:
+                        model.set_input_size(self.model.patch_embed.img_size)
                     saved[name] = model.state_dict()  # resampled
             else:
                 for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):

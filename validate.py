@@ -147,7 +147,8 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     settings |= {name: saved.get(name) for name in ("mean", "std", "crop_mode")}
     settings["split"] = options.split or saved.get("val_split", "validation")
     settings["dataset"] = settings["dataset"] or ""
-    settings["model_kwargs"] = {**(saved.get("model_kwargs") or {}), **parse_key_values(options.model_kwargs)}
+    own = {k: v for k, v in (saved.get("model_kwargs") or {}).items() if k != "img_size" or not options.img_size}
+    settings["model_kwargs"] = own | parse_key_values(options.model_kwargs)
     use_ema = options.use_ema
     if use_ema is None:
         use_ema = bool(options.checkpoint and checkpoint.says_average_is_best(options.checkpoint))

@@ -464,17 +464,19 @@ def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any
 
     Args:
         path: The file.
-        use_ema: Take the moving average where the file has one. None: what the file says is best, or else the average.
+        use_ema: Take the moving average. None: what the file says is best, or else the average where it has one.
 
     Raises:
-        CheckpointError: The file is missing or corrupt.
+        CheckpointError: The file is missing or corrupt, or has no average.
     """
     content = _content(path, whole=True)
     with _reading(file_of(path)):
-        if use_ema is None:
-            use_ema = _average_is_best(content) is not False
-        names = ("state_dict_ema", "model_ema") * use_ema + ("state_dict", "model")
+        averages = [n for n in ("state_dict_ema", "model_ema") if isinstance(content.get(n), dict)]
+        wanted = _average_is_best(content) is not False if use_ema is None else use_ema
+        names = averages * wanted + ["state_dict", "model"]
         weights = clean_state_dict(next((content[n] for n in names if isinstance(content.get(n), dict)), content))
+    if use_ema and not averages:
+        raise CheckpointError(f"{path} has no moving average of its weights")
     for name, tensor in weights.items():
         if complaint := _is_unfit(tensor):
             raise CheckpointError(f"{path} is no weights of a model: {name!r} {complaint}")

@@ -122,11 +122,21 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
         ConfigError: There is no such model, or it does not take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
-    weights = checkpoint.read_weights(path, use_ema)
+    weights, saved = checkpoint.read_weights(path, use_ema), checkpoint.saved_config(path)
+    size = arguments.get("img_size")
+    own = {**saved, **(saved.get("model_kwargs") or {})}.get("img_size")
     with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
-        checkpoint.load_weights(create_model(model, **arguments), weights, path)
-    loaded = create_model(model, **arguments)
+        created = create_model(model, **arguments)
+        resized = saved and size and to_2tuple(size) != to_2tuple(own) and hasattr(created, "set_input_size")
+        if resized:  # from the file's own size, which says what its positions do not: their grid
+            arguments["img_size"] = own
+            created = create_model(model, **arguments)
+        checkpoint.load_weights(created, weights, path)
+    loaded: Any = create_model(model, **arguments)
     checkpoint.load_weights(loaded, weights, path)
+    if resized:
+        loaded.set_input_size(size)
+        loaded.model_args = arguments | {"img_size": size}
     return loaded
 
 

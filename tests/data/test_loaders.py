@@ -1,5 +1,6 @@
 """Loaders of training and evaluation against timm's transforms, and which way images go: by workers or by a device."""
 
+import shutil
 import tarfile
 from collections import UserList
 from types import SimpleNamespace
@@ -143,19 +144,21 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
     assert said() == []
 
 
-def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch):
+def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch, tmp_path):
     """Prepared images, pixels of small ones, or files with room for larger ones."""
     taken = []
     monkeypatch.setattr(loaders, "choose_settings", lambda *a: taken.append(a[3:5]) or workers.choose_settings(*a))
     sizes = [path.stat().st_size for path in (photo_folder / "val").glob("*/*")]
-    images = open_split(str(photo_folder), "", "val")
-    for batch_size, on_device, small in ((2, False, 2**20), (100, False, 2**20), (2, True, 2**20), (100, True, 0)):
+    shutil.make_archive(str(tmp_path / "val"), "tar", photo_folder / "val")
+    choices = (2, False, 2**20), (100, False, 2**20), (2, True, 2**20), (100, True, 0), (2, True, 0)
+    for root, (batch_size, on_device, small) in zip((*4 * [photo_folder], tmp_path), choices):
         monkeypatch.setattr(encoded, "SMALL", small)
-        evaluation_loader(images, DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
+        evaluation_loader(open_split(str(root), "", "val"), DATA_CONFIG, CPU, 0, batch_size, 0, 1, on_device)
     streaming = IterableImageDataset("", reader=UserList())
     streaming.set_loader_cfg = lambda num_workers: None
     evaluation_loader(streaming, DATA_CONFIG, CPU, 0, 100, 0, 1)
     assert taken.pop() == (0, 100 * 3 * 12 * 16)  # whole batches
+    assert taken.pop() == (len(sizes) // 2, 3 * 2**18)  # half as much again as a large file has
     files = 64 * (3 * sum(sizes) // (2 * len(sizes)))
     pieces = len(sizes) // 2, 2
     assert taken == [*zip(pieces, (2 * 3 * 12 * 16, 64 * 3 * 12 * 16)), *zip(pieces, (2 * 3 * 2**14, files))]

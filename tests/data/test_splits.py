@@ -18,9 +18,11 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 
 from vil.config import ConfigError
 from vil.data import folders
+from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader
 from vil.data.samplers import TrainingBatches
 from vil.data.splits import class_names, count_images, describe_split, open_split, open_splits
+from vil.evaluation.imagenet import open_test_split
 
 
 @pytest.mark.parametrize(
@@ -226,9 +228,13 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
     with pytest.raises(ConfigError, match=r"the split 'train' of .* has 4 classes but the model 1000 \(num_classes\)"):
         open_splits(small_config(image_folder, num_classes=1000))
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
-    train, val, num_classes = open_splits(config)
-    assert (len(train), num_classes) == (4 * TRAIN_IMAGES, 4)
-    assert {os.path.dirname(val.filename(i)): val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
+    for packed in (False, True):
+        if packed:
+            shutil.make_archive(str(tmp_path / "images/val"), "tar", tmp_path / "images/val")
+            shutil.rmtree(tmp_path / "images/val")
+        train, val, num_classes = open_splits(config)
+        assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 3 * VAL_IMAGES, 4)
+        assert {val.filename(i).split("/")[-2]: val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
 
 
 def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder, tmp_path):
@@ -301,11 +307,19 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers, 
     assert targets(epoch=2) != whole
     assert train.reader.epoch_count.value == 2  # from which its shuffle follows, and from the seed
     assert open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4, seed=5))[0].reader.common_seed == 5
-    loader = evaluation_loader(val, DATA_CONFIG, CPU, 0, 5, 0, 1)
+    loader = evaluation_loader(val, DATA_CONFIG, CPU, workers, 5, 0, 1)
     images, labels = joined(loader)
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]
     one = create_transform(use_prefetcher=True, **DATA_CONFIG)(Image.open(image_folder / "val" / "bee" / "3.png"))
     assert any(torch.equal(image, torch.as_tensor(one)) for image in images)
+
+
+def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):
+    write_shards(image_folder, tmp_path)
+    train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=3))
+    for images in (val, open_test_split(str(tmp_path), "wds/x", "validation", 3)[0]):
+        assert sorted({label for _, label in images}) == [UNREADABLE, 0, 1, 2]
+    assert {label for _, label in train} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("shards", [1, 3])

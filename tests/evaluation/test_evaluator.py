@@ -47,6 +47,8 @@ def test_evaluation_asks_models_in_evaluation_mode_and_leaves_them_as_they_were(
     assert alone.loss == pytest.approx(
         naive.numbers(images[:1].bfloat16().double().numpy(), targets[:1].numpy())["loss"]
     )
+    (none, _) = evaluate([(pixels[2:3], targets[2:3])])
+    assert (none.images, none.unreadable, none.loss) == (0, 1, 0.0)
     assert [target for target, *_ in observed] == targets.tolist()
     for i, (_, *logits) in enumerate(observed):
         assert [x.dtype for x in logits] == [torch.bfloat16] * 2

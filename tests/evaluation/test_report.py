@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_calibration_is_scikit_learns():
     assert error == pytest.approx(float(np.sum(weights * np.abs(accuracy - confidence)) * 100))
 
 
-def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch):
+def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch, tmp_path):
     monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 24)
     monkeypatch.setattr("vil.evaluation.report.MOST_MISTAKES", 12)
     monkeypatch.setattr("vil.evaluation.report.MOST_PAIRS", 4)
@@ -164,8 +165,11 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     monkeypatch.setattr("vil.evaluation.report.SIDE", 10)
     words = "Validation", [MODEL | dict(images=28)], judged, {40: "a", 50: "b"}, []
     text = report_page(*words, images)
-    page, of_stream = Page(text), Page(report_page(*words, IterableImageDataset("", reader=[])))
+    shutil.make_archive(str(tmp_path / "val"), "tar", image_folder / "val")
+    of_others = open_split(str(tmp_path), "", "val"), IterableImageDataset("", reader=[])
+    page, of_tar, of_stream = (Page(report_page(*words, others)) for others in (images, *of_others))
     assert [max(picture.size) for picture in page.pictures] == [10] * 12  # of 13
+    assert [picture.tobytes() for picture in of_tar.pictures] == [picture.tobytes() for picture in page.pictures]
     assert of_stream.pictures == []  # whose images have no places
     assert of_stream.captions[0].split()[:2] == page.captions[0].split()[:2]
     rows = page.tables[2]

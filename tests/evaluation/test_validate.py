@@ -51,6 +51,7 @@ def folders(tmp_path_factory):
                 image.save(root / split / name / f"ILSVRC2012_val_{number:08d}.JPEG", format="PNG")
     (broken,) = root.glob(f"imagenet/*/{UNREADABLE}")
     broken.write_bytes(broken.read_bytes()[:100])
+    shutil.make_archive(str(root / "packed"), "tar", root / "imagenet")
     classes = list(WORDNET.values())
     labels = [rng.choice(classes, size, replace=False).tolist() for size in (0, 1, 2, 5, 3, 4) * 6]
     (root / "real.json").write_text(json.dumps(labels))
@@ -86,8 +87,8 @@ def models(tmp_path_factory, folders):
     for name, classes in (("vit", 12), ("more vit", 1000)):
         models[name] = small_model("vit_tiny_patch16_224", 5, classes, **VIT)
         torch.save(models[name].state_dict(), root / f"{name}.pth")
-    export_model(from_checkpoint(root / "vil.pt", img_size=(16, 24)), root / "own.safetensors", **OWN)
-    models["own"] = from_checkpoint(root / "own.safetensors")
+    export_model(from_checkpoint(root / "vil.pt", img_size=(16, 24)), root / "own", **OWN)
+    models["own"], models["own square"] = (from_checkpoint(root / "own", **size) for size in ({}, dict(img_size=16)))
     return root, models
 
 
@@ -167,7 +168,7 @@ VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12",
             "vit", "validation", dict(input_size=(3, 16, 16), **OWN),
         ),
         (
-            ["--checkpoint", "{models}/own.safetensors", "--data-dir", "{folders}"],
+            ["--checkpoint", "{models}/own", "--data-dir", "{folders}"],
             "own", "validation", dict(input_size=(3, 16, 24), **OWN),
         ),
     ],
@@ -249,7 +250,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     names, targets, logits = logits_of_imagenet(models[1]["more"], folders, **AS_SAVED)
     expected = naive.numbers(logits, targets, real_labels(folders, names) if real else None)
     assert 0 < expected["top1"] < expected["top5"] < 100
-    words = ["--real-labels", "{folders}/real.json"] if real else []
+    words = ["--real-labels", "{folders}/real.json", "--split", "packed"] if real else []  # a .tar of the same
     result, printed = command(*MORE_PT, *words)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert result["unreadable"] == 1
@@ -281,15 +282,15 @@ def check_comparison(result, names, targets, logits, allowed=None):
     assert result["paired"]["agreement"] == pytest.approx(100 * same.mean())
 
 
-@pytest.mark.parametrize("case", ["pretrained", "plain", "EMA"])
+@pytest.mark.parametrize("case", ["pretrained", "plain", "EMA", "exported"])
 def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folders, command, caplog, case):
     first, second, split, options = "vil", "vit", "other", AS_SAVED
+    differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
     if case == "pretrained":  # only the deviations differ
         arguments = pretrained("MODELS/vit.pth", 12, mean=IMAGENET["mean"])
         words = ["--checkpoint", "{models}/vil.pt", "--against", "vit_tiny_patch16_224", "--img-size", "16"]
         words += ["--num-classes", "12", "--against-model-kwargs", *arguments, "--split", "val"]
         own = dict(std=OWN["std"])
-        differences = ["crop_pct 0.8; the second's own is 0.7", "crop_mode center; the second's own is squash"]
         split, weights = "val", ["{models}/vil.pt", None]
     elif case == "plain":  # of the first's size and classes
         words = ["--checkpoint", "{models}/vil.pt", "--against", "{models}/vit.pth"]
@@ -297,6 +298,10 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
         own = dict(mean=OF_VIT["mean"], std=OF_VIT["std"])
         differences = ["crop_pct 0.8; the second's own is 0.9", "interpolation bilinear; the second's own is bicubic"]
         weights = ["{models}/vil.pt", "{models}/vit.pth"]
+    elif case == "exported":  # of a size that is not square, which the command line makes that of the first
+        words = ["--checkpoint", "{models}/vil.pt", "--use-ema", "--against", "{models}/own", "--img-size", "16"]
+        first, second, own = "vil ema", "own square", dict(mean=OWN["mean"], std=OWN["std"])
+        weights = ["{models}/vil.pt", "{models}/own"]
     else:
         words = [*VIT_12, "--against", "{models}/vil.pt", "--against-use-ema"]
         first, second, split, options = "vit", "vil ema", "val", OF_VIT
@@ -313,14 +318,14 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     assert said == [f"both models see images prepared with {difference}" for difference in differences]
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
-    assert [row["use_ema"] for row in rows] == [False, second == "vil ema"]
+    assert [row["use_ema"] for row in rows] == [first == "vil ema", second == "vil ema"]
     data = ("data_dir", "dataset", "split", "crop_pct", "crop_mode", "interpolation")
     assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
     # the speed is that of a model alone: here it says whose
     assert [row["images_per_second"] for row in rows] == [row["parameters"] for row in rows]
     assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]
     names = [row["model"] for row in rows]
-    assert sorted(names) == ["vil_tiny", "vit_tiny_patch16_224"]
+    assert names == [models[1][name].pretrained_cfg["architecture"] for name in (first, second)]
     assert f"|  | {names[0]} | {names[1]} | first less second" in printed
     assert "| top-5 % | " + " | ".join(f"{row['top5']:.2f}" for row in rows) in printed
 

@@ -165,7 +165,7 @@ def result(folder: Path) -> dict:
     )  # fmt: skip
     history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
     names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
-    return {name: saved[name] for name in names} | dict(history=history, losses=saved["progress"]["losses"])
+    return {name: saved.get(name) for name in names} | dict(history=history, losses=saved["progress"]["losses"])
 
 
 def same(value, other) -> bool:

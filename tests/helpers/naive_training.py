@@ -121,10 +121,10 @@ def evaluated(model, images, targets):
 def grown(source, model):
     """The model with the weights of one for images of another size; the class token's position is the middle one."""
     weights = source.state_dict()
-    rows, middle, tokens = weights["pos_embed"][0], len(weights["pos_embed"][0]) // 2, model.pos_embed.shape[1]
-    sides = [math.isqrt(len(rows) - 1), math.isqrt(tokens - 1)]
-    grid = torch.cat([rows[:middle], rows[middle + 1 :]]).T.reshape(1, -1, sides[0], sides[0])
-    grid = torch.nn.functional.interpolate(grid, [sides[1]] * 2, mode="bicubic", antialias=True, align_corners=False)
+    rows, middle = weights["pos_embed"][0], len(weights["pos_embed"][0]) // 2
+    sides = [patched.patch_embed.grid_size for patched in (source, model)]
+    grid = torch.cat([rows[:middle], rows[middle + 1 :]]).T.reshape(1, -1, *sides[0])
+    grid = torch.nn.functional.interpolate(grid, sides[1], mode="bicubic", antialias=True, align_corners=False)
     resampled = grid[0].flatten(1).T
     middle = len(resampled) // 2
     weights["pos_embed"] = torch.cat([resampled[:middle], rows[None, len(rows) // 2], resampled[middle:]])[None]

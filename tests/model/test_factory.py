@@ -119,16 +119,6 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
             vil.from_checkpoint(folder)
 
 
-@pytest.mark.parametrize("size", [32, (24, 40)])
-def test_arguments_win_over_the_file_and_another_size_resamples(trained, size):
-    model = vil.from_checkpoint(trained[0], img_size=size, drop_path_rate=0.3)
-    height, width = (size, size) if isinstance(size, int) else size
-    assert resolve_model_data_config(model)["input_size"] == (3, height, width)
-    assert model.pos_embed.shape[1] == height // 8 * (width // 8) + 1
-    assert model(torch.rand(2, 3, height, width)).shape == (2, 4)
-    assert model.blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
-
-
 def test_other_models_are_fitted_to_another_size_as_timm_fits_them(tmp_path):
     arguments = dict(embed_dim=24, depth=1, num_classes=3)
     timms = timm.create_model("deit_tiny_patch16_224", img_size=32, **arguments).eval()

@@ -185,12 +185,14 @@ def test_reset_classifier():
 
 
 @pytest.mark.parametrize("size", [(48, 48), (50, 33), (7, 100), (96, 16), (128, 80)])
-@pytest.mark.parametrize("stride", [(16, 16), (8, 8), (8, 16)])
-def test_dynamic_img_size_equals_a_model_built_for_the_padded_image(size, stride):
-    model = randomised(small(dynamic_img_size=True, stride=stride)).float().eval()
+@pytest.mark.parametrize(
+    ("stride", "patch"), [((16, 16), (16, 16)), ((8, 8), (16, 16)), ((8, 16), (16, 16)), ((8, 4), (16, 8))]
+)
+def test_dynamic_img_size_equals_a_model_built_for_the_padded_image(size, stride, patch):
+    model = randomised(small(dynamic_img_size=True, stride=stride, patch_size=patch)).float().eval()
     x = random_images(2, 3, *size)
-    padded = [max(16, 16 + math.ceil((n - 16) / step) * step) for n, step in zip(size, stride)]
-    fixed = small(stride=stride).eval()
+    padded = [max(p, p + math.ceil((n - p) / step) * step) for n, p, step in zip(size, patch, stride)]
+    fixed = small(stride=stride, patch_size=patch).eval()
     fixed.load_state_dict(model.state_dict())
     fixed.set_input_size(padded)
     expected = fixed(F.pad(x, (0, padded[1] - size[1], 0, padded[0] - size[0])))
@@ -244,8 +246,8 @@ def test_positions_go_from_one_oblong_grid_to_another(dynamic):
 
 
 def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
-    model = small().eval().requires_grad_(False)
-    x, before = random_images(1, 3, 48, 48), list(model.parameters())
+    model = small(in_chans=2).eval().requires_grad_(False)
+    x, before = random_images(1, 2, 48, 48), list(model.parameters())
     expected = model(x)
     with pytest.raises(ValueError, match="not covered"):
         model.set_input_size(img_size=50, patch_size=8)
@@ -254,6 +256,7 @@ def test_a_refused_size_or_the_same_leaves_the_model_as_it_was():
     torch.testing.assert_close(model(x), expected)
     model.double().set_input_size(img_size=64, patch_size=8)
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.float64)}  # resized or not
+    assert model.patch_embed.proj.in_channels == 2
 
 
 SIZE_ERRORS = {

@@ -173,14 +173,17 @@ def test_the_weights_that_are_shipped_are_those_of_their_card(request):
 
 
 def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
-    path, _ = best(img_size=16)
-    wide = vil.from_checkpoint(path, img_size=(16, 24))
-    export_model(wide, tmp_path / "wide.safetensors")
-    again = vil.from_checkpoint(tmp_path / "wide.safetensors")
-    assert resolve_model_data_config(again)["input_size"] == (3, 16, 24)
-    images = torch.randn(2, 3, 16, 24)
-    with torch.inference_mode():
-        torch.testing.assert_close(again(images), wide(images), rtol=0, atol=1e-2)
+    file, _ = path, _ = best(img_size=16)
+    for size in ((8, 32), (16, 24)):  # of as many patches as before, and of more
+        wide, again = vil.from_checkpoint(file, img_size=size), vil.from_checkpoint(file)
+        again.set_input_size(size)
+        assert torch.equal(wide.pos_embed, again.pos_embed)
+        export_model(wide, file := tmp_path / f"{size}.safetensors")
+        again = vil.from_checkpoint(file)
+        assert resolve_model_data_config(again)["input_size"] == (3, *size)
+        images = torch.randn(2, 3, *size)
+        with torch.inference_mode():
+            torch.testing.assert_close(again(images), wide(images), rtol=0, atol=1e-2)
     export_model(vil.from_checkpoint(path), tmp_path / "square.safetensors")
     larger = vil.from_checkpoint(tmp_path / "square.safetensors", img_size=40)
     assert larger.pos_embed.shape == (1, 26, 32)

@@ -113,7 +113,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
-    whole, again = tmp_path / "whole", tmp_path / "again"
+    whole, again, options = tmp_path / "whole", tmp_path / "again", options | dict(model_ema=False)
     for folder in (whole, again):
         folder.mkdir()
     truth = Run(whole, 2, **options).finished()
@@ -139,6 +139,7 @@ def test_progress_summary_and_files_show_the_phases(undisturbed):
     assert saved["config"]["img_size"] == 16  # whoever loads it makes the last phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
+    assert train_imagenet.phase_at_hand(written) == 2  # which says that all are done
 
 
 def test_the_curve_marks_where_a_phase_begins(monkeypatch):
@@ -178,19 +179,21 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
     ],
 )
 def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
-    (tmp_path / "c.yaml").write_text("epochs: 3\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
+    (tmp_path / "c.yaml").write_text("epochs: 3\nseed: 7\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
         load_config("", words)
-    again = load_config("", ["-c", str(tmp_path / "c.yaml"), "--epochs", "5", "--lr", "2", "--phases", "none"])
-    assert (again.total_epochs, again.lr) == (5, 2.0)
+    rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output a --experiment b"
+    for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):  # a file that is given wins
+        again = load_config("", [*words, *rest.split()], lambda path: dict(phases=[dict(lr=1.0)]))
+        assert (again.total_epochs, again.lr, again.output, again.experiment, again.seed) == (5, 2, "a", "b", seed)
 
 
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
         (dict(img_size=17), "phase 2: cannot create the model vil_tiny: .*17"),
-        (dict(global_batch_size=7), "phase 2: mixup pairs images, but a process's 7 of global_batch_size 7"),
+        (dict(global_batch_size=6), "phase 2: mixup pairs images, but a process's 3 of global_batch_size 6"),
         (dict(global_batch_size=100), "phase 2: the training split has 64 images, less than one global batch of 100"),
         (dict(bce_loss=True, bce_target_thresh=0.001), "phase 2: bce_target_thresh 0.001 tells no right class from"),
     ],
@@ -198,7 +201,7 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
 def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, phase, message):
     config = Config(**SMALL, synthetic=64, num_classes=4, phases=[{}, phase], output=str(tmp_path), experiment="run")
     with pytest.raises(ConfigError, match=message):
-        Trainer(config, CPU, 0, 1)
+        Trainer(config, CPU, 0, 2)
     assert not (tmp_path / "run").exists()
 
 

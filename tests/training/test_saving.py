@@ -111,9 +111,11 @@ def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
     checkpoint.save_checkpoint(state | {"state_dict_ema": {"a": torch.ones(1)}}, tmp_path / "both.pt")
     torch.save({"model": {"a": torch.zeros(1)}, "model_ema": {"a": torch.ones(1)}}, tmp_path / "other.pt")
-    for name, use_ema in itertools.product(("one", "both", "other"), (None, False, True)):
+    for name, use_ema in (("one", None), *itertools.product(("both", "other"), (None, False, True))):
         expected = name != "one" and use_ema is not False
         assert checkpoint.read_weights(tmp_path / f"{name}.pt", use_ema)["a"].item() == expected
+    with pytest.raises(CheckpointError, match="one.pt has no moving average of its weights"):
+        checkpoint.read_weights(tmp_path / "one.pt", True)
 
 
 def test_weights_that_do_not_fit_are_named_and_those_that_cannot_be_read_are_not_said_not_to_fit(tmp_path):

@@ -20,6 +20,8 @@ from train_imagenet import Trainer
 from vil import checkpoint, processes
 from vil.config import Config
 from vil.evaluation.evaluator import Evaluation
+from vil.export import export_model
+from vil.factory import from_checkpoint
 from vil.training.interruption import PreemptedError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -144,21 +146,28 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
 
 
 def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
-    """Two sizes of images, an optimizer and a schedule for each phase, an average over all."""
+    """Two sizes of images, an optimizer and a schedule for each phase, an average and a teacher over all."""
     phases = [
         dict(epochs=2, img_size=8, lr=2e-2),
         dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
     ]
-    kwargs = dict(embed_dim=16, depth=2, patch_size=4)
+    kwargs, of_teacher = dict(embed_dim=16, depth=2, patch_size=(4, 2)), dict(num_classes=CLASSES, depth=1, img_size=32)
+    torch.save(timm.create_model("vil_tiny", **of_teacher).state_dict(), tmp_path / "teacher.pth")
+    export_model(from_checkpoint(tmp_path / "teacher.pth", "vil_tiny", **of_teacher), tmp_path / "own", std=[0.5])
+    teacher = from_checkpoint(tmp_path / "own")  # which says its own size and deviation
     settings = dict(data_dir=str(folder), output=str(tmp_path), experiment="run", workers=0, log_interval=1)
+    settings |= dict(teacher="vil_tiny", teacher_checkpoint=str(tmp_path / "own"))
     train_imagenet.train(Config(**OPTIONS | settings | dict(model_kwargs=kwargs, phases=phases)), CPU, 0, 1)
-    assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases))
+    assert_same_run(tmp_path, train(folder, OPTIONS | dict(model_kwargs=kwargs), phases=phases, teacher=teacher))
 
 
-def test_two_processes_that_accumulate_are_what_the_formulas_make_of_them(folder, tmp_path):
+def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_them(folder, tmp_path):
+    teacher = timm.create_model("test_resnet", num_classes=CLASSES).eval()
+    torch.save(teacher.state_dict(), tmp_path / "teacher.pth")
     options = OPTIONS | EVERYTHING | dict(batch_size=4)
+    options |= dict(teacher="test_resnet", teacher_checkpoint=str(tmp_path / "teacher.pth"))
     two = Run(tmp_path, 2, data_dir=str(folder), checkpoint_interval=None, **_plain(options))
-    truth = train(folder, options, micro_batch=4)
+    truth = train(folder, options, micro_batch=4, teacher=teacher)
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     said = two.log.read_text()
     assert said.startswith("train: ")  # without the level and name of a logger
@@ -298,9 +307,9 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
 
 
-@pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.95, True), (0.9, False)])
+@pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.95, True), (0.9, False), (0, False)])
 def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
-    trainer(folder, tmp_path, model_ema_decay=decay)  # 12 steps
+    trainer(folder, tmp_path, model_ema_decay=decay or 0.95, model_ema=decay > 0)  # 12 steps; 0: without an average
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
     message = f"model_ema_decay {decay} averages over some {averaged:.0f} steps, and this run has 12"
     assert (message in caplog.text) is warned

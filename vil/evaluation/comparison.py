@@ -149,7 +149,7 @@ class Comparison:
     @property
     def agreement(self) -> float:
         """Percent of the images for which both models predict the same class, right or wrong."""
-        return 100 * (self.best_NMK[:, 0, 0] == self.best_NMK[:, 1, 0]).mean()
+        return 100 * (self.best_NMK[:, 0, 0] == self.best_NMK[:, 1, 0]).sum() / max(1, len(self.targets_N))
 
     def classes(self, names: dict[int, str]) -> list[dict[str, Any]]:
         """A row for each class that has images, by the folder that they are in."""
