@@ -63,6 +63,7 @@ from vil.data.splits import class_names, count_images, open_splits
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
+from vil.factory import input_size
 from vil.files import FolderInUseError, FolderLock
 from vil.output import outlive_output
 from vil.processes import (
@@ -83,7 +84,6 @@ from vil.training.resumption import check_optimizer, check_progress, history_of
 from vil.training.summary import Reporter, best_top1, epoch_line
 from vil.training.teacher import Teacher
 from vil.training.update import ListedEma, Update
-from vil.vision_longhorn import VisionLonghorn
 
 
 class DivergenceError(RuntimeError):
@@ -449,12 +449,11 @@ class Trainer:
         try:
             if begins:  # all else starts anew
                 parts = {name: part for name, part in parts.items() if name.startswith("state_dict")}
-                ours = isinstance(self.model, VisionLonghorn)  # whose weights do not say their grid of patches
-                built = self.config.of_phase(self.phase - ours)
+                before = self.config.of_phase(self.phase - 1)  # whose size says the grid of the positions
                 for name in parts:
-                    model = build_model(built, self.saved_config["num_classes"], saved[name])
-                    if ours:
-                        model.set_input_size(self.model.patch_embed.img_size)
+                    model = build_model(before, self.saved_config["num_classes"], saved[name])
+                    if hasattr(model, "set_input_size"):
+                        model.set_input_size(input_size(self.model)[1:])
                     saved[name] = model.state_dict()  # resampled
             else:
                 for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
