@@ -56,7 +56,7 @@ class Decoder:
         return self.library.nvjpegCreateEx(backend, None, None, sum(FLAGS.values()), ctypes.byref(self.handle))
 
     def __call__(self, files: Sequence[Tensor]) -> list[Tensor]:
-        """Images (3, h, w) uint8 RGB, on the GPU when the current stream gets there.
+        """Images (3, h, w) uint8 RGB, on the GPU when the current stream gets there; waits for what is queued on it.
 
         Args:
             files: Bytes on the CPU, which stay until then.
@@ -76,6 +76,8 @@ class Decoder:
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
             self.decoded.synchronize()  # until then the state is in use
+            # decoders in hardware write at once: what the stream still reads in memory that is free behind it, too
+            torch.cuda.current_stream().synchronize()
             if len(files) != self.batch_size:
                 self.batch_size = 0
                 arguments = len(files), 1, PLANAR_RGB
