@@ -521,10 +521,13 @@ def test_models_in_several_threads_and_streams_do_what_they_do_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "batch"), [(64, 8), (224, 128)])
-def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(size, batch):
+@pytest.mark.parametrize(
+    ("name", "size", "batch", "mode"),
+    [("vil_tiny", 64, 8, None), ("vil_tiny", 224, 128, None), ("vil_tiny_pooled", 224, 128, "reduce-overhead")],
+)
+def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(name, size, batch, mode):
     """In bf16, and with many tokens on Hopper, where blocks pass on norms."""
-    model = timm.create_model("vil_tiny", img_size=size, depth=3, num_classes=5).cuda()
+    model = timm.create_model(name, img_size=size, depth=3, num_classes=5).cuda()
     images = torch.randn(batch, 3, size, size, device="cuda")
 
     def gradients(forward):
@@ -534,7 +537,10 @@ def test_a_compiled_training_step_has_the_gradients_of_the_eager_one(size, batch
 
     expected = gradients(model)
     torch.compiler.reset()
-    for value, truth in zip(gradients(torch.compile(model, fullgraph=True)), expected):
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for _ in range(3):  # the last one replays CUDA graphs
+        found = gradients(compiled)
+    for value, truth in zip(found, expected):
         assert relative_error(value, truth) < 0.03
 
 
