@@ -131,6 +131,7 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     for more, message in (
         (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
         (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
+        (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, for which images would be more than large$"),
     ):
         with pytest.raises(ConfigError, match=message):
             options_of_checkpoint(largest | more, "x")
