@@ -108,6 +108,8 @@ def test_blocks_run_in_the_precision_chosen_and_once_more_for_gradients_with_che
     assert dtypes == [torch.bfloat16] * (2 if checkpointing else 1)
     trainer.evaluate()
     assert set(dtypes) == {torch.bfloat16}
+    trainer.timer.signalled = True
+    assert trainer.evaluate()["eval_images_per_second"] == 0  # a run that is to end does not wait for it
 
 
 def test_evaluation_prepares_images_as_the_options_say(image_folder):
