@@ -306,9 +306,9 @@ class Trainer:
         batches = micro_batches(self.train_loader, self.batches, epoch, self.meter.steps)
         for i, ((images, targets), position) in enumerate(self.meter.timed(batches), start=1):
             images, targets = self.augment(images, targets, epoch, position)
+            # what the model draws (stochastic depth) follows from the seed and the place in the run as well
+            seed_everything(derive_seed(self.config.seed, epoch, position, 2))
             for start in range(0, len(images), self.at_once):
-                # what the model draws (stochastic depth) follows from the seed and the place in the run as well
-                seed_everything(derive_seed(self.config.seed, epoch, position + start, 2))
                 part = slice(start, start + self.at_once)
                 loss = loss + (self.replayed or self.backward)(images[part], targets[part])
             if i % self.batches.accumulation:

@@ -55,7 +55,7 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
 )  # fmt: skip
 def test_steps_are_told_with_advice_where_they_are_few(image_folder, images, batch, repeats, epochs, said):
     config = small_config(image_folder, global_batch_size=batch, aug_repeats=repeats)
-    assert TrainingBatches(images, config, batch, 0, 1).described(epochs) == said
+    assert TrainingBatches(images, config, batch // 4, 0, 2).described(epochs) == said
 
 
 def global_batches(config, num_images, world_size, epoch=3):

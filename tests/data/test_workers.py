@@ -198,6 +198,10 @@ def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, mon
     assert message.startswith(f"{workers.SHARED_MEMORY} is full: 0 MiB free")
     assert "--shm-size=8g; --workers 0 needs none" in message
     assert "\n" not in message
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * MIB))
+    monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
+    with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
+        workers.into_shared_memory(torch.zeros(3 * MIB, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,7 @@ def test_some_of_imagenets_classes_are_judged_among_themselves(models, folders, 
     assert "another name" not in caplog.text  # the classes are called what the checkpoint's are
     assert result["published"] == {"ViL-tiny": [76.4, None], "ViM-tiny": [76.1, 93.0]}
     assert "judged among the 12 classes of this split" in printed
+    assert f" on {result['images']} images, " in printed
     assert "1 unreadable images were left out" in printed
     assert ("judged by ReaL labels, without the images that have none" in printed) == real
     assert printed.rstrip().endswith("published top-1 on ImageNet-1k: ViL-tiny 76.4, ViM-tiny 76.1 (top-5 93.0)")

@@ -47,9 +47,13 @@ def test_images_prepared_by_the_models_own_data_config_get_the_accuracy_that_tra
     assert 100 * sum(correct) / len(correct) == pytest.approx(saved["history"][-1]["eval_top1"])
 
 
-def test_a_model_of_images_of_any_size_needs_not_be_told_it():
+def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
     model = create_model("resnet18", img_size=64, num_classes=3)
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    torch.save(model.state_dict(), tmp_path / "own.pth")
+    loaded = vil.from_checkpoint(tmp_path / "own.pth", "resnet18", img_size=64, num_classes=3)
+    for use_test_size in (False, True):  # for which timm's own weights have another
+        assert resolve_model_data_config(loaded, use_test_size=use_test_size)["input_size"] == (3, 64, 64)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):
         create_model("resnet18", img_size=64, depths=3)
     create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)  # takes neither

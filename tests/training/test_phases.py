@@ -55,9 +55,9 @@ def stopped_at(call, number=signal.SIGKILL):
     return functools.partial(before, train_imagenet.Trainer, "update", functools.partial(get, number), call)
 
 
-def killed_while_it_begins():
+def ended_while_it_begins():
     """Between two phases: the last checkpoint is the end of one."""
-    before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGKILL))
+    before(train_imagenet.Trainer, "restore", functools.partial(get, signal.SIGTERM))
 
 
 def told_to_stop_while_it_saves(call):
@@ -71,7 +71,7 @@ def told_to_stop_while_it_saves(call):
         # before the fifth update, and after the eighth, with which the first phase ends
         [(stopped_at(5), -9), (told_to_stop_while_it_saves(5), 75)],
         # after the eighth, before the ninth, the fourteenth in the second phase's second epoch and the twentieth
-        [(killed_while_it_begins, -9), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
+        [(ended_while_it_begins, -15), (stopped_at(1), -9), (stopped_at(6), -9), (stopped_at(7, signal.SIGTERM), 75)],
     ],
     ids=["in and at the end of the first", "between, in the second and the third"],
 )

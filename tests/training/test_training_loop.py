@@ -146,12 +146,13 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
 
 
 def test_phases_are_what_the_formulas_make_of_them(folder, tmp_path):
-    """Two sizes of images, an optimizer and a schedule for each phase, an average and a teacher over all."""
+    """Two sizes of images, an optimizer and a schedule for each phase; an average and a teacher of a size between."""
     phases = [
         dict(epochs=2, img_size=8, lr=2e-2),
         dict(epochs=3, global_batch_size=8, lr=1e-2, smoothing=0.1, mixup=0.8),
     ]
-    kwargs, of_teacher = dict(embed_dim=16, depth=2, patch_size=(4, 2)), dict(num_classes=CLASSES, depth=1, img_size=32)
+    kwargs = dict(embed_dim=16, depth=2, patch_size=(4, 2))
+    of_teacher = dict(num_classes=CLASSES, depth=1, img_size=12, patch_size=4)
     torch.save(timm.create_model("vil_tiny", **of_teacher).state_dict(), tmp_path / "teacher.pth")
     export_model(from_checkpoint(tmp_path / "teacher.pth", "vil_tiny", **of_teacher), tmp_path / "own", std=[0.5])
     teacher = from_checkpoint(tmp_path / "own")  # which says its own size and deviation

@@ -94,7 +94,7 @@ def _is_plain_split(split: str, dataset: str) -> bool:
 def confirm_dataset(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
     """Raises a ConfigError if a checkpoint alone says that data are to be read from elsewhere than a folder."""
     dataset = saved.get("dataset")
-    if not dataset or "dataset" in given or (dataset.startswith("wds/") and given.get("data_dir")):
+    if not dataset or given.get("dataset") is not None or (dataset.startswith("wds/") and given.get("data_dir")):
         return
     confirmation = "--data-dir" if dataset.startswith("wds/") else f"--dataset {dataset}, and its --data-dir if any"
     raise ConfigError(f"the checkpoint {path} is of the dataset {dataset!r}: to have it read, give {confirmation}")
