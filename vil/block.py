@@ -475,9 +475,9 @@ def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | 
 
 
 def weights_as_built(block: Block) -> BlockWeights | None:
-    """The weights by name, unless a part was replaced or is watched, or a bias was added."""
+    """The weights by name, unless a part was replaced or is watched, or has a parameter that no kernel reads."""
     norm, mixer, drop_path = (block._modules[name] for name in ("norm", "mixer", "drop_path"))
-    if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity):
+    if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
         return None
     parts = [norm, mixer, *mixer._modules.values()]
     for direction in mixer._modules["directions"]._modules.values():
@@ -492,7 +492,7 @@ def weights_as_built(block: Block) -> BlockWeights | None:
 
 
 def _direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> DirectionWeights | None:
-    if x_proj["bias"] is not None:
+    if x_proj["bias"] is not None or len(own) > 1 + ("A_log" in own):
         return None
     return DirectionWeights(
         conv["weight"], conv["bias"], x_proj["weight"], step_proj["weight"], step_proj["bias"], own["skip"],
