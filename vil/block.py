@@ -446,11 +446,12 @@ def grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple[
     return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 
 
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # kernels, pooled models, vil.export and vil.viz have forms of these
 _DIRECTION = [TokenConv1d, nn.Linear, StepProjection]
 # for each mixer that runs fused, the types of a block's parts in their order
 FUSED = {
     mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]
-    for mixer in (LonghornMixer, MambaMixer)
+    for mixer in KNOWN_MIXERS
 }
 _fused = True
 
