@@ -19,8 +19,8 @@ import vil  # noqa: F401  registers the models
 
 # What timm's test file has to know about our models: the names that are no convolutional networks, and the module whose
 # models have forward_intermediates().
-FILTERS = """
-NON_STD_FILTERS += ["vil_*", "vim_*"]
+FILTERS = f"""
+NON_STD_FILTERS += {timm.list_models(module="vision_longhorn")}
 FEAT_INTER_FILTERS += ["vision_longhorn"]
 """
 ANCHOR = "NUM_NON_STD = len(NON_STD_FILTERS)\n"

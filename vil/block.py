@@ -446,11 +446,12 @@ def grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple[
     return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 
 
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # kernels, pooled models, vil.export and vil.viz have forms of these
 _DIRECTION = [TokenConv1d, nn.Linear, StepProjection]
 # for each mixer that runs fused, the types of a block's parts in their order
 FUSED = {
     mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]
-    for mixer in (LonghornMixer, MambaMixer)
+    for mixer in KNOWN_MIXERS
 }
 _fused = True
 
@@ -475,9 +476,9 @@ def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | 
 
 
 def weights_as_built(block: Block) -> BlockWeights | None:
-    """The weights by name, unless a part was replaced or is watched, or a bias was added."""
+    """The weights by name, unless a part was replaced or is watched, or has a parameter that no kernel reads."""
     norm, mixer, drop_path = (block._modules[name] for name in ("norm", "mixer", "drop_path"))
-    if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity):
+    if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
         return None
     parts = [norm, mixer, *mixer._modules.values()]
     for direction in mixer._modules["directions"]._modules.values():
@@ -492,7 +493,7 @@ def weights_as_built(block: Block) -> BlockWeights | None:
 
 
 def _direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> DirectionWeights | None:
-    if x_proj["bias"] is not None:
+    if x_proj["bias"] is not None or len(own) > 1 + ("A_log" in own):
         return None
     return DirectionWeights(
         conv["weight"], conv["bias"], x_proj["weight"], step_proj["weight"], step_proj["bias"], own["skip"],

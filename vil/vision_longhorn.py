@@ -37,6 +37,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from .block import (
+    KNOWN_MIXERS,
     BidirectionalMixer,
     Block,
     Blocks,
@@ -278,7 +279,7 @@ class VisionLonghorn(nn.Module):
         self.patch_embed = PatchEmbed(img_size, patch_size, stride, in_chans, embed_dim, dynamic_img_size, **dd)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd))
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + 1, embed_dim, **dd))
-        if pooled and mixer not in (LonghornMixer, MambaMixer):
+        if pooled and mixer not in KNOWN_MIXERS:
             raise ValueError(
                 f"a pooled model mixes by LonghornMixer or MambaMixer: {mixer.__name__} has no pooled form"
             )

@@ -20,6 +20,9 @@ from processes import ROOT, SMALL, Forked, become, draw_nothing, free_port
 
 from vil import checkpoint
 
+MEASURED = (
+    "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
+)  # fmt: skip
 # eight steps an epoch, so that there is much of it to be interrupted in
 OPTIONS = SMALL | dict(global_batch_size=8, epochs=2, workers=0, checkpoint_interval="1", experiment="run")
 
@@ -160,12 +163,14 @@ class Torchrun:
 def result(folder: Path) -> dict:
     """What the last checkpoint of a run holds, without what differs from one run to another."""
     saved = checkpoint.read_checkpoint(folder / "last.pt")
-    measured = (
-        "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
-    )  # fmt: skip
-    history = [{name: row[name] for name in row if name not in measured} for row in saved["history"]]
+    history = [without_measured(row) for row in saved["history"]]
     names = ("epoch", "state_dict", "state_dict_ema", "optimizer", "scheduler", "amp_scaler")
     return {name: saved.get(name) for name in names} | dict(history=history, losses=saved["progress"]["losses"])
+
+
+def without_measured(row: dict) -> dict:
+    """A row of summary.csv without the columns that differ from one run to another."""
+    return {name: value for name, value in row.items() if name not in MEASURED}
 
 
 def same(value, other) -> bool:

@@ -53,6 +53,15 @@ def recurrence_inputs(u, w, names):
     return v, logits, k, q, -torch.exp(w[names["A_log"]]) if names["A_log"] in w else None
 
 
+def check_known(w):
+    """A block with weights that are read nowhere here would be compared with another recurrence than its own."""
+    read = {"norm.weight", "mixer.in_proj.weight", "mixer.out_proj.weight"}
+    for names in (*OURS["directions"], *PUBLISHED["directions"]):
+        read |= {f"{names[name]}.{kind}" for name in ("conv", "step") for kind in ("weight", "bias")}
+        read |= {names[name] for name in ("x_proj", "skip", "A_log")}
+    assert not w.keys() - read, f"naive_model.py does not know {sorted(w.keys() - read)}: write this recurrence there"
+
+
 def scan(v, logits, k, q, rates, skip=None):
     return naive.longhorn(v, logits, k, q, skip) if rates is None else naive.selective(v, logits, rates, k, q, skip)
 
@@ -64,6 +73,7 @@ def direction(u, w, names):
 
 def block(x, w, names, scale=None, eps=1e-5):
     """The whole residual block on tokens (B, L, C); stochastic depth multiplies an image's update by its `scale`."""
+    check_known(w)
     u, z = F.linear(rms_norm(x, w["norm.weight"], eps), w["mixer.in_proj.weight"]).chunk(2, dim=-1)
     forward = direction(u, w, names["directions"][0])
     backward = direction(u.flip(1), w, names["directions"][1]).flip(1)

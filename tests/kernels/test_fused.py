@@ -37,6 +37,10 @@ def hooked(hook, place):
     return lambda block: getattr(block.get_submodule(place), f"register_{hook}_hook")(lambda *_: None)
 
 
+def with_parameter(place):
+    return lambda block: block.get_submodule(place).register_parameter("eps_scale", nn.Parameter(torch.ones(32)))
+
+
 def without_bias(block):
     block.mixer.directions[0].conv1d.bias = None
 
@@ -68,6 +72,8 @@ OTHERS = {
     "a bias": replaced("mixer.in_proj", nn.Linear(16, 64)),
     "a bias of keys": replaced("mixer.directions.0.x_proj", nn.Linear(32, 33)),
     "no bias of a convolution": without_bias,
+    "a parameter more of a direction": with_parameter("mixer.directions.1"),
+    "a parameter more of the mixer": with_parameter("mixer"),
     "12 states": replaced("mixer", LonghornMixer(16, state_size=12)),
     **{f"{n} taps": replaced("mixer", LonghornMixer(16, conv_width=n)) for n in (1, 5)},
 }

@@ -23,6 +23,7 @@ from vil.kernels.scan.naive import longhorn, selective
 
 import vil  # noqa: F401  registers the models
 from vil import export
+from vil.block import BidirectionalMixer, LonghornDirection, LonghornMixer
 from vil.export import ExportError, export_model
 from vil.export import __main__ as command_line
 from vil.export.traced import scan_by_steps
@@ -306,6 +307,30 @@ def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypat
     monkeypatch.setattr("vil.export.traced.mix", lambda mixer, h: type(mixer).forward(mixer, h))
     with pytest.raises(ExportError, match=r"the graph has the operator vil\.\w+\.default, which only this package"):
         export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx")
+
+
+class Sums(BidirectionalMixer):
+    """A mixer of somebody's own, with sums over the tokens ahead in place of a recurrence."""
+
+    direction = LonghornDirection
+
+    def scan(self, v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip=True):
+        sums_2BLN = torch.stack([k_2BLN[0].cumsum(1), k_2BLN[1].flip(1).cumsum(1).flip(1)])
+        return v_2BLD * (sums_2BLN * q_2BLN).sum(-1, keepdim=True)
+
+
+class UnitKeys(LonghornMixer):
+    """One that changes what a recurrence of this package reads."""
+
+    def scan(self, v_2BLD, step_logits_2BLD, k_2BLN, q_2BLN, skip=True):
+        return super().scan(v_2BLD, step_logits_2BLD, F.normalize(k_2BLN, dim=-1), q_2BLN, skip)
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_mixer_of_somebodys_own_is_exported_as_its_code_or_refused(ending, tmp_path):
+    assert export_model(small("vil_tiny", depth=1, mixer=Sums), tmp_path / f"sums.{ending}").difference < 1e-5
+    with pytest.raises(ExportError, match="a mixer of your own needs a recurrence of PyTorch's operators"):
+        export_model(small("vil_tiny", depth=1, mixer=UnitKeys), tmp_path / f"keys.{ending}")
 
 
 def test_pytorchs_own_export_to_onnx_says_whose_to_take(tmp_path):

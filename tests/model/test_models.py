@@ -480,15 +480,15 @@ def assert_initialised(model, name):
             uniform(direction.conv1d.bias, 4**-0.5)
             uniform(direction.step_proj.weight, (width / 16) ** -0.5)
             assert (direction.skip == 1).all()
-            if name == "vil_tiny":
-                assert not direction.step_proj.bias.any()
-            else:
+            if name == "vim_tiny":
                 dt = F.softplus(direction.step_proj.bias.detach().double())
                 assert 1e-3 * 0.999 < dt.min() < 1.2e-3
                 assert 0.8e-1 < dt.max() < 1e-1 * 1.001
                 about(dt.log(), math.log(100) / 12**0.5, mean=math.log(1e-2))  # log-uniform
                 expected = torch.arange(1.0, 17.0).expand(2 * width, -1)
                 torch.testing.assert_close(direction.A_log.detach().exp(), expected)
+            else:
+                assert not direction.step_proj.bias.any()
 
 
 @KINDS

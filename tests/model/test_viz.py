@@ -16,6 +16,7 @@ from models import random_images, with_random_parameters
 from PIL import Image
 from torchvision import transforms
 
+from vil.block import LonghornMixer
 from vil.checkpoint import save_checkpoint
 from vil.config import Config
 from vil.viz import __main__ as viz
@@ -400,5 +401,7 @@ def test_other_models_and_tokens_are_refused(images):
     for look in (trace_scans, effective_receptive_field):
         with pytest.raises(TypeError, match="a ResNet has no scans to look into; this is for VisionLonghorn models"):
             look(other, images)
+    with pytest.raises(TypeError, match="the recurrence of a Mine is not known here: add its form to vil/viz/traces"):
+        trace_scans(small(mixer=type("Mine", (LonghornMixer,), {})), images)
     with pytest.raises(ValueError, match="'corner' is neither 'centre' nor 'class'"):
         effective_receptive_field(small(), images, "corner")

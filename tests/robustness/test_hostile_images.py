@@ -787,6 +787,15 @@ def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
     assert vars(open_split("/cache", "hfds/x", "test", seed=3)) == dict(root="/cache", split="test", seed=3)
 
 
+@pytest.mark.parametrize("root", [None, "cache"])
+def test_folders_beside_a_dataset_of_another_package_are_not_its_classes(root, tmp_path, monkeypatch, pillow):
+    (tmp_path / "cache" / "downloads").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    reader = SimpleNamespace(root=root, class_to_idx={"cat": 0, "dog": 1})
+    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: SimpleNamespace(reader=reader))
+    assert open_splits(Config(data_dir=root, dataset="hfds/x"))[2] == 2
+
+
 # classes
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from faults import MEASURED, without_measured
 from fixtures import CLASSES, TRAIN_IMAGES
 from PIL import Image
 from processes import SMALL
@@ -27,9 +28,6 @@ from vil.training.interruption import PreemptedError
 
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
-MEASURED = (  # these differ from run to run
-    "images_per_second", "data_wait_percent", "gpu_wait_percent", "peak_memory_gib", "eval_images_per_second",
-)  # fmt: skip
 
 
 def small_config(image_folder, **options) -> Config:
@@ -42,7 +40,7 @@ def trained(image_folder, output, **options):
     """The rows of a run's epochs, without what is measured, and its checkpoint."""
     Trainer(small_config(image_folder, output=str(output), **options), CPU, 0, 1).run()
     saved = checkpoint.read_checkpoint(output / "run" / "last.pt")
-    return [{k: v for k, v in row.items() if k not in MEASURED} for row in saved["history"]], saved
+    return [without_measured(row) for row in saved["history"]], saved
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +169,7 @@ def test_a_run_trains_the_same_compiled_and_without_an_average(image_folder, tmp
 
 def assert_same_end(folder, whole):
     saved = checkpoint.read_checkpoint(folder / "last.pt")
-    assert [{k: v for k, v in row.items() if k not in MEASURED} for row in saved["history"]] == whole[0]
+    assert [without_measured(row) for row in saved["history"]] == whole[0]
     for part in ("state_dict", "state_dict_ema"):
         assert all(torch.equal(saved[part][name], truth) for name, truth in whole[1][part].items())
 

@@ -81,9 +81,9 @@ def _open_tar(path: Path, **kwargs):
 
 def _refuse_empty_classes(images) -> None:
     """timm leaves out a class folder without images, and the classes after it have other numbers then."""
-    folder, known = Path(getattr(images.reader, "root", None) or ""), class_names(images)
-    if not known or not folder.is_dir():
+    if not isinstance(images.reader, FolderReader):  # the root of others is where they keep files, or none
         return
+    folder, known = Path(images.reader.root), class_names(images)
     folders = [e for e in folder.iterdir() if e.is_dir() and not e.is_symlink() and e.name[0] != "."]
     others = [entry for entry in folders if entry.name not in known]
     empty = sorted(e.name for e in others if not any(p.suffix.lower() in get_img_extensions() for p in e.rglob("*")))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..block import Block, LonghornMixer, MambaMixer, middle_token
+from ..block import KNOWN_MIXERS, Block, middle_token
 from .traced import Exported, program_of
 
 DOMAIN = "vil.block"  # of functions that stand for blocks until they are inlined
@@ -47,7 +47,7 @@ def onnx_model(exported: Exported, opset: int) -> Any:
 
 
 def is_known(module: nn.Module) -> bool:
-    return type(module) is Block and type(module.mixer) in (LonghornMixer, MambaMixer)
+    return type(module) is Block and type(module.mixer) in KNOWN_MIXERS
 
 
 def call(

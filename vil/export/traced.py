@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan_op
 from torch.export import Dim, ExportedProgram
 
-from ..block import BidirectionalMixer, RMSNorm, grid_of, row_means
+from ..block import KNOWN_MIXERS, BidirectionalMixer, RMSNorm, grid_of, row_means
 from ..factory import input_size
 from ..kernels.block.lines import Lines
 
@@ -27,6 +27,8 @@ class ExportError(RuntimeError):
 
 class Exported(nn.Module):
     """A copy of a model as it is exported: fp32, on the CPU, in evaluation, its mixers as `mix` has them.
+
+    A mixer of another class is exported as the PyTorch code that it is.
 
     Args:
         model: A model of timm.
@@ -48,7 +50,7 @@ class Exported(nn.Module):
         norms: list[Any] = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
         for norm in norms:
             norm.forward = functools.partial(rms_norm, norm)
-        mixers: list[Any] = [module for module in self.model.modules() if isinstance(module, BidirectionalMixer)]
+        mixers: list[Any] = [module for module in self.model.modules() if type(module) in KNOWN_MIXERS]
         for mixer in mixers:
             # unless it reads lines, it is given the tokens in the order in which it reads
             mixer.directions[1].conv1d.reverse = mixer.pool is not None
@@ -75,7 +77,10 @@ def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> Expo
         for node in part.graph.nodes:
             node.meta.pop("stack_trace", None)  # which would tell where the files of this machine are
             if str(node.target).startswith("vil."):
-                raise ExportError(f"the graph has the operator {node.target}, which only this package knows")
+                raise ExportError(
+                    f"the graph has the operator {node.target}, which only this package knows: a mixer of your own "
+                    "needs a recurrence of PyTorch's operators, or its form in vil/export/traced.py"
+                )
     return program
 
 

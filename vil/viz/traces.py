@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..block import LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
+from ..block import KNOWN_MIXERS, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
 from ..kernels.scan.chunked import RECURRENCES
 from ..vision_longhorn import VisionLonghorn, split_class_token
 
@@ -38,9 +38,13 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
     """The scans of every block on images (B, 3, H, W).
 
     Raises:
-        TypeError: The model is no VisionLonghorn.
+        TypeError: The model is no VisionLonghorn, or a mixer is of another class.
     """
     check_model(model)
+    for block in model.blocks:
+        if type(block.mixer) not in KNOWN_MIXERS:
+            name = type(block.mixer).__name__
+            raise TypeError(f"the recurrence of a {name} is not known here: add its form to vil/viz/traces.py")
     with _recorded_tokens(model) as recorded:
         model.forward_features(images)
     traces = []
