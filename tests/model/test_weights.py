@@ -178,6 +178,8 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
         wide, again = vil.from_checkpoint(file, img_size=size), vil.from_checkpoint(file)
         again.set_input_size(size)
         assert torch.equal(wide.pos_embed, again.pos_embed)
+        export_model(again, folder := tmp_path / f"{size[0]}x{size[1]}")
+        assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
         export_model(wide, file := tmp_path / f"{size}.safetensors")
         again = vil.from_checkpoint(file)
         assert resolve_model_data_config(again)["input_size"] == (3, *size)
