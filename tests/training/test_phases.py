@@ -196,10 +196,13 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
         (dict(global_batch_size=6), "phase 2: mixup pairs images, but a process's 3 of global_batch_size 6"),
         (dict(global_batch_size=100), "phase 2: the training split has 64 images, less than one global batch of 100"),
         (dict(bce_loss=True, bce_target_thresh=0.001), "phase 2: bce_target_thresh 0.001 tells no right class from"),
+        (dict(opt="bnbadam"), "phase 2: cannot create the optimizer bnbadam: "),
+        (dict(train_interpolation="lanczos"), "phase 2: the interpolation 'lanczos' is unknown there, where"),
     ],
 )
 def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, phase, message):
-    config = Config(**SMALL, synthetic=64, num_classes=4, phases=[{}, phase], output=str(tmp_path), experiment="run")
+    run = dict(phases=[{}, phase], augment_on_device=True, output=str(tmp_path), experiment="run")
+    config = Config(**SMALL, synthetic=64, num_classes=4, **run)
     with pytest.raises(ConfigError, match=message):
         Trainer(config, CPU, 0, 2)
     assert not (tmp_path / "run").exists()

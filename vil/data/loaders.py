@@ -38,6 +38,13 @@ STALLED = 2 * PIECE * SECONDS  # without a batch, after which a loader's workers
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
     """Augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
+    transform = training_transform(config, data_config)
+    place = data_config, device, config.workers, config.augment_on_device
+    return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
+
+
+def training_transform(config: Config, data_config: dict[str, Any]):
+    """From Pillow's image to a tensor (3, H, W) of uint8, augmented; what is left to do happens on the device."""
     options: dict[str, Any] = dict(
         scale=config.scale,
         ratio=config.ratio,
@@ -48,10 +55,7 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
-    # uint8 out of the workers; the rest happens on the device
-    transform = create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
-    place = data_config, device, config.workers, config.augment_on_device
-    return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
+    return create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
 
 
 def evaluation_loader(

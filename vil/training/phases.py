@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import resolve_data_config
 
 from .. import checkpoint
 from ..config import Config, ConfigError
+from ..data.draws import DrawingTransform
+from ..data.loaders import training_transform
 from ..data.samplers import TrainingBatches, split_global_batch
 from ..data.splits import describe_split
-from .building import build_model
+from .building import build_model, build_optimizer
 from .losses import Loss
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +52,10 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
             TrainingBatches(num_images, phase, micro_batch, 0, world_size)
             Loss(phase, num_classes)
             with torch.device("meta"):
-                build_model(phase, num_classes)
+                model = build_model(phase, num_classes)
+            build_optimizer(phase, model)
+            if phase.augment_on_device:
+                DrawingTransform(training_transform(phase, resolve_data_config({}, model=model)))
         except ConfigError as error:
             raise ConfigError(f"phase {number + 1}: {error}") from error
 
