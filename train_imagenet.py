@@ -164,8 +164,7 @@ class Trainer:
         check_phases(config, world_size, count_images(train_set), num_classes)
 
         self.saved_config = options_to_save(config, num_classes, self.folder)
-        if config.resume not in (None, "auto"):
-            from_first_process(lambda: self.compare_size(config.resume, num_classes))
+        from_first_process(lambda: self.compare_size(num_classes))
         share_cores(device, config.workers)
         seed_everything(config.seed)
         fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
@@ -212,8 +211,11 @@ class Trainer:
         self.network = torch.compile(self.model) if config.torchcompile else self.model
         self.fit_to_device(data_config["input_size"], num_classes)
 
-    def compare_size(self, path: str, num_classes: int) -> None:
+    def compare_size(self, num_classes: int) -> None:
         """Refuses a file of another model before one of the size that it says takes memory."""
+        path = checkpoint.resumption(self.config.resume, self.folder)
+        if path in (None, "auto"):
+            return
         saved = checkpoint.read_checkpoint(path, whole=False)
         decisive = {name: value for name, value in saved["config"].items() if name in checkpoint.DECISIVE}
         wrote = self.config.of_phase(self.phase - self.begins(saved))

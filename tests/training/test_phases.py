@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
+    end = shutil.copy(last, tmp_path / "end.pt")
     others = dict(output=str(tmp_path / "elsewhere"), resume=str(last), pretrained_path=str(last))
     elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
@@ -110,6 +112,10 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
         del bars[1:]
         assert "started from" not in caplog.text  # what a run began with is nothing to a later phase
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # whose --resume FILE is of a phase of another size
+    shutil.copy(end, last)
+    again = dataclasses.replace(first, resume=str(tmp_path / "elsewhere" / "run" / "last.pt"))
+    assert len(Trainer(again, CPU, 0, 1, 1).history) == 1
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
