@@ -63,7 +63,6 @@ from vil.data.splits import class_names, count_images, open_splits
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
-from vil.factory import input_size
 from vil.files import FolderInUseError, FolderLock
 from vil.output import outlive_output
 from vil.processes import (
@@ -79,7 +78,7 @@ from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.losses import Loss
 from vil.training.meter import Bottleneck, EpochMeter
-from vil.training.phases import announce, check_phases, folder_of, phase_at_hand
+from vil.training.phases import announce, carried_over, check_phases, folder_of, phase_at_hand
 from vil.training.resumption import check_optimizer, check_progress, history_of
 from vil.training.summary import Reporter, best_top1, epoch_line
 from vil.training.teacher import Teacher
@@ -451,12 +450,8 @@ class Trainer:
         try:
             if begins:  # all else starts anew
                 parts = {name: part for name, part in parts.items() if name.startswith("state_dict")}
-                before = self.config.of_phase(self.phase - 1)  # whose size says the grid of the positions
-                for name in parts:
-                    model = build_model(before, self.saved_config["num_classes"], saved[name])
-                    if hasattr(model, "set_input_size"):
-                        model.set_input_size(input_size(self.model)[1:])
-                    saved[name] = model.state_dict()  # resampled
+                before, num_classes = self.config.of_phase(self.phase - 1), self.saved_config["num_classes"]
+                saved |= {name: carried_over(before, num_classes, self.model, saved[name]) for name in parts}
             else:
                 for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
                     group.update({k: v for k, v in chosen.items() if k != "params"})

@@ -25,6 +25,7 @@ from vil import checkpoint
 from vil.config import FIELDS, Config, ConfigError, load_config, options_of_checkpoint
 from vil.config.options import PHASE_OPTIONS
 from vil.training import summary
+from vil.training.phases import check_phases
 
 CPU = torch.device("cpu")
 # eight, then four, then eight steps an epoch; a model whose position embedding and augmentation change
@@ -212,6 +213,13 @@ def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, 
     with pytest.raises(ConfigError, match=message):
         Trainer(config, CPU, 0, 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_takes_no_weights_of_another_size_is_refused_at_the_start():
+    kwargs = dict(depth=1, embed_dim=48, num_heads=2)
+    config = Config(model="cait_xxs24_224", model_kwargs=kwargs, phases=[dict(img_size=32), dict(img_size=64)])
+    with pytest.raises(ConfigError, match="phase 2: cait_xxs24_224 cannot go on with other images: .*pos_embed"):
+        check_phases(config, 1, 2048, 4)
 
 
 @pytest.mark.parametrize(
