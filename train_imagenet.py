@@ -59,7 +59,7 @@ from vil.data.augmentation import BatchAugmentation
 from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
-from vil.data.splits import class_names, count_images, open_splits
+from vil.data.splits import class_names, count_images, open_splits, streams
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
@@ -175,7 +175,8 @@ class Trainer:
         if config.teacher:
             self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
         self.loss_fn = Loss(config, num_classes, self.teacher)
-        self.batches = TrainingBatches(count_images(train_set), config, micro_batch, rank, world_size)
+        of_set = dataclasses.replace(config, aug_repeats=0) if streams(train_set) else config
+        self.batches = TrainingBatches(count_images(train_set), of_set, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = evaluation_loader(
             val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device,

@@ -88,6 +88,8 @@ def announce(config: Config, phase: int, batches: TrainingBatches, train_set: An
         options = ", ".join(f"{name} {value}" for name, value in config.phases[phase].items())
         _logger.warning("phase %d of %d: %s", phase + 1, config.num_phases, options)
     _logger.warning("%s", batches.described(config.epochs, "the phase" if config.phases else "the run"))
+    if config.aug_repeats > batches.repeats:
+        _logger.warning("aug_repeats %d has no effect: a dataset that streams has each image once", config.aug_repeats)
     if config.warmup_epochs >= config.epochs and config.warmup_lr < config.lr:
         _logger.warning(
             "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",
