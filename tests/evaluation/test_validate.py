@@ -319,6 +319,12 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [first == "vil ema", second == "vil ema"]
+    said = [
+        (w or "pretrained").format(models=models[0]) + ", the moving average" * row["use_ema"]
+        for w, row in zip(weights, rows)
+    ]
+    assert f"| weights | {said[0]} | {said[1]} |  |" in printed
+    assert "its weights" not in printed
     data = ("data_dir", "dataset", "split", "crop_pct", "crop_mode", "interpolation")
     assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
     # the speed is that of a model alone: here it says whose
