@@ -372,7 +372,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
         assert shares == pytest.approx(100 * right[:, of_class].mean(axis=1))
 
 
-def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path):
+def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path, monkeypatch):
     result, printed = command(*VIL_PT, "--csv", "{tmp}/new", "--report", "{tmp}/page")
     assert printed.endswith(f"\n{tmp_path}/page/index.html\n")
     page = (tmp_path / "page" / "index.html").read_text()
@@ -391,6 +391,9 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     assert found == {pair: pairs.count(pair) for pair in pairs if pair[0] != pair[1]}
     sizes = [int(row["images"]) for row in confusions]
     assert sizes == sorted(sizes, reverse=True)
+    monkeypatch.setattr(validate, "class_names", lambda images: {})  # as of shards: then the checkpoint says them
+    command(*VIL_PT, "--csv", "{tmp}/new")
+    assert [row["name"] for row in csv.DictReader((tmp_path / "new" / "classes.csv").open())] == list(NUMBERS)
 
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
