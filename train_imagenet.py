@@ -59,11 +59,10 @@ from vil.data.augmentation import BatchAugmentation
 from vil.data.loaders import describe, evaluation_loader, micro_batches, training_loader, unreadable_images
 from vil.data.samplers import TrainingBatches, split_global_batch
 from vil.data.seeds import derive_seed, seed_everything
-from vil.data.splits import class_names, count_images, open_splits
+from vil.data.splits import class_names, count_images, open_splits, streams
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
-from vil.factory import input_size
 from vil.files import FolderInUseError, FolderLock
 from vil.output import outlive_output
 from vil.processes import (
@@ -79,7 +78,7 @@ from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.losses import Loss
 from vil.training.meter import Bottleneck, EpochMeter
-from vil.training.phases import announce, check_phases, folder_of, phase_at_hand
+from vil.training.phases import announce, carried_over, check_phases, folder_of, phase_at_hand
 from vil.training.resumption import check_optimizer, check_progress, history_of
 from vil.training.summary import Reporter, best_top1, epoch_line
 from vil.training.teacher import Teacher
@@ -164,8 +163,7 @@ class Trainer:
         check_phases(config, world_size, count_images(train_set), num_classes)
 
         self.saved_config = options_to_save(config, num_classes, self.folder)
-        if config.resume not in (None, "auto"):
-            from_first_process(lambda: self.compare_size(config.resume, num_classes))
+        from_first_process(lambda: self.compare_size(num_classes))
         share_cores(device, config.workers)
         seed_everything(config.seed)
         fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
@@ -177,7 +175,8 @@ class Trainer:
         if config.teacher:
             self.teacher = Teacher(config, num_classes, self.label_names, data_config, self.model)
         self.loss_fn = Loss(config, num_classes, self.teacher)
-        self.batches = TrainingBatches(count_images(train_set), config, micro_batch, rank, world_size)
+        of_set = dataclasses.replace(config, aug_repeats=0) if streams(train_set) else config
+        self.batches = TrainingBatches(count_images(train_set), of_set, micro_batch, rank, world_size)
         self.train_loader = training_loader(train_set, config, data_config, device, self.batches)
         self.val_loader = evaluation_loader(
             val_set, data_config, device, config.workers, 2 * micro_batch, rank, world_size, config.augment_on_device,
@@ -212,8 +211,11 @@ class Trainer:
         self.network = torch.compile(self.model) if config.torchcompile else self.model
         self.fit_to_device(data_config["input_size"], num_classes)
 
-    def compare_size(self, path: str, num_classes: int) -> None:
+    def compare_size(self, num_classes: int) -> None:
         """Refuses a file of another model before one of the size that it says takes memory."""
+        path = checkpoint.resumption(self.config.resume, self.folder)
+        if path in (None, "auto"):
+            return
         saved = checkpoint.read_checkpoint(path, whole=False)
         decisive = {name: value for name, value in saved["config"].items() if name in checkpoint.DECISIVE}
         wrote = self.config.of_phase(self.phase - self.begins(saved))
@@ -449,12 +451,8 @@ class Trainer:
         try:
             if begins:  # all else starts anew
                 parts = {name: part for name, part in parts.items() if name.startswith("state_dict")}
-                before = self.config.of_phase(self.phase - 1)  # whose size says the grid of the positions
-                for name in parts:
-                    model = build_model(before, self.saved_config["num_classes"], saved[name])
-                    if hasattr(model, "set_input_size"):
-                        model.set_input_size(input_size(self.model)[1:])
-                    saved[name] = model.state_dict()  # resampled
+                before, num_classes = self.config.of_phase(self.phase - 1), self.saved_config["num_classes"]
+                saved |= {name: carried_over(before, num_classes, self.model, saved[name]) for name in parts}
             else:
                 for group, chosen in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
                     group.update({k: v for k, v in chosen.items() if k != "params"})

@@ -217,7 +217,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
         logging.warning("%s", describe_split(settings["split"], images))
     for path in filter(None, (run["checkpoint"] for run in runs)):
         warn_of_other_classes(images, path)
-    notes = ["the moving average of its weights"] if settings["use_ema"] else []
+    notes = ["the moving average of its weights"] if settings["use_ema"] and len(runs) == 1 else []
     if classes:
         judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
         notes.append(f"judged among the {len(classes)} classes of this split")
@@ -240,7 +240,7 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     if len(models) > 1 and rank == 0:
         batch = evaluate.normalised(next(iter(loader))[0])
         speeds = [measure_speed(model, batch, precision) for model in models]
-    names = {number: name for name, number in class_names(images).items()}
+    names = {number: name for name, number in class_names(images).items()} or dict(enumerate(learned))
     return Outcome(results, notes, names, comparison, speeds, images)
 
 
@@ -334,6 +334,7 @@ def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequ
 def as_dict(settings: dict[str, Any], model: torch.nn.Module, result: Evaluation) -> dict[str, Any]:
     return {
         **settings,
+        "weights": (settings["checkpoint"] or "pretrained") + ", the moving average" * settings["use_ema"],
         "parameters": sum(p.numel() for p in model.parameters()),
         "images": result.images,
         "unreadable": result.unreadable,

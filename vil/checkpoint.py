@@ -387,20 +387,29 @@ def _is_ours(checkpoint: Any) -> bool:
     return isinstance(checkpoint, dict) and isinstance(checkpoint.get("version"), int) and "config" in checkpoint
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The checkpoints that a run in a folder goes on from, the newest first."""
+    return [path for path in (folder / "last.pt", folder / "previous.pt") if path.exists()]
+
+
+def resumption(resume: str | None, folder: Path) -> str | None:
+    """What `resume` comes to: a process that torchrun started again goes on from its folder, whatever was given."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return "auto" if restarted and files_of(folder) else resume
+
+
 def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint that a run in `folder` goes on from, and what it holds; None for a fresh start.
 
-    That is the newest of the folder's two that can be read; a broken one is put aside as *.broken, with a warning. A
-    process that torchrun started again goes on from its folder whatever `resume` says.
+    That is the newest of the folder's two that can be read; a broken one is put aside as *.broken, with a warning.
 
     Raises:
         CheckpointError: None can be read, or the folder holds a run and nothing says to resume it.
     """
-    found = [path for path in (folder / "last.pt", folder / "previous.pt") if path.exists()]
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if resume not in (None, "auto") and not (restarted and found):
+    found, resume = files_of(folder), resumption(resume, folder)
+    if resume not in (None, "auto"):
         return Path(resume), read_checkpoint(resume)
-    if found and resume is None and not restarted:
+    if found and resume is None:
         raise CheckpointError(f"{folder} holds a run: --resume auto goes on with it, --experiment NAME starts another")
     broken = []
     for path in found:

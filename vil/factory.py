@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .config import ConfigError
 from .processes import is_first_process
+from .vision_longhorn import VisionLonghorn, resample_pos_embed
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     """
     start: dict[str, Any] = {}
     if pretrained_path:
-        weights = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
+        given = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
+        weights = _on_grid_of(model, arguments, given, pretrained_path)
         classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
         start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
@@ -48,7 +50,7 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if pretrained_path and is_first_process():
-        taken = checkpoint.printable(_what_was_taken(created, weights))
+        taken = checkpoint.printable(_what_was_taken(created, weights, given))
         _logger.warning("started from %s: %s", pretrained_path, taken)
     return created
 
@@ -75,11 +77,32 @@ def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name not in later}
 
 
+def _on_grid_of(model: str, arguments: dict[str, Any], weights: dict[str, Tensor], path: str) -> dict[str, Tensor]:
+    """Weights with positions for the model's grid of patches, if their file says from which: it need not be square."""
+    said, positions = _said_by(path), weights.get("pos_embed")
+    if "model" not in said or positions is None:
+        return weights
+    with torch.device("meta"):
+        own = {"img_size": said.get("img_size"), **(said.get("model_kwargs") or {})}
+        source, target = create_model(said["model"], **own), create_model(model, **arguments)
+    if not isinstance(source, VisionLonghorn) or not isinstance(target, VisionLonghorn):
+        return weights
+    if positions.shape != source.pos_embed.shape:
+        return weights
+    grids = target.patch_embed.grid_size, source.patch_embed.grid_size
+    return weights | {"pos_embed": resample_pos_embed(positions.to(target.pos_embed.dtype), *grids)}
+
+
+def _said_by(path: str) -> dict[str, Any]:
+    """The options that a file says; none if it says some that it may not have."""
+    with suppress(ConfigError):
+        return checkpoint.saved_config(path)
+    return {}
+
+
 def _how_it_was_built(path: str | None) -> str:
     """The options that make the model of a file, where it says them."""
-    saved = {}
-    with suppress(ConfigError):  # of options that it may not have
-        saved = checkpoint.saved_config(path) if path else {}
+    saved = _said_by(path) if path else {}
     if "model" not in saved:
         return ""
     not_of_weights = ("img_size", "drop_rate", "drop_path_rate")
@@ -103,12 +126,12 @@ def _nearest(model: str) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else "; timm.list_models() has those that there are"
 
 
-def _what_was_taken(model: nn.Module, weights: dict[str, Tensor]) -> str:
-    """How the tensors of a file were used by the model that was started from them."""
+def _what_was_taken(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
+    """How the tensors `given` by a file were used by the model that was started from them, once on its grid."""
     own = model.state_dict()
     fitted = checkpoint.fitted(weights, model)
     taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
-    resampled = [n for n in taken if n in weights and weights[n].shape != own[n].shape]
+    resampled = [n for n in taken if n in given and given[n].shape != own[n].shape]
     others = {"resampled": resampled, "new": [n for n in own if n not in taken]}
     others["not used"] = [n for n in fitted if n not in own]
     said = [f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}" for what, names in others.items() if names]
@@ -122,21 +145,11 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
         ConfigError: There is no such model, or it does not take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
-    weights, saved = checkpoint.read_weights(path, use_ema), checkpoint.saved_config(path)
-    size = arguments.get("img_size")
-    own = {**saved, **(saved.get("model_kwargs") or {})}.get("img_size")
+    weights = _on_grid_of(model, arguments, checkpoint.read_weights(path, use_ema), path)
     with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
-        created = create_model(model, **arguments)
-        resized = saved and size and to_2tuple(size) != to_2tuple(own) and hasattr(created, "set_input_size")
-        if resized:  # from the file's own size, which says what its positions do not: their grid
-            arguments["img_size"] = own
-            created = create_model(model, **arguments)
-        checkpoint.load_weights(created, weights, path)
-    loaded: Any = create_model(model, **arguments)
+        checkpoint.load_weights(create_model(model, **arguments), weights, path)
+    loaded = create_model(model, **arguments)
     checkpoint.load_weights(loaded, weights, path)
-    if resized:
-        loaded.set_input_size(size)
-        loaded.model_args = arguments | {"img_size": size}
     return loaded
 
 

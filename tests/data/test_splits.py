@@ -1,5 +1,6 @@
 """The splits of a dataset: where they are, which classes they have, and what is said where they do not fit."""
 
+import dataclasses
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from PIL import Image
 from timm.data import create_transform
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
+from train_imagenet import Trainer
 from vil.config import ConfigError
 from vil.data import folders
 from vil.data.images import UNREADABLE
@@ -285,7 +287,7 @@ def write_shards(image_folder, root, train=4, validation=3):
 
 
 @pytest.mark.parametrize(("workers", "shards"), [(0, 4), (3, 4), (3, 1)])
-def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers, shards):
+def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, workers, shards):
     write_shards(image_folder, tmp_path, shards)
     with pytest.raises(ConfigError, match="wds/x does not say how many classes it has: give num_classes"):
         open_splits(small_config(tmp_path, dataset="wds/x"))
@@ -312,6 +314,9 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, workers, 
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]
     one = create_transform(use_prefetcher=True, **DATA_CONFIG)(Image.open(image_folder / "val" / "bee" / "3.png"))
     assert any(torch.equal(image, torch.as_tensor(one)) for image in images)
+    Trainer(dataclasses.replace(config, output=str(tmp_path), global_batch_size=12), CPU, 0, 1)
+    assert "aug_repeats 3 has no effect: a dataset that streams has each image once" in caplog.text
+    assert "an epoch leaves out 8 of 68 images" in caplog.text
 
 
 def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):

@@ -129,13 +129,13 @@ def test_speed_is_that_of_calls_after_the_first(monkeypatch):
 
 
 def model_row(**changes):
-    row = dict(model="vil_tiny", checkpoint="a.pt", top1=76.44, top1_interval=(76.07, 76.81), top5=93.25, loss=1.01234)
+    row = dict(model="vil_tiny", weights="a.pt", top1=76.44, top1_interval=(76.07, 76.81), top5=93.25, loss=1.01234)
     row |= dict(parameters=6_853_096, images_per_second=1234.5, peak_mib=100.4, images=50_000)
     return row | dict(published={"ViL-tiny": (76.4, None), "ViM-tiny": (76.1, 93.0)}) | changes
 
 
 def test_the_printed_table_of_two_models():
-    second = model_row(model="vim_tiny", checkpoint=None, top1=75.0, top1_interval=(74.6, 75.4), top5=92.0)
+    second = model_row(model="vim_tiny", weights="pretrained", top1=75.0, top1_interval=(74.6, 75.4), top5=92.0)
     second |= dict(loss=1.1, parameters=13_706_192, images_per_second=500.0, peak_mib=200.8)
     top1 = dict(both=37000, only_first=1220, only_second=500, neither=11280)
     top1 |= dict(difference=1.44, interval=(1.27, 1.61), p_value=1.234e-5)

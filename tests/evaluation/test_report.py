@@ -20,7 +20,7 @@ from vil.evaluation.report import calibration, report_page
 
 VOID = {"meta", "img", "br", "path", "rect"}
 NAMES = dict(enumerate(["<script>alert(1)</script>", *CLASSES[1:]]))
-MODEL = dict(model="vil_tiny", checkpoint="best.pt", top1=50.0, top1_interval=(40.0, 60.0), top5=100.0, loss=1.0)
+MODEL = dict(model="vil_tiny", weights="best.pt", top1=50.0, top1_interval=(40.0, 60.0), top5=100.0, loss=1.0)
 
 
 class Page(HTMLParser):

@@ -320,6 +320,12 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     rows = result["models"]
     assert [row["checkpoint"] for row in rows] == [w and w.format(models=models[0]) for w in weights]
     assert [row["use_ema"] for row in rows] == [first == "vil ema", second == "vil ema"]
+    said = [
+        (w or "pretrained").format(models=models[0]) + ", the moving average" * row["use_ema"]
+        for w, row in zip(weights, rows)
+    ]
+    assert f"| weights | {said[0]} | {said[1]} |  |" in printed
+    assert "its weights" not in printed
     data = ("data_dir", "dataset", "split", "crop_pct", "crop_mode", "interpolation")
     assert [rows[1][name] for name in data] == [rows[0][name] for name in data]
     # the speed is that of a model alone: here it says whose
@@ -367,7 +373,7 @@ def test_two_processes_compare_two_models_as_one_does(models, folders, tmp_path)
         assert shares == pytest.approx(100 * right[:, of_class].mean(axis=1))
 
 
-def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path):
+def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_path, monkeypatch):
     result, printed = command(*VIL_PT, "--csv", "{tmp}/new", "--report", "{tmp}/page")
     assert printed.endswith(f"\n{tmp_path}/page/index.html\n")
     page = (tmp_path / "page" / "index.html").read_text()
@@ -386,6 +392,9 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
     assert found == {pair: pairs.count(pair) for pair in pairs if pair[0] != pair[1]}
     sizes = [int(row["images"]) for row in confusions]
     assert sizes == sorted(sizes, reverse=True)
+    monkeypatch.setattr(validate, "class_names", lambda images: {})  # as of shards: then the checkpoint says them
+    command(*VIL_PT, "--csv", "{tmp}/new")
+    assert [row["name"] for row in csv.DictReader((tmp_path / "new" / "classes.csv").open())] == list(NUMBERS)
 
 
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):

@@ -174,10 +174,15 @@ def test_the_weights_that_are_shipped_are_those_of_their_card(request):
 
 def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
     file, _ = path, _ = best(img_size=16)
-    for size in ((8, 32), (16, 24)):  # of as many patches as before, and of more
-        wide, again = vil.from_checkpoint(file, img_size=size), vil.from_checkpoint(file)
+    for size in ((8, 32), (16, 24), (24, 16)):  # of as many patches as before, of more, and of as many again
+        wide, again, fine = vil.from_checkpoint(file, img_size=size), *(vil.from_checkpoint(file) for _ in range(2))
         again.set_input_size(size)
         assert torch.equal(wide.pos_embed, again.pos_embed)
+        fine.set_input_size(size, 4)
+        started = create_model("vil_tiny", str(file), num_classes=7, **KWARGS | dict(img_size=size, patch_size=4))
+        torch.testing.assert_close(started.pos_embed, fine.pos_embed)
+        export_model(again, folder := tmp_path / f"{size[0]}x{size[1]}")
+        assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
         export_model(wide, file := tmp_path / f"{size}.safetensors")
         again = vil.from_checkpoint(file)
         assert resolve_model_data_config(again)["input_size"] == (3, *size)

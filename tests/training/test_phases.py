@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from vil import checkpoint
 from vil.config import FIELDS, Config, ConfigError, load_config, options_of_checkpoint
 from vil.config.options import PHASE_OPTIONS
 from vil.training import summary
+from vil.training.phases import check_phases
 
 CPU = torch.device("cpu")
 # eight, then four, then eight steps an epoch; a model whose position embedding and augmentation change
@@ -101,6 +103,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
     last = tmp_path / "run" / "last.pt"
+    end = shutil.copy(last, tmp_path / "end.pt")
     others = dict(output=str(tmp_path / "elsewhere"), resume=str(last), pretrained_path=str(last))
     elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
@@ -110,6 +113,10 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
         del bars[1:]
         assert "started from" not in caplog.text  # what a run began with is nothing to a later phase
         assert_same(result(Path(config.output) / "run"), undisturbed[1])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # whose --resume FILE is of a phase of another size
+    shutil.copy(end, last)
+    again = dataclasses.replace(first, resume=str(tmp_path / "elsewhere" / "run" / "last.pt"))
+    assert len(Trainer(again, CPU, 0, 1, 1).history) == 1
 
 
 def test_two_processes_go_through_phases_together(tmp_path, options):
@@ -196,13 +203,23 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
         (dict(global_batch_size=6), "phase 2: mixup pairs images, but a process's 3 of global_batch_size 6"),
         (dict(global_batch_size=100), "phase 2: the training split has 64 images, less than one global batch of 100"),
         (dict(bce_loss=True, bce_target_thresh=0.001), "phase 2: bce_target_thresh 0.001 tells no right class from"),
+        (dict(opt="bnbadam"), "phase 2: cannot create the optimizer bnbadam: "),
+        (dict(train_interpolation="lanczos"), "phase 2: the interpolation 'lanczos' is unknown there, where"),
     ],
 )
 def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, phase, message):
-    config = Config(**SMALL, synthetic=64, num_classes=4, phases=[{}, phase], output=str(tmp_path), experiment="run")
+    run = dict(phases=[{}, phase], augment_on_device=True, output=str(tmp_path), experiment="run")
+    config = Config(**SMALL, synthetic=64, num_classes=4, **run)
     with pytest.raises(ConfigError, match=message):
         Trainer(config, CPU, 0, 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_takes_no_weights_of_another_size_is_refused_at_the_start():
+    kwargs = dict(depth=1, embed_dim=48, num_heads=2)
+    config = Config(model="cait_xxs24_224", model_kwargs=kwargs, phases=[dict(img_size=32), dict(img_size=64)])
+    with pytest.raises(ConfigError, match="phase 2: cait_xxs24_224 cannot go on with other images: .*pos_embed"):
+        check_phases(config, 1, 2048, 4)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from timm.data import create_transform
-from timm.data.dataset import IterableImageDataset
 from timm.data.loader import fast_collate
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -28,6 +27,7 @@ from .images import UnreadableSplitError
 from .kept import KeptImages
 from .readers import EncodedReader, ImageReader, has_jpegs, typical_bytes, typical_pixels
 from .samplers import EvaluationBatches, Pieces, TrainingBatches
+from .splits import streams
 from .synthetic import SyntheticImages, SyntheticLoader
 from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
 
@@ -38,6 +38,13 @@ STALLED = 2 * PIECE * SECONDS  # without a batch, after which a loader's workers
 
 def training_loader(dataset, config: Config, data_config: dict, device: torch.device, batches: TrainingBatches):
     """Augmented images (B, 3, H, W) uint8 and targets (B,) on `device`, in micro-batches."""
+    transform = training_transform(config, data_config)
+    place = data_config, device, config.workers, config.augment_on_device
+    return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
+
+
+def training_transform(config: Config, data_config: dict[str, Any]):
+    """From Pillow's image to a tensor (3, H, W) of uint8, augmented; what is left to do happens on the device."""
     options: dict[str, Any] = dict(
         scale=config.scale,
         ratio=config.ratio,
@@ -48,10 +55,7 @@ def training_loader(dataset, config: Config, data_config: dict, device: torch.de
         mean=data_config["mean"],
         std=data_config["std"],
     )
-    # uint8 out of the workers; the rest happens on the device
-    transform = create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
-    place = data_config, device, config.workers, config.augment_on_device
-    return _create_loader(dataset, transform, *place, batches, batches.micro_batch, again=True)
+    return create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
 
 
 def evaluation_loader(
@@ -119,11 +123,11 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     image_bytes = typical_bytes(dataset) if draw else math.prod(data_config["input_size"])
     pixels = typical_pixels(dataset) if draw else math.inf
     small = is_small(pixels)
-    streams = isinstance(dataset, IterableImageDataset)
-    in_a_piece = batch_size if streams else min(batch_size, PIECE)
+    streaming = streams(dataset)
+    in_a_piece = batch_size if streaming else min(batch_size, PIECE)
     piece_bytes = in_a_piece * (3 * SMALL if small else image_bytes)
     settings = choose_settings(workers, device, batch_size, pieces, piece_bytes, bool(draw), small)
-    if streams:  # in an order of its own
+    if streaming:
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=settings.workers)
         dataset.reader.batch_size = batch_size  # of which the reader gives each worker whole ones in training
@@ -143,10 +147,10 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         worker_init_fn=prepare_worker,
         **order,
     )
-    if not streams:
+    if not streaming:
         start_workers(loader)
         loader.batch_sampler.ready = True
-    place = loader, None if streams else batches, device, settings
+    place = loader, None if streaming else batches, device, settings
     if not draw:
         return HostLoader(*place)
     repeats = is_training and batches.repeats > 1  # so that it would take epochs to meet all images
@@ -177,7 +181,7 @@ def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | 
         reason = decoder_is_missing(device)
     except ConfigError as error:
         reason = str(error)
-    if isinstance(dataset, IterableImageDataset):
+    if streams(dataset):
         reason = "a dataset that streams has no images by index"
     if wanted and reason:
         raise ConfigError(f"augment_on_device: {reason}")

@@ -143,6 +143,11 @@ def class_names(images) -> dict[str, int]:
     return dict(getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {})
 
 
+def streams(images) -> bool:
+    """Whether a dataset has no images by index, but an order of its own, in which each comes once."""
+    return isinstance(images, IterableImageDataset)
+
+
 def count_images(images) -> int:
     """Over all processes; the length of a dataset that streams is a process's share."""
     return getattr(getattr(images, "reader", None), "num_samples", 0) or len(images)

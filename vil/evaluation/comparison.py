@@ -279,7 +279,7 @@ def markdown(result: dict[str, Any]) -> str:
 
     table = [
         row("", lambda r: r["model"], "first less second (95% interval), McNemar's test"),
-        row("weights", lambda r: r["checkpoint"] or "pretrained"),
+        row("weights", lambda r: r["weights"]),
         row(
             "top-1 %", lambda r: "{:.2f} ({:.2f} to {:.2f})".format(r["top1"], *r["top1_interval"]), difference("top1")
         ),

@@ -11,10 +11,10 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from timm.data.dataset import IterableImageDataset
 
 from ..checkpoint import label_of
 from ..data.readers import ImageReader
+from ..data.splits import streams
 from .comparison import Comparison
 
 MOST_CLASSES = 30  # of a matrix that a screen shows
@@ -115,7 +115,7 @@ def _mistakes(found: Comparison, m: int, name_of, images: Any) -> list[dict[str,
 
 def _picture(images: Any, place: int) -> dict[str, str]:
     """An image and its file; neither of a dataset that streams, whose images have no places."""
-    if isinstance(images, IterableImageDataset):
+    if streams(images):
         return dict(picture="", file="")
     image, _ = ImageReader(images, None, is_training=False).read(place)
     image.thumbnail((SIDE, SIDE))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..config import MODEL_KWARGS, ConfigError
-from ..factory import from_checkpoint
+from ..factory import from_checkpoint, input_size
 from .onnx_graph import onnx_model
 from .traced import Exported, ExportError, as_evaluated, outputs_of
 
@@ -133,8 +133,9 @@ def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """Those with which a model of `vil.from_checkpoint`, or of this package's commands, was built."""
-    return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS}
+    """Those that build a model of `vil.from_checkpoint`, or of this package's commands, for the size it has now."""
+    size = {"img_size": input_size(model)[1:]} if hasattr(model, "set_input_size") else {}
+    return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS} | size
 
 
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:

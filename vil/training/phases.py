@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import resolve_data_config
+from torch import Tensor, nn
 
 from .. import checkpoint
 from ..config import Config, ConfigError
+from ..data.draws import DrawingTransform
+from ..data.loaders import training_transform
 from ..data.samplers import TrainingBatches, split_global_batch
 from ..data.splits import describe_split
-from .building import build_model
+from ..factory import input_size
+from .building import build_model, build_optimizer
 from .losses import Loss
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +47,7 @@ def folder_of(config: Config) -> Path:
 
 def check_phases(config: Config, world_size: int, num_images: int, num_classes: int) -> None:
     """Raises a ConfigError if a later phase could not be trained: it would be found after days."""
+    before = None
     for number in range(config.num_phases if config.phases else 0):
         phase = dataclasses.replace(config.of_phase(number), pretrained_path=None)
         try:
@@ -49,9 +55,28 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
             TrainingBatches(num_images, phase, micro_batch, 0, world_size)
             Loss(phase, num_classes)
             with torch.device("meta"):
-                build_model(phase, num_classes)
+                model = build_model(phase, num_classes)
+                if before:
+                    model.load_state_dict(carried_over(before, num_classes, model))
+            before = phase
+            build_optimizer(phase, model)
+            if phase.augment_on_device:
+                DrawingTransform(training_transform(phase, resolve_data_config({}, model=model)))
         except ConfigError as error:
             raise ConfigError(f"phase {number + 1}: {error}") from error
+        except RuntimeError as error:  # of models of timm's whose weights depend on the size
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"phase {number + 1}: {config.model} cannot go on with other images: {reason}") from error
+
+
+def carried_over(
+    before: Config, num_classes: int, model: nn.Module, weights: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The weights of the phase before, whose size says the grid of their positions, resampled for a model of this."""
+    source: Any = build_model(before, num_classes, weights)
+    if input_size(source) != input_size(model) and hasattr(source, "set_input_size"):
+        source.set_input_size(input_size(model)[1:])
+    return source.state_dict()
 
 
 def announce(config: Config, phase: int, batches: TrainingBatches, train_set: Any, val_set: Any) -> None:
@@ -63,6 +88,8 @@ def announce(config: Config, phase: int, batches: TrainingBatches, train_set: An
         options = ", ".join(f"{name} {value}" for name, value in config.phases[phase].items())
         _logger.warning("phase %d of %d: %s", phase + 1, config.num_phases, options)
     _logger.warning("%s", batches.described(config.epochs, "the phase" if config.phases else "the run"))
+    if config.aug_repeats > batches.repeats:
+        _logger.warning("aug_repeats %d has no effect: a dataset that streams has each image once", config.aug_repeats)
     if config.warmup_epochs >= config.epochs and config.warmup_lr < config.lr:
         _logger.warning(
             "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",
