@@ -244,6 +244,8 @@ def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder,
         shutil.copytree(image_folder / split / "ant", tmp_path / split)
     with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
         open_splits(small_config(tmp_path))
+    with pytest.raises(ConfigError, match="num_classes 1: there is nothing to tell apart"):
+        open_splits(small_config(tmp_path, synthetic=8, num_classes=1))
 
 
 def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):

@@ -117,8 +117,7 @@ def test_values_get_the_type_of_their_option(tmp_path, option, text, value):
 ABOVE_0, OPEN = math.nextafter(0, 1), math.inf
 RANGES = {
     (0, OPEN): "synthetic warmup_epochs aug_repeats lr weight_decay warmup_lr min_lr color_jitter mixup cutmix",
-    (1, OPEN): "img_size epochs global_batch_size batch_size log_interval",
-    (2, OPEN): "num_classes",
+    (1, OPEN): "num_classes img_size epochs global_batch_size batch_size log_interval",
     (0, 1): "opt_betas model_ema_decay hflip reprob mixup_prob mixup_switch_prob smoothing bce_target_thresh "
     "distillation_alpha",
     (ABOVE_0, OPEN): "opt_eps layer_decay clip_grad scale ratio distillation_tau",

@@ -52,7 +52,7 @@ class Config:
     dataset: str = _option("", "timm dataset name such as 'hfds/NAME' or 'wds/NAME'; empty for folders and tar files")
     train_split: str = _option("train", "name of the training split")
     val_split: str = _option("validation", "name of the validation split")
-    num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=2)
+    num_classes: int | None = _option(None, "classes; read from the dataset where it knows them", low=1)
     workers: int | None = _option(
         None, "loader processes per training process; by the cores it may use if not given", low=0, high=1024
     )

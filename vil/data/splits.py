@@ -100,7 +100,8 @@ def open_splits(config: Config):
         ConfigError: A split or the number of classes is missing, or the two splits do not agree on the classes.
     """
     if config.synthetic:
-        num_classes = config.num_classes or 1000
+        if (num_classes := config.num_classes or 1000) < 2:
+            raise ConfigError("num_classes 1: there is nothing to tell apart, give two or more")
         return SyntheticImages(config.synthetic), SyntheticImages(math.ceil(config.synthetic / 25)), num_classes
     location = config.data_dir, config.dataset
     train = open_split(*location, config.train_split, config.num_classes, is_training=True, seed=config.seed)
