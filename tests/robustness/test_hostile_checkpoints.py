@@ -24,6 +24,7 @@ import timm
 import torch
 import yaml
 from processes import ROOT, SMALL
+from timm.optim import create_optimizer_v2
 
 import train_imagenet
 import validate
@@ -34,7 +35,7 @@ from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
 from vil.factory import create_model
-from vil.training.resumption import history_of
+from vil.training.resumption import check_optimizer, history_of
 from vil.viz import __main__ as viz
 
 COUNT = int(os.environ.get("FUZZ", 60))
@@ -430,20 +431,31 @@ def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(wr
 
 
 def resumed(path, image_folder, tmp_path):
-    where = dict(data_dir=str(image_folder), output=str(tmp_path), resume=str(path))
+    where = dict(data_dir=str(image_folder), output=str(tmp_path), resume=path and str(path))
     return Trainer(Config(**SMALL, **where, experiment="run", workers=0), CPU, 0, 1)
 
 
-RUN = ("config", "history", "progress", "scheduler", "state_dict", "optimizer")
-OF_ANOTHER_KIND = [(part, value) for part in RUN for value in ([], {}, None, 7)]
-OF_ANOTHER_KIND += [("num_images", torch.zeros(2)), ("config", dict(lr=torch.zeros(2)))]
-OF_ANOTHER_KIND += [("progress", dict(losses=torch.zeros(2), norms=[]))]
+OF_ANOTHER_KIND = [
+    (part, value, f"has no {part} as train_imagenet.py writes it")
+    for part, kind in checkpoint.PARTS.items()
+    for value in ([], {}, None, 7, torch.zeros(2))
+    if type(value) is not kind
+]
+OF_ANOTHER_KIND += [("optimizer", value, "does not fit this run: TypeError") for value in ([], None, 7)]
+OF_ANOTHER_KIND += [
+    ("optimizer", {}, "does not fit this run: KeyError: 'param_groups'"), ("state_dict", {}, "keys: 35 missing"),
+    ("config", dict(lr=torch.zeros(2)), "must be float"), ("progress", {}, "does not fit this run: KeyError: 'losses'"),
+    ("progress", dict(losses=torch.zeros(2), norms=[]), "has no progress as train_imagenet.py writes it"),
+    ("progress", dict(losses=[1.0], norms=[]), "has not a loss and a norm for each step"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("part", "value"), OF_ANOTHER_KIND)
-def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value):
-    with pytest.raises((CheckpointError, ConfigError), match=r"given.pt[^\n]*$"):
-        resumed(write(**{part: value}), image_folder, tmp_path)
+@pytest.mark.parametrize(("part", "value", "reason"), OF_ANOTHER_KIND)
+def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value, reason):
+    fresh = resumed(None, image_folder, tmp_path / "fresh")
+    whole = {name: own.state_dict() for name, own in fresh.parts().items()} | dict(progress=fresh.meter.state_dict())
+    with pytest.raises((CheckpointError, ConfigError), match=rf"given.pt[^\n]*{reason}[^\n]*$"):
+        resumed(write(**whole | {part: value}), image_folder, tmp_path)
 
 
 def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
@@ -452,6 +464,26 @@ def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
     for odd in (dict(epoch=2), dict(eval_top1=math.nan), {"a b": 1.0}):
         with pytest.raises(ValueError, match="the history has no row of epoch 1 as training writes it"):
             history_of([row | odd])
+
+
+OPTIMIZERS = [("adamw", key, torch.zeros(1)) for key in ("exp_avg", "exp_avg_sq", "step", "other")]
+OPTIMIZERS += [("adamw", "exp_avg_sq", torch.tensor([0.0, torch.nan])), ("adamw", "exp_avg", None)]
+OPTIMIZERS += [("adamw", "step", torch.tensor(step)) for step in (-1.0, 2.0**53)]
+OPTIMIZERS += [("momentum", "momentum_buffer", value) for value in (torch.zeros(3), torch.full((2,), torch.inf))]
+OPTIMIZERS += [("lion", "exp_avg", torch.zeros(3)), ("adan", "step", -1)]
+
+
+@pytest.mark.parametrize(("name", "key", "odd"), OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_one_that_training_reaches(name, key, odd):
+    model = torch.nn.ParameterList([torch.ones(2)])
+    optimizer = create_optimizer_v2(model, name)
+    model[0].sum().backward()
+    optimizer.step()
+    check_optimizer(optimizer, name)
+    optimizer.state[model[0]][key] = odd
+    reason = f"not that of {name}" if odd is None or torch.as_tensor(odd).shape not in ((), (2,)) else "none that train"
+    with pytest.raises(ValueError, match=rf"the optimizer's state of a parameter \(2,\) is {reason}"):
+        check_optimizer(optimizer, name)
 
 
 NO_NAMES = ["abcd", 4, ["a"] * 3, ["a"] * 5, {"a": 0}, ["a", "b", "c", 4]]
