@@ -435,18 +435,14 @@ def resumed(path, image_folder, tmp_path):
     return Trainer(Config(**SMALL, **where, experiment="run", workers=0), CPU, 0, 1)
 
 
+KINDS = [], {}, None, 7, torch.zeros(2)
 OF_ANOTHER_KIND = [
-    (part, value, f"has no {part} as train_imagenet.py writes it")
-    for part, kind in checkpoint.PARTS.items()
-    for value in ([], {}, None, 7, torch.zeros(2))
-    if type(value) is not kind
-]
-OF_ANOTHER_KIND += [("optimizer", value, "does not fit this run: TypeError") for value in ([], None, 7)]
-OF_ANOTHER_KIND += [
+    *((p, v, f"has no {p} as train") for p, kind in checkpoint.PARTS.items() for v in KINDS if type(v) is not kind),
+    *(("optimizer", value, "does not fit this run: TypeError") for value in ([], None, 7)),
     ("optimizer", {}, "does not fit this run: KeyError: 'param_groups'"), ("state_dict", {}, "keys: 35 missing"),
     ("config", dict(lr=torch.zeros(2)), "must be float"), ("progress", {}, "does not fit this run: KeyError: 'losses'"),
-    ("progress", dict(losses=torch.zeros(2), norms=[]), "has no progress as train_imagenet.py writes it"),
-    ("progress", dict(losses=[1.0], norms=[]), "has not a loss and a norm for each step"),
+    ("progress", dict(losses=torch.zeros(2), norms=[]), "has no progress as train_im"),
+    ("progress", dict(losses=[1.0], norms=[]), "ValueError: the epoch's progress .* for each step$"),
 ]  # fmt: skip
 
 
@@ -460,7 +456,7 @@ def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tm
 
 def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
     row = dict(epoch=1, eval_top1=2.0)
-    assert history_of([row, row | dict(epoch=2.0)]) == [row, row | dict(epoch=2.0)]
+    assert str(history_of([row, row | dict(epoch=2.0)])) == str([row, row | dict(epoch=2.0)])  # a count stays one
     for odd in (dict(epoch=2), dict(eval_top1=math.nan), {"a b": 1.0}):
         with pytest.raises(ValueError, match="the history has no row of epoch 1 as training writes it"):
             history_of([row | odd])
@@ -479,10 +475,10 @@ def test_the_state_of_an_optimizer_is_one_that_training_reaches(name, key, odd):
     optimizer = create_optimizer_v2(model, name)
     model[0].sum().backward()
     optimizer.step()
+    optimizer.state[model[0]]["step"] = torch.tensor(2.0**52)
     check_optimizer(optimizer, name)
     optimizer.state[model[0]][key] = odd
-    reason = f"not that of {name}" if odd is None or torch.as_tensor(odd).shape not in ((), (2,)) else "none that train"
-    with pytest.raises(ValueError, match=rf"the optimizer's state of a parameter \(2,\) is {reason}"):
+    with pytest.raises(ValueError, match=rf"state of a parameter \(2,\) is none that {name} reaches$"):
         check_optimizer(optimizer, name)
 
 
