@@ -177,7 +177,8 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
     config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
     assert (config.dataset, config.data_dir) == ("", "mine")
     words = ["--lr" if dataset == "wds/x" else "--data-dir", "1"]
-    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
+    needed = "--data-dir$" if dataset == "wds/x" else f"--dataset {dataset}, and its --data-dir if any$"
+    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give {needed}"):
         load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
 
 
@@ -463,10 +464,9 @@ def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
 
 
 OPTIMIZERS = [("adamw", key, torch.zeros(1)) for key in ("exp_avg", "exp_avg_sq", "step", "other")]
-OPTIMIZERS += [("adamw", "exp_avg_sq", torch.tensor([0.0, torch.nan])), ("adamw", "exp_avg", None)]
 OPTIMIZERS += [("adamw", "step", torch.tensor(step)) for step in (-1.0, 2.0**53)]
 OPTIMIZERS += [("momentum", "momentum_buffer", value) for value in (torch.zeros(3), torch.full((2,), torch.inf))]
-OPTIMIZERS += [("lion", "exp_avg", torch.zeros(3)), ("adan", "step", -1)]
+OPTIMIZERS += [("lion", "exp_avg", torch.zeros(3))]
 
 
 @pytest.mark.parametrize(("name", "key", "odd"), OPTIMIZERS)
@@ -549,13 +549,16 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
 
 
 @pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
-def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
+def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
+    image_folder, tmp_path, listed, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
     os.truncate("train.tar", 11 * 2**30)  # timm lists files of more than 10 GB
     (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
+    assert re.fullmatch(r".*/_train_tarinfos.pickle is passed over.*Error\(.*\); remove it.* anew", caplog.messages[0])
     assert not os.path.exists("MARKER")
 
 
