@@ -101,15 +101,14 @@ def _classes(found: Comparison, name_of) -> list[dict[str, Any]]:
 
 
 def _mistakes(found: Comparison, m: int, name_of, images: Any) -> list[dict[str, Any]]:
-    wrong = np.flatnonzero(~found.top1_NM[:, m])
-    worst = wrong[np.argsort(-found.shares_NMK[wrong, m, 0], kind="stable")][:MOST_MISTAKES].tolist()
+    wrong = np.flatnonzero(~found.top1_NM[:, m]).tolist()
     return [
         {
             "is": name_of(found.targets_N[i]),
             "said": [(name_of(n), 100 * s) for n, s in zip(found.best_NMK[i, m, :3], found.shares_NMK[i, m])],
             **_picture(images, found.places_N[i]),
         }
-        for i in worst
+        for i in sorted(wrong, key=lambda i: -found.shares_NMK[i, m, 0])[:MOST_MISTAKES]
     ]
 
 
