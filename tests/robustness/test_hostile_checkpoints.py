@@ -105,6 +105,8 @@ def error_of_validation(monkeypatch):
         (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
         (dict(num_classes=10**6 + 1), "has num_classes 1000001, and may have at most 1000000$"),
         (dict(img_size=8193), "has img_size 8193, and may have at most 8192$"),
+        (dict(phases=[dict(resume="x")]), "phase 1 in the checkpoint .* has 'resume', an option of the whole run"),
+        (dict(phases={}), "'phases' in the checkpoint .* must be a list of tables"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
         (dict(crop_pct=1e-4), "has crop_pct 0.0001, for which images would be more than large"),
         *((dict(interpolation=i), f"has interpolation '{i}', which is unknown$") for i in ("7", "")),
@@ -131,11 +133,14 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     assert options_of_checkpoint(shards, "x") == shards
     for more, message in (
         (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
+        (dict(phases=[{}] * 101), "has 101 phases, and may have at most 100$"),
         (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
         (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, for which images would be more than large$"),
     ):
         with pytest.raises(ConfigError, match=message):
             options_of_checkpoint(largest | more, "x")
+    with pytest.raises(ConfigError, match="^the checkpoint x holds int in place of options$"):
+        options_of_checkpoint(7, "x")
 
 
 @pytest.mark.parametrize(("more", "reason"), [(0, "size mismatch"), (1, r"it has \d+ values, and the file 10$")])

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import train_imagenet
 from train_imagenet import Trainer
 from vil import checkpoint
-from vil.config import FIELDS, Config, ConfigError, load_config, options_of_checkpoint
+from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.config.options import PHASE_OPTIONS
 from vil.training import summary
 
@@ -203,20 +203,6 @@ def test_a_later_phase_that_cannot_be_trained_is_refused_at_the_start(tmp_path, 
     with pytest.raises(ConfigError, match=message):
         Trainer(config, CPU, 0, 2)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        ([dict(img_size=10**6)], "has img_size 1000000, and may have at most 8192"),
-        ([dict(resume="x")], "phase 1 in the checkpoint x has 'resume', an option of the whole run"),
-        ([{}] * 101, "has 101 phases, and may have at most 100"),
-        ({}, "'phases' in the checkpoint x must be a list of tables"),
-    ],
-)
-def test_a_checkpoints_phases_are_judged_as_its_other_options(phases, message):
-    with pytest.raises(ConfigError, match=message):
-        options_of_checkpoint(dict(phases=phases), "x")
 
 
 @pytest.mark.gpu
