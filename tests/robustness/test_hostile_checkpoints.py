@@ -126,10 +126,10 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
     assert options_of_checkpoint(largest, "x") == largest
     for name, value in kwargs.items():
-        more = dict(model_kwargs={name: [1, 513] if name == "patch_size" else value + 1})
+        more = dict(model_kwargs={"global_pool": "avg", name: [1, 513] if name == "patch_size" else value + 1})
         with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
             options_of_checkpoint(more, "x")
-    shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50")
+    shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50", model_kwargs=dict(drop_rate=0))
     assert options_of_checkpoint(shards, "x") == shards
     for more, message in (
         (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
