@@ -480,7 +480,7 @@ def test_the_state_of_an_optimizer_is_one_that_training_reaches(name, key, odd):
     optimizer = create_optimizer_v2(model, name)
     model[0].sum().backward()
     optimizer.step()
-    optimizer.state[model[0]]["step"] = torch.tensor(2.0**52)
+    optimizer.state[model[0]] |= {"step": torch.tensor(2.0**52)} if name == "adamw" else {}
     check_optimizer(optimizer, name)
     optimizer.state[model[0]][key] = odd
     with pytest.raises(ValueError, match=rf"state of a parameter \(2,\) is none that {name} reaches$"):
