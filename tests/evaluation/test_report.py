@@ -85,6 +85,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in found[-1]
     several = len(page.tables[0]) == 3
     assert ("McNemar" in found[-1]) == several
+    assert found[-1].count(">Validation</") == 2  # in the window's title, too
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several  # above the tables and the mistakes of each
 
 
@@ -114,6 +115,7 @@ def test_classes_and_confusions_are_counted_as_scikit_learn_does(found):
         assert classes[-1][2] >= classes[1][2] == "0.0"  # the worst first
         counts = [[int(cell or 0) for cell in row[1:]] for row in matrices[m][1:]]
         assert counts == confusion_matrix(targets, said).tolist()
+        assert matrices[m][0] == ["", *truth] == ["", *(row[0] for row in matrices[m][1:])]
         expected += confusion_matrix(targets, said, normalize="true").flatten().tolist()
     cells = re.findall(r"background: rgb\(([ 0-9]+) / ([.0-9]+)\)", text)
     assert [float(strength) for _, strength in cells] == pytest.approx(expected, abs=0.006)
@@ -137,6 +139,15 @@ def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
         np.testing.assert_allclose(np.asarray(shown).mean((0, 1)), np.asarray(truth).mean((0, 1)), atol=4)
 
 
+def test_each_model_has_the_calibration_of_its_first_answers_in_the_page(found):
+    targets, best, shares, _, text = found
+    bars = re.findall("<title>([0-9]+) images, ([.0-9]+)% right, ([.0-9]+)% said</title>", text)
+    judged = [calibration(shares[:, m, 0], best[:, m, 0] == targets) for m in range(best.shape[1])]
+    assert [row[6] for row in Page(text).tables[0][1:]] == [f"{error:.1f} points" for _, error in judged]
+    expected = [[*bin.values()] for bins, _ in judged for bin in bins if bin["images"]]
+    np.testing.assert_allclose(np.array(bars, dtype=float), expected, atol=0.051)
+
+
 def test_calibration_is_scikit_learns():
     rng = np.random.default_rng(0)
     shares = rng.uniform(0.2, 1, 500)
@@ -149,6 +160,7 @@ def test_calibration_is_scikit_learns():
     assert [bin["confidence"] for bin in filled] == pytest.approx(100 * confidence)
     weights = [bin["images"] / 500 for bin in filled]
     assert error == pytest.approx(float(np.sum(weights * np.abs(accuracy - confidence)) * 100))
+    assert calibration(np.array([0.75]), np.array([True]))[1] == 25
 
 
 def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch, tmp_path):
@@ -172,12 +184,15 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert [picture.tobytes() for picture in of_tar.pictures] == [picture.tobytes() for picture in page.pictures]
     assert of_stream.pictures == []  # whose images have no places
     assert of_stream.captions[0].split()[:2] == page.captions[0].split()[:2]
-    rows = page.tables[2]
+    _, classes, rows = page.tables
+    assert [classes[5], classes[-1]] == [["a", "9", "0.0", "-", "b (9)"], ["23", "1", "100.0", "100.0", ""]]
     assert rows[:2] == [["class", "taken for", "images"], ["a", "b", "9"]]
-    assert len(rows) == 5
+    assert rows[2:] == [[f"{i}", f"{i + 46}", "1"] for i in range(24, 27)]
+    assert "a matrix is for 24 classes at most" in text
     assert len(re.findall("<figure>", text)) == 12
     monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 25)
-    assert len(Page(report_page(*words, images)).tables[2]) == 1 + 25  # a matrix
+    cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # a matrix
+    assert (len(cells), {*cells}) == (25**2, {"0.00", "1.00"})  # each class is taken for one
     right = np.broadcast_to(targets[:, None, None], best.shape)
     two = Comparison.of(targets, np.concatenate([right, best], 1), np.full((28, 2, 2), 0.5))
     assert len(Page(report_page(words[0], 2 * words[1], two, *words[3:], images)).tables[-1]) == 1 + 25

@@ -221,7 +221,7 @@ def test_a_checkpoint_of_other_classes_is_named(models, folders, command, caplog
 @pytest.mark.parametrize(
     ("here", "learned", "others"),
     [
-        ("ant bee", "ant bee", 0), ("ant bee", "bee ant", 2), ("ant bee", "ant cat", 1), ("ant bee", "ant", 1),
+        ("ant bee", "ant bee", 0), ("ant bee", "bee ant", 2), ("ant bee", "ant cat", 1), ("ant bee cat", "ant bee", 1),
         ("ant bee", None, 0), ("", "ant bee", 0),  # an older checkpoint; a dataset that does not say
         ("a\x1bb bee", "a?b bee", 0), ("a\x1bb bee", "a bee", 1),  # as training wrote it, or not
         ("0 1", "6 7", 2), ("0 ant", " ".join(WORDNET_IDS), 2),
@@ -469,7 +469,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--crop-pct nan": "'crop_pct' in the command line must be a finite",
                 "--interpolation cubic": "interpolation 'cubic' is unknown; did you mean 'bicubic'",
                 "--img-size 0": "'img_size' in the command line must be at least 1",
-                "--num-classes 0": "at least 1",
+                "--num-classes 1": "at least 2",
                 "--json {tmp}": "there is something that is no file",
                 "--json /dev/null": "cannot write /dev/null: ",
                 "--json {models}/vil.pt/out": "cannot write ",

@@ -24,6 +24,7 @@ import timm
 import torch
 import yaml
 from processes import ROOT, SMALL
+from timm.optim import create_optimizer_v2
 
 import train_imagenet
 import validate
@@ -34,7 +35,7 @@ from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
 from vil.factory import create_model
-from vil.training.resumption import history_of
+from vil.training.resumption import check_optimizer, history_of
 from vil.viz import __main__ as viz
 
 COUNT = int(os.environ.get("FUZZ", 60))
@@ -104,6 +105,8 @@ def error_of_validation(monkeypatch):
         (dict(model_kwargs=dict(global_pool="/x")), "has global_pool '/x', and may have '', 'token', 'avg'$"),
         (dict(num_classes=10**6 + 1), "has num_classes 1000001, and may have at most 1000000$"),
         (dict(img_size=8193), "has img_size 8193, and may have at most 8192$"),
+        (dict(phases=[dict(resume="x")]), "phase 1 in the checkpoint .* has 'resume', an option of the whole run"),
+        (dict(phases={}), "'phases' in the checkpoint .* must be a list of tables"),
         (dict(crop_pct=math.nan), "option 'crop_pct' in the checkpoint .* must be a finite number, not nan"),
         (dict(crop_pct=1e-4), "has crop_pct 0.0001, for which images would be more than large"),
         *((dict(interpolation=i), f"has interpolation '{i}', which is unknown$") for i in ("7", "")),
@@ -123,18 +126,21 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
     assert options_of_checkpoint(largest, "x") == largest
     for name, value in kwargs.items():
-        more = dict(model_kwargs={name: [1, 513] if name == "patch_size" else value + 1})
+        more = dict(model_kwargs={"global_pool": "avg", name: [1, 513] if name == "patch_size" else value + 1})
         with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
             options_of_checkpoint(more, "x")
-    shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50")
+    shards = dict(dataset="wds/x", val_split="x-{0000..0099}.tar|50", model_kwargs=dict(drop_rate=0))
     assert options_of_checkpoint(shards, "x") == shards
     for more, message in (
         (dict(val_split="x" * 201), "has val_split .*, which is no plain name"),
+        (dict(phases=[{}] * 101), "has 101 phases, and may have at most 100$"),
         (dict(crop_pct=0.499), "has crop_pct 0.499, for which images would be more than large$"),
         (dict(phases=[dict(crop_pct=0.4)]), "has crop_pct 0.4, for which images would be more than large$"),
     ):
         with pytest.raises(ConfigError, match=message):
             options_of_checkpoint(largest | more, "x")
+    with pytest.raises(ConfigError, match="^the checkpoint x holds int in place of options$"):
+        options_of_checkpoint(7, "x")
 
 
 @pytest.mark.parametrize(("more", "reason"), [(0, "size mismatch"), (1, r"it has \d+ values, and the file 10$")])
@@ -176,7 +182,8 @@ def test_a_dataset_is_read_where_the_command_line_says_and_else_not(write, place
     config = load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
     assert (config.dataset, config.data_dir) == ("", "mine")
     words = ["--lr" if dataset == "wds/x" else "--data-dir", "1"]
-    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give"):
+    needed = "--data-dir$" if dataset == "wds/x" else f"--dataset {dataset}, and its --data-dir if any$"
+    with pytest.raises(ConfigError, match=f"is of the dataset '{dataset}': to have it read, give {needed}"):
         load_config("", ["--resume", str(path), *words], checkpoint.saved_config)
 
 
@@ -430,28 +437,54 @@ def test_weights_that_would_be_resampled_but_have_other_dimensions_do_not_fit(wr
 
 
 def resumed(path, image_folder, tmp_path):
-    where = dict(data_dir=str(image_folder), output=str(tmp_path), resume=str(path))
+    where = dict(data_dir=str(image_folder), output=str(tmp_path), resume=path and str(path))
     return Trainer(Config(**SMALL, **where, experiment="run", workers=0), CPU, 0, 1)
 
 
-RUN = ("config", "history", "progress", "scheduler", "state_dict", "optimizer")
-OF_ANOTHER_KIND = [(part, value) for part in RUN for value in ([], {}, None, 7)]
-OF_ANOTHER_KIND += [("num_images", torch.zeros(2)), ("config", dict(lr=torch.zeros(2)))]
-OF_ANOTHER_KIND += [("progress", dict(losses=torch.zeros(2), norms=[]))]
+KINDS = [], {}, None, 7, torch.zeros(2)
+OF_ANOTHER_KIND = [
+    *((p, v, f"has no {p} as train") for p, kind in checkpoint.PARTS.items() for v in KINDS if type(v) is not kind),
+    *(("optimizer", value, "does not fit this run: TypeError") for value in ([], None, 7)),
+    ("optimizer", {}, "does not fit this run: KeyError: 'param_groups'"), ("state_dict", {}, "keys: 35 missing"),
+    ("config", dict(lr=torch.zeros(2)), "must be float"), ("progress", {}, "does not fit this run: KeyError: 'losses'"),
+    ("progress", dict(losses=torch.zeros(2), norms=[]), "has no progress as train_im"),
+    ("progress", dict(losses=[1.0], norms=[]), "ValueError: the epoch's progress .* for each step$"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("part", "value"), OF_ANOTHER_KIND)
-def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value):
-    with pytest.raises((CheckpointError, ConfigError), match=r"given.pt[^\n]*$"):
-        resumed(write(**{part: value}), image_folder, tmp_path)
+@pytest.mark.parametrize(("part", "value", "reason"), OF_ANOTHER_KIND)
+def test_a_part_of_another_kind_is_nothing_to_go_on_from(write, image_folder, tmp_path, part, value, reason):
+    fresh = resumed(None, image_folder, tmp_path / "fresh")
+    whole = {name: own.state_dict() for name, own in fresh.parts().items()} | dict(progress=fresh.meter.state_dict())
+    with pytest.raises((CheckpointError, ConfigError), match=rf"given.pt[^\n]*{reason}[^\n]*$"):
+        resumed(write(**whole | {part: value}), image_folder, tmp_path)
 
 
 def test_a_history_has_a_row_of_each_epoch_with_numbers_by_names():
     row = dict(epoch=1, eval_top1=2.0)
-    assert history_of([row, row | dict(epoch=2.0)]) == [row, row | dict(epoch=2.0)]
+    assert str(history_of([row, row | dict(epoch=2.0)])) == str([row, row | dict(epoch=2.0)])  # a count stays one
     for odd in (dict(epoch=2), dict(eval_top1=math.nan), {"a b": 1.0}):
         with pytest.raises(ValueError, match="the history has no row of epoch 1 as training writes it"):
             history_of([row | odd])
+
+
+OPTIMIZERS = [("adamw", key, torch.zeros(1)) for key in ("exp_avg", "exp_avg_sq", "step", "other")]
+OPTIMIZERS += [("adamw", "step", torch.tensor(step)) for step in (-1.0, 2.0**53)]
+OPTIMIZERS += [("momentum", "momentum_buffer", value) for value in (torch.zeros(3), torch.full((2,), torch.inf))]
+OPTIMIZERS += [("lion", "exp_avg", torch.zeros(3))]
+
+
+@pytest.mark.parametrize(("name", "key", "odd"), OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_one_that_training_reaches(name, key, odd):
+    model = torch.nn.ParameterList([torch.ones(2)])
+    optimizer = create_optimizer_v2(model, name)
+    model[0].sum().backward()
+    optimizer.step()
+    optimizer.state[model[0]] |= {"step": torch.tensor(2.0**52)} if name == "adamw" else {}
+    check_optimizer(optimizer, name)
+    optimizer.state[model[0]][key] = odd
+    with pytest.raises(ValueError, match=rf"state of a parameter \(2,\) is none that {name} reaches$"):
+        check_optimizer(optimizer, name)
 
 
 NO_NAMES = ["abcd", 4, ["a"] * 3, ["a"] * 5, {"a": 0}, ["a", "b", "c", 4]]
@@ -521,13 +554,16 @@ def test_generated_checkpoints_are_refused_in_a_line_or_gone_on_from(uninterrupt
 
 
 @pytest.mark.parametrize("listed", [pickle.dumps(Call((os.mkdir, "MARKER"))), b"", pickle.dumps({"tartrees": [1]})])
-def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(image_folder, tmp_path, listed, monkeypatch):
+def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
+    image_folder, tmp_path, listed, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("train.tar", "w") as tar:
         tar.add(image_folder / "train", "train")
     os.truncate("train.tar", 11 * 2**30)  # timm lists files of more than 10 GB
     (tmp_path / "_train_tarinfos.pickle").write_bytes(listed)
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
+    assert re.fullmatch(r".*/_train_tarinfos.pickle is passed over.*Error\(.*\); remove it.* anew", caplog.messages[0])
     assert not os.path.exists("MARKER")
 
 

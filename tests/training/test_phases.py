@@ -22,7 +22,7 @@ from tqdm import tqdm
 import train_imagenet
 from train_imagenet import Trainer
 from vil import checkpoint
-from vil.config import FIELDS, Config, ConfigError, load_config, options_of_checkpoint
+from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.config.options import PHASE_OPTIONS
 from vil.training import summary
 from vil.training.phases import check_phases
@@ -220,20 +220,6 @@ def test_a_model_that_takes_no_weights_of_another_size_is_refused_at_the_start()
     config = Config(model="cait_xxs24_224", model_kwargs=kwargs, phases=[dict(img_size=32), dict(img_size=64)])
     with pytest.raises(ConfigError, match="phase 2: cait_xxs24_224 cannot go on with other images: .*pos_embed"):
         check_phases(config, 1, 2048, 4)
-
-
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        ([dict(img_size=10**6)], "has img_size 1000000, and may have at most 8192"),
-        ([dict(resume="x")], "phase 1 in the checkpoint x has 'resume', an option of the whole run"),
-        ([{}] * 101, "has 101 phases, and may have at most 100"),
-        ({}, "'phases' in the checkpoint x must be a list of tables"),
-    ],
-)
-def test_a_checkpoints_phases_are_judged_as_its_other_options(phases, message):
-    with pytest.raises(ConfigError, match=message):
-        options_of_checkpoint(dict(phases=phases), "x")
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import shlex
@@ -69,14 +70,15 @@ def _open_tar(path: Path, **kwargs):
 
     timm keeps such a list beside a file of more than 10 GB, and reads it by an unpickler that runs no code.
     """
+    opened = functools.partial(create_dataset, "", root=str(path), **kwargs)
     try:
-        return create_dataset("", root=str(path), search_split=False, **kwargs)
+        return opened()
     except Exception as error:
         listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
         if not listed.exists():
             raise
         _logger.warning("%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
-        return create_dataset("", root=str(path), search_split=False, cache_tarinfo=False, **kwargs)
+        return opened(cache_tarinfo=False)
 
 
 def _refuse_empty_classes(images) -> None:
@@ -179,7 +181,7 @@ def _find_split(data_dir: str | None, split: str) -> Path:
 
 
 def _count_classes(root: Path) -> int:
-    suffixes = get_img_extensions(as_set=True)
+    suffixes = get_img_extensions()
     return sum(any(file.suffix.lower() in suffixes for file in folder.glob("*")) for folder in root.glob("*/"))
 
 

@@ -57,7 +57,7 @@ def report_page(
         pairs = [(count, *pair) for pair, count in counts.most_common() if pair[0] != pair[1]][:MOST_PAIRS]
         own["confusions"] = [dict(name=name_of(a), predicted_name=name_of(b), count=n) for n, a, b in pairs]
         sections.append(model | own)
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    environment = jinja2.Environment(autoescape=True)
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     several = len(models) > 1
     return template.render(
@@ -94,29 +94,28 @@ def _classes(found: Comparison, name_of) -> list[dict[str, Any]]:
             called = said == target
             wrong = Counter(said[of_class & ~found.top1_NM[:, m]]).most_common(1)
             precision = 100 * found.top1_NM[called, m].mean() if called.any() else None
-            mistake = f"{name_of(wrong[0][0])} ({wrong[0][1]})" if wrong else ""
+            mistake = "".join(f"{name_of(number)} ({count})" for number, count in wrong)
             columns.append(dict(recall=100 * found.top1_NM[of_class, m].mean(), precision=precision, mistake=mistake))
         rows.append(dict(name=name_of(target), images=of_class.sum(), models=columns))
     return sorted(rows, key=lambda row: row["models"][0]["recall"])
 
 
 def _mistakes(found: Comparison, m: int, name_of, images: Any) -> list[dict[str, Any]]:
-    wrong = np.flatnonzero(~found.top1_NM[:, m])
-    worst = wrong[np.argsort(-found.shares_NMK[wrong, m, 0], kind="stable")][:MOST_MISTAKES].tolist()
+    wrong = np.flatnonzero(~found.top1_NM[:, m]).tolist()
     return [
         {
             "is": name_of(found.targets_N[i]),
-            "said": [(name_of(n), 100 * s) for n, s in zip(found.best_NMK[i, m, :3], found.shares_NMK[i, m, :3])],
+            "said": [(name_of(n), 100 * s) for n, s in zip(found.best_NMK[i, m, :3], found.shares_NMK[i, m])],
             **_picture(images, found.places_N[i]),
         }
-        for i in worst
+        for i in sorted(wrong, key=lambda i: -found.shares_NMK[i, m, 0])[:MOST_MISTAKES]
     ]
 
 
 def _picture(images: Any, place: int) -> dict[str, str]:
     """An image and its file; neither of a dataset that streams, whose images have no places."""
     if streams(images):
-        return dict(picture="", file="")
+        return {}
     image, _ = ImageReader(images, None, is_training=False).read(place)
     image.thumbnail((SIDE, SIDE))
     image.save(jpeg := io.BytesIO(), "JPEG")

@@ -36,12 +36,12 @@ def check_progress(meter: EpochMeter) -> None:
 def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Raises a ValueError if its state is none that training reaches; `name` is timm's of the optimizer."""
     for parameter, state in optimizer.state.items():
-        shape, tensors = parameter.shape, {name: t for name, t in state.items() if isinstance(t, Tensor)}
-        found = {name: (t.shape, t.dtype) for name, t in tensors.items()}
-        moment = shape, torch.float32
-        if name == "adamw" and found != {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}:
-            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is not that of AdamW")
-        if any(t.dim() and t.shape != shape for name, t in tensors.items() if name in ("exp_avg", "momentum_buffer")):
-            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} has another shape")
-        if not all(t.isfinite().all() for t in tensors.values()) or not 0 <= float(state.get("step", 0)) < 2**53:
-            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is none that training reaches")
+        shape, tensors = parameter.shape, {key: t for key, t in state.items() if isinstance(t, Tensor)}
+        found, moment = {key: (t.shape, t.dtype) for key, t in tensors.items()}, (shape, torch.float32)
+        if name == "adamw":
+            fits = found == {"step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        else:
+            fits = all(found[key][0] in ((), shape) for key in ("exp_avg", "momentum_buffer") if key in found)
+        fits = fits and all(t.isfinite().all() for t in tensors.values()) and 0 <= float(state.get("step", 0)) < 2**53
+        if not fits:
+            raise ValueError(f"the optimizer's state of a parameter {tuple(shape)} is none that {name} reaches")
