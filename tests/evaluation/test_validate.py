@@ -469,7 +469,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--crop-pct nan": "'crop_pct' in the command line must be a finite",
                 "--interpolation cubic": "interpolation 'cubic' is unknown; did you mean 'bicubic'",
                 "--img-size 0": "'img_size' in the command line must be at least 1",
-                "--num-classes 1": "at least 2",
+                "--num-classes 0": "at least 1",
                 "--json {tmp}": "there is something that is no file",
                 "--json /dev/null": "cannot write /dev/null: ",
                 "--json {models}/vil.pt/out": "cannot write ",
