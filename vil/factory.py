@@ -122,7 +122,7 @@ def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
 def _nearest(model: str) -> str:
     if timm.is_model(model):
         return ""
-    nearest = difflib.get_close_matches(model, timm.list_models(), n=1)
+    nearest = difflib.get_close_matches(model, timm.list_models())
     return f"; did you mean {nearest[0]!r}?" if nearest else "; timm.list_models() has those that there are"
 
 
