@@ -125,6 +125,7 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     largest = dict(model_kwargs=kwargs | dict(global_pool="token"), num_classes=10**6, img_size=8192)
     largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
     assert options_of_checkpoint(largest, "x") == largest
+    checkpoint.check_preprocessing(dict(mean=[-1e6, 0, 1e6], std=[1e-6, 1, 1e6]), "x")
     for name, value in kwargs.items():
         more = dict(model_kwargs={"global_pool": "avg", name: [1, 513] if name == "patch_size" else value + 1})
         with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
