@@ -108,7 +108,11 @@ def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
 def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_for(tmp_path):
     state = {"config": {}, "state_dict": {"a": torch.zeros(1)}}
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
-    checkpoint.save_checkpoint(state | {"state_dict_ema": {"a": torch.ones(1)}}, tmp_path / "both.pt")
+    both = state | {"state_dict_ema": {"a": torch.ones(1)}}
+    checkpoint.save_checkpoint(both, tmp_path / "both.pt")
+    for name, best in (("model", "state_dict"), ("average", "state_dict_ema")):
+        checkpoint.save_checkpoint(both | {"best": best}, tmp_path / f"{name}.pt")
+        assert checkpoint.read_weights(tmp_path / f"{name}.pt")["a"].item() == (name == "average")
     torch.save({"model": {"a": torch.zeros(1)}, "model_ema": {"a": torch.ones(1)}}, tmp_path / "other.pt")
     for name, use_ema in (("one", None), *itertools.product(("both", "other"), (None, False, True))):
         expected = name != "one" and use_ema is not False
