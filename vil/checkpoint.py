@@ -302,7 +302,7 @@ def _read_safetensors(path: str | Path, whole: bool) -> dict[str, Any]:
         return content
     if "digest" in metadata:
         content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
-    said: dict[str, Any] = {"config": metadata.get("config", ""), "label_names": metadata.get("label_names")}
+    said: dict[str, Any] = {name: metadata.get(name) for name in ("config", "label_names")}
     for name, text in said.items():
         with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at it to refuse
             said[name] = text and json.loads(text)

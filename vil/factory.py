@@ -43,6 +43,8 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
         created = _create(model, arguments, **start)
+        if start and checkpoint.fitted(weights, created).keys().isdisjoint(created.state_dict()):  # timm goes on
+            raise RuntimeError(f"none of its tensors is in {pretrained_path}")
     except RuntimeError as error:
         remedy = _nearest(model) + _how_it_was_built(pretrained_path)
         reason = checkpoint.printable(" ".join(str(error).split()))  # with names of tensors in it
@@ -122,7 +124,7 @@ def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
 def _nearest(model: str) -> str:
     if timm.is_model(model):
         return ""
-    nearest = difflib.get_close_matches(model, timm.list_models(), n=1)
+    nearest = difflib.get_close_matches(model, timm.list_models())
     return f"; did you mean {nearest[0]!r}?" if nearest else "; timm.list_models() has those that there are"
 
 

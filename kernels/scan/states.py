@@ -48,7 +48,7 @@ def scan_with_states(
     dtype = torch.promote_types(x_GBLD.dtype, torch.float32)
     x, step_logits, k, q = (t.to(dtype) for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     if step_bias_GD is not None:
-        step_logits = step_logits + step_bias_GD[:, None, None]
+        step_logits = step_logits + step_bias_GD[:, None, None].to(dtype)
     if L == 1:
         y_GBLD, S_GBDN = _step(x, step_logits, k, q, A_GDN, initial_GBDN)
         y_GBLD = y_GBLD if skip_GD is None else y_GBLD + skip_GD[:, None, None] * x

@@ -166,6 +166,8 @@ OTHERS = [
     *(("block", dict(dtype=dtype)) for dtype in (torch.float64, torch.int8)),
     *(("block", {name: change}) for name in ("directions", "normed") for change in (without_last, one_more, backwards)),
     *(("block_backward", dict(saved=change)) for change in (without_last, one_more, backwards)),
+    *(("block", dict(lines=lines)) for lines in ([2, 3, 0], [-2, -2, 0])),
+    ("block", dict(lines=[2, 2, 0], class_token_only=True)),
     ("block", dict(normed=[None, None])),
     ("block", dict(directions=lambda directions: [*directions[:-1], None])),
     ("block", dict(directions=[])),

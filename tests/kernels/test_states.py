@@ -37,17 +37,18 @@ def test_outputs_states_and_gradients_equal_the_definition(scan, definition, mak
 def test_parts_of_a_sequence_one_behind_the_other_are_the_whole(
     scan, definition, make_inputs, cuts, dtype, tolerance, backend
 ):
-    """Two directions, parts of 1, 64 and 35 tokens; the reverse one begins with the last. States keep fp32."""
+    """Two directions, parts of 1, 64 and 35 tokens; the reverse one begins with the last. States keep fp32,
+    whatever the dtype of weights and of the state before."""
     device, reverse = "cpu" if backend == "auto" else "cuda", [False, True]
     pair = [make_inputs(2, cuts[-1][1], 24, 16, dtype, seed) for seed in (0, 1)]
     inputs = [torch.stack([t.detach() for t in two]).to(device) for two in zip(*pair)]
     of_tokens = [t.dim() == 4 for t in inputs]
-    initial = random(2, 2, 24, 16, dtype=torch.float32).to(device)
+    initial = random(2, 2, 24, 16).to(device)
     ys, ends = [], []
     for g, backwards in enumerate(reverse):
         state, parts = initial[g : g + 1], []
         for start, end in cuts[::-1] if backwards else cuts:
-            part = [t[g : g + 1, :, start:end] if many else t[g : g + 1] for t, many in zip(inputs, of_tokens)]
+            part = [t[g : g + 1, :, start:end] if many else t[g : g + 1].double() for t, many in zip(inputs, of_tokens)]
             y, state = scan(*part, reverse=[backwards], backend=backend, initial_state=state, return_final_state=True)
             assert (y.dtype, state.dtype, state.shape) == (dtype, torch.float32, (1, 2, 24, 16))
             parts.append(y[0])

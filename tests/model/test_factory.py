@@ -123,11 +123,12 @@ def test_preprocessing_is_what_weights_or_config_json_in_their_folder_say_as_for
             vil.from_checkpoint(folder)
 
 
-def test_other_models_are_fitted_to_another_size_as_timm_fits_them(tmp_path):
+def test_other_models_are_fitted_to_another_size_as_timm_fits_them(tmp_path, recwarn):
     arguments = dict(embed_dim=24, depth=1, num_classes=3)
     timms = timm.create_model("deit_tiny_patch16_224", img_size=32, **arguments).eval()
     torch.save(timms.state_dict(), tmp_path / "deit.pth")
     model = vil.from_checkpoint(tmp_path / "deit.pth", "deit_tiny_patch16_224", img_size=(32, 48), **arguments)
+    assert [str(warning.message) for warning in recwarn] == []
     timms.set_input_size((32, 48))
     images = torch.rand(2, 3, 32, 48)
     torch.testing.assert_close(model(images), timms(images))

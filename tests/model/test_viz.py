@@ -118,8 +118,8 @@ def test_maps_are_rows_of_patches_without_the_class_token():
     assert torch.equal(patch_maps(dynamic, values, (24, 33)), maps)
 
 
-# of four rows the centre is in the third, of three columns in the second
-@pytest.mark.parametrize(("size", "token", "place"), [((32, 24), "centre", 7), ((24, 40), "class", None)])
+# of four rows the centre is in the third, as of five columns
+@pytest.mark.parametrize(("size", "token", "place"), [((32, 40), "centre", 12), ((24, 40), "class", None)])
 def test_the_receptive_field_is_how_much_each_pixel_moves_the_tokens_features(size, token, place):
     model = small(size=size)
     images, w = random_images(2, 3, *size, dtype=torch.float64), dict(model.named_parameters())

@@ -96,11 +96,14 @@ def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, cap
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "levit_128s"])  # whose heads are fc, and head.linear with another
-def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, tmp_path):
+def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, tmp_path, caplog):
     weights = timm.create_model(name, num_classes=7).state_dict()
     torch.save(weights, tmp_path / "weights.pth")
     own = create_model(name, str(tmp_path / "weights.pth"), num_classes=7).state_dict()
     assert all(torch.equal(own[n], weights[n]) for n in weights)
+    torch.save(weights | {"more": torch.ones(1)}, tmp_path / "weights.pth")
+    create_model(name, str(tmp_path / "weights.pth"), num_classes=5)
+    assert caplog.messages[-1].endswith("; not used: more")
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])

@@ -125,6 +125,7 @@ def test_what_a_checkpoint_asks_for_may_be_as_large_as_its_limits():
     largest = dict(model_kwargs=kwargs | dict(global_pool="token"), num_classes=10**6, img_size=8192)
     largest |= dict(crop_pct=0.5, phases=[dict(epochs=1)] * 100, val_split="x" * 200)
     assert options_of_checkpoint(largest, "x") == largest
+    checkpoint.check_preprocessing(dict(mean=[-1e6, 0, 1e6], std=[1e-6, 1, 1e6]), "x")
     for name, value in kwargs.items():
         more = dict(model_kwargs={"global_pool": "avg", name: [1, 513] if name == "patch_size" else value + 1})
         with pytest.raises(ConfigError, match=f"has {name} .*, and may have at most "):
@@ -325,6 +326,7 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     torch.serialization.set_crc32_options(True)
     assert checkpoint.read_weights(path).keys() == small.keys()
     torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE}, path)  # as where the two are tied
+    path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])  # as of more than 4 GB
     assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight"}
     assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
 

@@ -108,7 +108,11 @@ def test_a_file_of_something_else_is_no_run_to_go_on_from(content, tmp_path):
 def test_weights_are_the_average_where_there_is_one_unless_the_models_are_asked_for(tmp_path):
     state = {"config": {}, "state_dict": {"a": torch.zeros(1)}}
     checkpoint.save_checkpoint(state, tmp_path / "one.pt")
-    checkpoint.save_checkpoint(state | {"state_dict_ema": {"a": torch.ones(1)}}, tmp_path / "both.pt")
+    both = state | {"state_dict_ema": {"a": torch.ones(1)}}
+    checkpoint.save_checkpoint(both, tmp_path / "both.pt")
+    for name, best in (("model", "state_dict"), ("average", "state_dict_ema")):
+        checkpoint.save_checkpoint(both | {"best": best}, tmp_path / f"{name}.pt")
+        assert checkpoint.read_weights(tmp_path / f"{name}.pt")["a"].item() == (name == "average")
     torch.save({"model": {"a": torch.zeros(1)}, "model_ema": {"a": torch.ones(1)}}, tmp_path / "other.pt")
     for name, use_ema in (("one", None), *itertools.product(("both", "other"), (None, False, True))):
         expected = name != "one" and use_ema is not False
@@ -213,6 +217,8 @@ def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_ne
     built = r"embed_dim 32 and depth 2, the model .*; it was built with (--model vil_tiny --model-kwargs .*)$"
     with pytest.raises(ConfigError, match=built) as refused:
         create_model("vil_tiny", str(path), num_classes=4)
+    with pytest.raises(ConfigError, match="t: none of its tensors is in .*; it was built with --model vil_tiny"):
+        create_model("resnet10t", str(path), num_classes=4)
     words = shlex.split(re.search(built, str(refused.value))[1])
     chosen = load_config("", ["--img-size", "16", *words])
     assert chosen.model_kwargs == dict(embed_dim=32, depth=2, patch_size=[8, 8])

@@ -156,7 +156,7 @@ class Comparison:
         rows = []
         for target in np.unique(self.targets_N):
             right_NM = self.top1_NM[self.targets_N == target]
-            row = {"class": target, "name": names.get(target, ""), "images": len(right_NM)}
+            row = {"class": target, "name": names.get(target), "images": len(right_NM)}
             if right_NM.shape[1] == 1:
                 rows.append(row | {"top1": 100 * right_NM.mean()})
                 continue
@@ -179,8 +179,8 @@ class Comparison:
         counts = [Counter(zip(self.targets_N, said_N)) for said_N in self.best_NMK[..., 0].T]
         rows = []
         for target, predicted in sorted(set().union(*counts)):
-            row: dict[str, Any] = {"class": target, "name": names.get(target, "")}
-            row |= {"predicted": predicted, "predicted_name": names.get(predicted, "")}
+            row: dict[str, Any] = {"class": target, "name": names.get(target)}
+            row |= {"predicted": predicted, "predicted_name": names.get(predicted)}
             if len(counts) == 1:
                 row["images"] = difference = counts[0][target, predicted]
             else:
@@ -188,7 +188,7 @@ class Comparison:
                 row |= {"first": first, "second": second, "difference": (difference := first - second)}
             if target != predicted and difference:
                 rows.append(row)
-        return sorted(rows, key=lambda row: -abs(row.get("difference", row.get("images", 0))))
+        return sorted(rows, key=lambda row: -abs([*row.values()][-1]))  # of images or of their difference
 
     def write_tables(self, folder: Path, names: dict[int, str]) -> None:
         """Writes classes.csv and confusions.csv."""

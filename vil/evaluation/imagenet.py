@@ -46,7 +46,7 @@ class OnlyClasses(nn.Module):
         self.model = model
         excluded = torch.ones(num_classes, dtype=torch.bool)
         excluded[classes] = False
-        self.register_buffer("excluded", excluded, persistent=False)
+        self.register_buffer("excluded", excluded)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images).masked_fill(self.excluded, -torch.inf)
@@ -65,8 +65,8 @@ class Renormalized(nn.Module):
             torch.tensor(config[name]).view(-1, 1, 1) for config in (given, own) for name in ("mean", "std")
         )
         device = next(model.parameters()).device
-        self.register_buffer("scale", (std / own_std).to(device), persistent=False)
-        self.register_buffer("shift", ((mean - own_mean) / own_std).to(device), persistent=False)
+        self.register_buffer("scale", (std / own_std).to(device))
+        self.register_buffer("shift", ((mean - own_mean) / own_std).to(device))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images * self.scale + self.shift)

@@ -96,7 +96,7 @@ def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str 
     images = images.clone().requires_grad_()
     with torch.enable_grad():
         patches_BnC, class_token_B1C = split_class_token(model.forward_features(images))
-        h, w = model.patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
+        h, w = model.grid_of(images)
         chosen = class_token_B1C[:, 0] if token == "class" else patches_BnC[:, (h // 2) * w + w // 2]
         (gradient,) = torch.autograd.grad(chosen.sum(), images)
     field_HW = gradient.abs().mean((0, 1))
