@@ -291,10 +291,12 @@ def test_how_long_batches_have_waited_for_the_model_and_for_the_thread_is_known(
     slow = SimpleNamespace(synchronize=lambda: time.sleep(0.05))
     monkeypatch.setattr(DeviceLoader, "_what_is_queued", lambda _: slow)
     monkeypatch.setattr(device_loader, "join_pieces", lambda pieces: time.sleep(0.02) or join_pieces(pieces))
+    begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits
     assert for_model > 2 * 0.05  # of the batches behind the third
     assert for_thread > 5 * 0.02
+    assert for_model + for_thread < time.perf_counter() - begin
 
 
 def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six_batches, monkeypatch):

@@ -275,5 +275,5 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
-    found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0)]
+    found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0, 0)]
     assert torch.cat(found).tolist() == expected

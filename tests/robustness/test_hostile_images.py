@@ -625,7 +625,7 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
     loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
-    targets = torch.cat([targets for (_, targets), _ in micro_batches(loader, batches, 0)])
+    targets = torch.cat([targets for (_, targets), _ in micro_batches(loader, batches, 0, 0)])
     assert set(targets.tolist()) == {1, 2}
     assert len(targets) == batches.steps * 8
     assert unreadable_images(loader) >= len(UNFIT)
@@ -638,8 +638,8 @@ def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
     batches = TrainingBatches(len(train), config, 8, 0, 1)
     loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
     with pytest.raises(ConfigError, match="no image of the training split can be read"):
-        list(micro_batches(loader, batches, 0))
-    assert list(micro_batches(loader, batches, 0, first_step=2)) == []  # an epoch resumed behind its last step
+        list(micro_batches(loader, batches, 0, 0))
+    assert list(micro_batches(loader, batches, 0, 2)) == []  # an epoch resumed behind its last step
 
 
 @pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])

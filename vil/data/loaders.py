@@ -85,7 +85,7 @@ def evaluation_transform(data_config: dict[str, Any]):
     return create_transform(data_config["input_size"], use_prefetcher=True, **options)
 
 
-def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int = 0):
+def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int):
     """A training loader's ((images, targets), position of the first image) of an epoch from a step of it on."""
     batches.set_epoch(epoch, first_step)
     if hasattr(loader.dataset, "set_epoch"):  # a stream shuffles by itself: what was seen is read again and dropped
