@@ -210,7 +210,8 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
     for name in ("more", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("none")
-    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are no classes
+    (tmp_path / "more" / "a.png").touch()
+    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are one class
         open_split(str(tmp_path), "", "holdout")
     for name in ("more", "notes"):
         shutil.rmtree(tmp_path / name)
@@ -250,6 +251,7 @@ def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder,
         open_splits(small_config(tmp_path))
     with pytest.raises(ConfigError, match="num_classes 1: there is nothing to tell apart"):
         open_splits(small_config(tmp_path, synthetic=8, num_classes=1))
+    assert open_splits(small_config(tmp_path, synthetic=8, num_classes=2))[2] == 2
 
 
 def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):
