@@ -139,8 +139,8 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
         folders.split_folder(source, tmp_path / "three")
     with pytest.raises(ValueError, match="there is no folder .*none"):
         folders.split_folder(tmp_path / "none", tmp_path / "four")
+    (tmp_path / "one" / "validation").rename(tmp_path / "one" / "Test")
     with pytest.raises(ValueError, match="one is split already, into Test, train: train on it as it is"):
-        (tmp_path / "one" / "validation").rename(tmp_path / "one" / "Test")
         folders.split_folder(tmp_path / "one", tmp_path / "five")
 
 
