@@ -178,14 +178,15 @@ def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkey
 
 @pytest.mark.parametrize(("seconds", "read"), [(-1, range(8, 9)), (10, range(46, 49))])
 def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
-    files, device, monkeypatch, seconds, read
+    files, device, monkeypatch, caplog, seconds, read
 ):
     """For some seconds; those that nobody can read are counted where a batch has them."""
     monkeypatch.setattr(device_loader, "READING_AHEAD", seconds)
     monkeypatch.setattr(device_loader, "PIECE", 8)
-    loader, _ = on_device(files, device, aug_repeats=3)
+    loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
+    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # of 3 bytes a pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # once
     assert len(loader.kept.images) in read

@@ -784,7 +784,7 @@ def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, mess
 
 def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: SimpleNamespace(**options))
-    assert vars(open_split("/cache", "hfds/x", "test", seed=3)) == dict(root="/cache", split="test", seed=3)
+    assert vars(open_split("/cache", "hfds/x/y", "test", seed=3)) == dict(root="/cache", split="test", seed=3)
 
 
 @pytest.mark.parametrize("root", [None, "cache"])
