@@ -23,6 +23,7 @@ from vil.data import folders
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader
 from vil.data.samplers import TrainingBatches
+from vil.data.shards import Shards
 from vil.data.splits import class_names, count_images, describe_split, open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
 
@@ -336,15 +337,19 @@ def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path, shards):
+def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path, shards, monkeypatch):
     write_shards(image_folder, tmp_path, validation=shards)
-    labels = []
+    labels, read, read_one = [], [set(), set()], Shards._read
+    monkeypatch.setattr(Shards, "_read", lambda self, s: read[self.dist_rank].add(s["__url__"]) or read_one(self, s))
     for rank in range(2):
         train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4))
         for reader in (train.reader, val.reader):
             reader.dist_rank, reader.dist_num_replicas, reader.global_num_workers = rank, 2, 2
         assert count_images(train) == 4 * TRAIN_IMAGES  # not a process's, from which the steps of an epoch would follow
+        assert len(list(train)) == 2 * TRAIN_IMAGES
         share = [label for _, label in val]
+        assert share == sorted(share) or shards > 1  # in the order of their names
         assert share
         labels += share
+    assert len(read[0] & read[1]) == (shards == 1)  # that of which each takes its turn
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]

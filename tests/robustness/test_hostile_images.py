@@ -756,10 +756,10 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     from webdataset.filters import _shuffle
 
     reader = open_splits(write_shards(tmp_path, {}))[0].reader
-    reader.sample_shuffle_size, reader.sample_initial_size, reader.worker_seed = 20, 7, 5
+    reader.sample_shuffle_size, reader.sample_initial_size, reader.worker_seed = 20, 8, 5
     samples = [dict(jpg=bytes(9), number=i) for i in range(60)]
     reader.set_epoch(3)
-    expected = list(_shuffle(iter(samples), 20, 7, random.Random(5 + 3)))
+    expected = list(_shuffle(iter(samples), 20, 8, random.Random(5 + 3)))
     assert list(reader._shuffled(iter(samples))) == expected
     monkeypatch.setattr("vil.data.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
