@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pathlib
 import random
 import resource
 import struct
@@ -705,10 +706,12 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
 def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
     monkeypatch.setattr("vil.data.shards.MOST_BYTES", 2**16)
     monkeypatch.setattr("vil.data.shards.MOST_LABEL", 2**13)
+    stream = type("Stream", (io.BytesIO,), dict(seek=None))  # as that of an address
+    monkeypatch.setattr("vil.data.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
     samples["behind"] = SMALL_JPEG, b"4"
-    samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG, b"3")}
+    samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG.ljust(2**16, b"\0"), b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
     members = {"README": b"", "__notes__/a.jpg": SMALL_JPEG} | members
@@ -717,6 +720,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
+        tar.addfile(tarfile.TarInfo("whole.cls"))  # once more
     info = json.loads((tmp_path / "_info.json").read_text())
     for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # which tarfile would read as a whole
         shard(file := tmp_path / f"{kind.decode()}.tar", {})
@@ -744,6 +748,8 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole"}
     assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
     assert f"endless.tar: ReadError('{2**60} bytes of a member')" in caplog.text
+    assert f"{tmp_path}/validation-0.tar: large" in caplog.text
+    assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     again, _ = open_test_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
@@ -783,8 +789,9 @@ def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, mess
 
 
 def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: SimpleNamespace(**options))
-    assert vars(open_split("/cache", "hfds/x/y", "test", seed=3)) == dict(root="/cache", split="test", seed=3)
+    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: (*names, options))
+    monkeypatch.setattr("vil.data.splits.class_names", lambda _: {})
+    assert open_split("/cache", "hfds/x/y", "test", seed=3) == ("hfds/x/y", dict(root="/cache", split="test", seed=3))
 
 
 @pytest.mark.parametrize("root", [None, "cache"])
