@@ -178,14 +178,15 @@ def test_what_stays_decoded_is_what_would_be_decoded_again(files, device, monkey
 
 @pytest.mark.parametrize(("seconds", "read"), [(-1, range(8, 9)), (10, range(46, 49))])
 def test_with_repeated_augmentation_images_are_decoded_before_the_first_batch(
-    files, device, monkeypatch, seconds, read
+    files, device, monkeypatch, caplog, seconds, read
 ):
     """For some seconds; those that nobody can read are counted where a batch has them."""
     monkeypatch.setattr(device_loader, "READING_AHEAD", seconds)
     monkeypatch.setattr(device_loader, "PIECE", 8)
-    loader, _ = on_device(files, device, aug_repeats=3)
+    loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
+    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # of 3 bytes a pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # once
     assert len(loader.kept.images) in read
@@ -291,10 +292,12 @@ def test_how_long_batches_have_waited_for_the_model_and_for_the_thread_is_known(
     slow = SimpleNamespace(synchronize=lambda: time.sleep(0.05))
     monkeypatch.setattr(DeviceLoader, "_what_is_queued", lambda _: slow)
     monkeypatch.setattr(device_loader, "join_pieces", lambda pieces: time.sleep(0.02) or join_pieces(pieces))
+    begin = time.perf_counter()
     list(six_batches)
     for_model, for_thread = six_batches.waits
     assert for_model > 2 * 0.05  # of the batches behind the third
     assert for_thread > 5 * 0.02
+    assert for_model + for_thread < time.perf_counter() - begin
 
 
 def test_a_batch_is_prepared_when_the_model_is_done_with_the_third_before_it(six_batches, monkeypatch):

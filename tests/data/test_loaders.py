@@ -139,6 +139,7 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
             monkeypatch.setattr(encoded, "SMALL", small)
             loader = make(photo_folder, device, augment_on_device=wanted)
             assert type(loader) is kind
+            assert loader.loader.pin_memory == (device == CUDA and kind is HostLoader)
             place = place if kind is DeviceLoader else f"and augmenting {here}"
             assert describe(loader) == f"no workers, decoding {place}"
     assert said() == []

@@ -23,6 +23,7 @@ from vil.data import folders
 from vil.data.images import UNREADABLE
 from vil.data.loaders import evaluation_loader, micro_batches, training_loader
 from vil.data.samplers import TrainingBatches
+from vil.data.shards import Shards
 from vil.data.splits import class_names, count_images, describe_split, open_split, open_splits
 from vil.evaluation.imagenet import open_test_split
 
@@ -112,7 +113,9 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     source = pets(tmp_path / "pets", 30)
     Image.new("RGB", (1, 1)).save(source / "cat" / "a-0.png")
     Image.new("RGB", (2, 2)).save(source / "cat" / "a" / "0.png")
+    Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # of no class
     before = {path: path.read_bytes() for path in source.rglob("*.png")}
+    monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
     counts = folders.split_folder(source, tmp_path / "one", 0.5)
     assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=31, validation=31)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
@@ -129,14 +132,16 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     for target in ("here/new", "there/is/new"):
         assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
-    assert folders.split_folder(source, tmp_path / "two more", 0.999) == dict(train=2, validation=60)
+    for share, counts in ((0.999, dict(train=2, validation=60)), (0.001, dict(train=60, validation=2))):
+        assert folders.split_folder(source, tmp_path / f"{share}", share) == counts
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
     with pytest.raises(ValueError, match="the class 'fox' has one image, and each split needs one"):
         folders.split_folder(source, tmp_path / "three")
     with pytest.raises(ValueError, match="there is no folder .*none"):
         folders.split_folder(tmp_path / "none", tmp_path / "four")
-    with pytest.raises(ValueError, match="one is split already, into train, validation: train on it as it is"):
+    (tmp_path / "one" / "validation").rename(tmp_path / "one" / "Test")
+    with pytest.raises(ValueError, match="one is split already, into Test, train: train on it as it is"):
         folders.split_folder(tmp_path / "one", tmp_path / "five")
 
 
@@ -206,7 +211,8 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
     for name in ("more", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("none")
-    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are no classes
+    (tmp_path / "more" / "a.png").touch()
+    with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are one class
         open_split(str(tmp_path), "", "holdout")
     for name in ("more", "notes"):
         shutil.rmtree(tmp_path / name)
@@ -246,6 +252,7 @@ def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder,
         open_splits(small_config(tmp_path))
     with pytest.raises(ConfigError, match="num_classes 1: there is nothing to tell apart"):
         open_splits(small_config(tmp_path, synthetic=8, num_classes=1))
+    assert open_splits(small_config(tmp_path, synthetic=8, num_classes=2))[2] == 2
 
 
 def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path):
@@ -259,7 +266,7 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     for name in "fghij":
         (train / name).mkdir()
     (train / "bird" / "notes.txt").write_text("none yet")
-    with pytest.raises(ConfigError, match="no images: 'bird', 'f', 'g', 'h', 'i', .... Copy"):
+    with pytest.raises(ConfigError, match=r"no images: 'bird', 'f', 'g', 'h', 'i', \.{4} Copy"):
         open_splits(config)
     for name in ("bird", *"fghij"):
         shutil.rmtree(train / name)
@@ -330,15 +337,19 @@ def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path, shards):
+def test_processes_share_the_samples_of_shards_each_once(image_folder, tmp_path, shards, monkeypatch):
     write_shards(image_folder, tmp_path, validation=shards)
-    labels = []
+    labels, read, read_one = [], [set(), set()], Shards._read
+    monkeypatch.setattr(Shards, "_read", lambda self, s: read[self.dist_rank].add(s["__url__"]) or read_one(self, s))
     for rank in range(2):
         train, val, _ = open_splits(small_config(tmp_path, dataset="wds/x", num_classes=4))
         for reader in (train.reader, val.reader):
             reader.dist_rank, reader.dist_num_replicas, reader.global_num_workers = rank, 2, 2
         assert count_images(train) == 4 * TRAIN_IMAGES  # not a process's, from which the steps of an epoch would follow
+        assert len(list(train)) == 2 * TRAIN_IMAGES
         share = [label for _, label in val]
+        assert share == sorted(share) or shards > 1  # in the order of their names
         assert share
         labels += share
+    assert len(read[0] & read[1]) == (shards == 1)  # that of which each takes its turn
     assert sorted(labels) == [number for number in range(4) for _ in range(VAL_IMAGES)]

@@ -266,14 +266,15 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(image_folder, started, monkeypatch, count):
     """28 images, in pieces of at most 3, by one worker or several, again and again."""
-    monkeypatch.setattr("vil.data.samplers.PIECE", 3)
-    monkeypatch.setattr("vil.data.host_loader.PIECE", 3)
+    for module in ("samplers", "host_loader", "loaders", "workers"):
+        monkeypatch.setattr(f"vil.data.{module}.PIECE", 3)
     loader, processes = started(count, batch_size=9)
     assert len(processes) == count
+    assert loader.loader.prefetch_factor == loader.settings.prefetch != 2  # PyTorch's own
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
-    found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0)]
+    found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0, 0)]
     assert torch.cat(found).tolist() == expected

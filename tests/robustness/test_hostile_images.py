@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pathlib
 import random
 import resource
 import struct
@@ -625,7 +626,7 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     assert {name.rpartition(": ")[2] for name in named(caplog)} == set(UNFIT)
     batches = TrainingBatches(len(train), config, 8, 0, 1)
     loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
-    targets = torch.cat([targets for (_, targets), _ in micro_batches(loader, batches, 0)])
+    targets = torch.cat([targets for (_, targets), _ in micro_batches(loader, batches, 0, 0)])
     assert set(targets.tolist()) == {1, 2}
     assert len(targets) == batches.steps * 8
     assert unreadable_images(loader) >= len(UNFIT)
@@ -638,8 +639,8 @@ def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
     batches = TrainingBatches(len(train), config, 8, 0, 1)
     loader = training_loader(train, config, DATA_CONFIG, CPU, batches)
     with pytest.raises(ConfigError, match="no image of the training split can be read"):
-        list(micro_batches(loader, batches, 0))
-    assert list(micro_batches(loader, batches, 0, first_step=2)) == []  # an epoch resumed behind its last step
+        list(micro_batches(loader, batches, 0, 0))
+    assert list(micro_batches(loader, batches, 0, 2)) == []  # an epoch resumed behind its last step
 
 
 @pytest.mark.parametrize("place", ["data_dir", "train_split", "val_split"])
@@ -647,9 +648,9 @@ def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
 def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, dataset, pillow):
     config = write_shards(tmp_path, {})
     config.dataset = dataset
-    command = f"pipe:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
+    command = f"{'pipe' if dataset == 'wds/x' else ' PIPE'}:touch {tmp_path}/ran; cat {tmp_path}/train-0.tar"
     setattr(config, place, command)
-    with pytest.raises(ConfigError, match=r"pipe:touch.* is a command, which is not run: .*folder or an address"):
+    with pytest.raises(ConfigError, match=r"(?i)pipe:touch.* is a command, which is not run: .*folder or an address"):
         open_splits(config)
     assert not (tmp_path / "ran").exists()
 
@@ -675,12 +676,12 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (dict(filenames=["../elsewhere.tar"]), r"the shard '\.\./elsewhere.tar' is no regular file in "),
+        (dict(filenames=["../shards.tar"]), r"the shard '\.\./shards.tar' is no regular file in "),
         (dict(filenames=["validation-0.tar", "./validation-0.tar"]), "'./validation-0.tar' is listed twice in "),
         (dict(filenames=["link.tar"]), "the shard 'link.tar' is no regular file in "),
         (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' is no regular file in "),
-        (dict(num_samples=31), "cannot have 31 samples, but at most 30: see _info.json"),
-        (dict(num_samples="many"), "cannot have 'many' samples, but at most 30"),
+        (dict(num_samples=61), "cannot have 61 samples, but at most 60: see _info.json"),
+        (dict(num_samples="many"), "cannot have 'many' samples, but at most 60"),
         (dict(filenames=7), "cannot open the split 'validation' of "),
         (dict(note="x" * 9000), "cannot open the split 'train' of "),
     ],
@@ -689,13 +690,13 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
     monkeypatch.setattr("vil.data.shards.MOST_INFO", 2**13)
     (tmp_path / "shards").mkdir()
     config = write_shards(tmp_path / "shards", {})
-    shard(tmp_path / "elsewhere.tar", {"a.jpg": SMALL_JPEG, "a.cls": b"1"})
-    (tmp_path / "shards" / "link.tar").symlink_to("../elsewhere.tar")
+    shard(tmp_path / "shards.tar", {"a.jpg": SMALL_JPEG, "a.cls": b"1"})
+    (tmp_path / "shards" / "link.tar").symlink_to("../shards.tar")
     os.mkfifo(tmp_path / "shards" / "pipe.tar")
     whole = json.loads((tmp_path / "shards" / "_info.json").read_text())
-    whole["splits"]["validation"] |= dict(num_samples=30)
+    whole["splits"]["validation"] |= dict(num_samples=60, filenames=["train-0.tar", "validation-0.tar"])
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
-    assert len(open_splits(config)[1]) == 30
+    assert len(open_splits(config)[1]) == 60
     whole["splits"]["validation"] |= info
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=message):
@@ -705,10 +706,12 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
 def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
     monkeypatch.setattr("vil.data.shards.MOST_BYTES", 2**16)
     monkeypatch.setattr("vil.data.shards.MOST_LABEL", 2**13)
+    stream = type("Stream", (io.BytesIO,), dict(seek=None))  # as that of an address
+    monkeypatch.setattr("vil.data.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
     samples["behind"] = SMALL_JPEG, b"4"
-    samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG, b"3")}
+    samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG.ljust(2**16, b"\0"), b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
     members = {"README": b"", "__notes__/a.jpg": SMALL_JPEG} | members
@@ -717,6 +720,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
+        tar.addfile(tarfile.TarInfo("whole.cls"))  # once more
     info = json.loads((tmp_path / "_info.json").read_text())
     for kind in (notes := (b"x", b"g", b"X", b"L", b"K")):  # which tarfile would read as a whole
         shard(file := tmp_path / f"{kind.decode()}.tar", {})
@@ -744,6 +748,8 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole"}
     assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
     assert f"endless.tar: ReadError('{2**60} bytes of a member')" in caplog.text
+    assert f"{tmp_path}/validation-0.tar: large" in caplog.text
+    assert "local-shards" not in caplog.text
     assert caplog.text.count("behind the broken header of a member") == 2
     assert caplog.text.count(f"{2**28} bytes of notes on a member") == len(notes)
     again, _ = open_test_split(str(tmp_path), "wds/x", "validation", 4)  # as validate.py does
@@ -756,10 +762,10 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     from webdataset.filters import _shuffle
 
     reader = open_splits(write_shards(tmp_path, {}))[0].reader
-    reader.sample_shuffle_size, reader.sample_initial_size, reader.worker_seed = 20, 7, 5
+    reader.sample_shuffle_size, reader.sample_initial_size, reader.worker_seed = 20, 8, 5
     samples = [dict(jpg=bytes(9), number=i) for i in range(60)]
     reader.set_epoch(3)
-    expected = list(_shuffle(iter(samples), 20, 7, random.Random(5 + 3)))
+    expected = list(_shuffle(iter(samples), 20, 8, random.Random(5 + 3)))
     assert list(reader._shuffled(iter(samples))) == expected
     monkeypatch.setattr("vil.data.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
@@ -783,8 +789,14 @@ def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, mess
 
 
 def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: SimpleNamespace(**options))
-    assert vars(open_split("/cache", "hfds/x", "test", seed=3)) == dict(root="/cache", split="test", seed=3)
+    monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: (*names, options))
+    monkeypatch.setattr("vil.data.splits.class_names", lambda _: {})
+    assert open_split("/cache", "hfds/x/y", "test", seed=3) == ("hfds/x/y", dict(root="/cache", split="test", seed=3))
+
+
+def test_shards_at_an_address_are_timms_to_open(monkeypatch, pillow):
+    monkeypatch.setattr("vil.data.shards.ReaderWds.__init__", lambda self, root, **_: setattr(self, "asked", root))
+    assert open_split("https://a.b/c", "wds/x", "train").reader.asked == "https://a.b/c"
 
 
 @pytest.mark.parametrize("root", [None, "cache"])

@@ -308,13 +308,14 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     assert "best" not in checkpoint.read_checkpoint(tmp_path / "run" / "last.pt")
 
 
-@pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.95, True), (0.9, False), (0, False)])
+@pytest.mark.parametrize(("decay", "warned"), [(1.0, True), (0.99996, True), (0.992, True), (0.99, False), (0, False)])
 def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, caplog, decay, warned):
-    trainer(folder, tmp_path, model_ema_decay=decay or 0.95, model_ema=decay > 0)  # 12 steps; 0: without an average
+    options = dict(model_ema_decay=decay or 0.992, model_ema=decay > 0)  # 0: without an average
+    trainer(folder, tmp_path, global_batch_size=2, **options)
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
-    message = f"model_ema_decay {decay} averages over some {averaged:.0f} steps, and this run has 12"
+    message = f"model_ema_decay {decay} averages over some {averaged:.0f} steps, and this run has 112"
     assert (message in caplog.text) is warned
-    assert ("--model-ema-decay 0.5 averages over a tenth of the run" in caplog.text) is warned
+    assert ("--model-ema-decay 0.9107 averages over a tenth of the run" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("clip_grad", [None, 0.05])

@@ -53,7 +53,6 @@ def training_transform(config: Config, data_config: dict[str, Any]):
         auto_augment=config.aa,
         interpolation=config.train_interpolation,
         mean=data_config["mean"],
-        std=data_config["std"],
     )
     return create_transform(data_config["input_size"], is_training=True, use_prefetcher=True, **options)
 
@@ -80,12 +79,12 @@ def evaluation_loader(
 
 def evaluation_transform(data_config: dict[str, Any]):
     """From Pillow's image to a tensor (3, H, W) of uint8, resized and cropped."""
-    names = "crop_pct", "crop_mode", "interpolation", "mean", "std"
+    names = "crop_pct", "crop_mode", "interpolation", "mean"
     options = {name: data_config[name] for name in names}
     return create_transform(data_config["input_size"], use_prefetcher=True, **options)
 
 
-def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int = 0):
+def micro_batches(loader, batches: TrainingBatches, epoch: int, first_step: int):
     """A training loader's ((images, targets), position of the first image) of an epoch from a step of it on."""
     batches.set_epoch(epoch, first_step)
     if hasattr(loader.dataset, "set_epoch"):  # a stream shuffles by itself: what was seen is read again and dropped

@@ -25,6 +25,7 @@ from .decoder import MOST_BYTES, UnfitImageError
 from .images import UNREADABLE, Unreadable, open_file, read_image
 
 LOCAL = "local-shards"  # scheme of the files that webdataset may open
+LABELS = "cls", "json"  # suffixes
 NUMBERS = 2**20
 MOST_LABEL = 2**20  # bytes of a label, of a tar file's notes on a member
 MOST_MEMBER = 2**34  # bytes of a file in a shard, which tarfile counts up to in small steps wherever the shard ends
@@ -116,7 +117,7 @@ class Shards(ReaderWds):
         return islice(samples, self.global_worker_id, None, self.global_num_workers) if self._are_few else samples
 
     def _members(self, shards: Iterator[dict]) -> Iterator[dict]:
-        suffixes = {*self.input_key.split(";"), "cls", "json"}
+        suffixes = {*self.input_key.split(";"), *LABELS}
         for shard in shards:
             try:
                 with tarfile.open(fileobj=shard["stream"], mode="r|*", tarinfo=_Member) as tar:
@@ -127,7 +128,7 @@ class Shards(ReaderWds):
                         suffix = (base_plus_ext(member.name)[1] or "").lower()
                         if not member.isreg() or suffix not in suffixes or re.match(r"__[^/]*__($|/)", member.name):
                             continue
-                        most = MOST_LABEL if suffix in ("cls", "json") else MOST_BYTES
+                        most = MOST_LABEL if suffix in LABELS else MOST_BYTES
                         file = tar.extractfile(member) if member.size <= most else None  # else unreadable
                         yield dict(fname=member.name, data=file.read() if file else b"", __url__=shard["url"])
             except Exception as error:
@@ -169,7 +170,7 @@ class Shards(ReaderWds):
             image = read_image(io.BytesIO(getfirst(sample, self.input_key)))
             return dict(image=image, target=target)
         except Exception as error:
-            name = f"{sample.get('__url__', '').removeprefix(f'{LOCAL}:')}: {sample.get('__key__')}"
+            name = f"{sample['__url__'].removeprefix(f'{LOCAL}:')}: {sample['__key__']}"
             self.unreadable.add(zlib.crc32(name.encode()) % NUMBERS, name, error)
             return None if self.is_training else dict(image=Image.new("RGB", (256, 256)), target=UNREADABLE)
 

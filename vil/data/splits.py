@@ -130,9 +130,9 @@ def open_splits(config: Config):
     return train, val, num_classes
 
 
-def _quoted(names: list[str], most: int = 5) -> str:
+def _quoted(names: list[str]) -> str:
     """Some names in a line, with what a terminal would obey escaped."""
-    return ", ".join(map(repr, names[:most])) + (", ..." if names[most:] else "")
+    return ", ".join(map(repr, names[:5])) + (", ..." if names[5:] else "")
 
 
 def limit_classes(images, num_classes: int) -> None:
@@ -169,7 +169,7 @@ def _find_split(data_dir: str | None, split: str) -> Path:
                 if name != split and split not in SPLIT_NAMES and is_first_process():  # these stand for any of theirs
                     _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
-    found = _quoted(sorted(p.name for p in root.iterdir()), 8) or "nothing"
+    found = _quoted(sorted(p.name for p in root.iterdir())) or "nothing"
     remedy = ""
     for folder, what in ((root, "If these are classes, this splits them"), (root / "train", "This splits 'train'")):
         if _count_classes(folder) > 1 and (folder == root or split in SPLIT_NAMES["validation"]):
