@@ -584,8 +584,10 @@ def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
         monkeypatch.setattr(decoder, "MOST_PIXELS", 10_000)
         assert np.asarray(decoder.decode(io.BytesIO(panorama))).shape == (*shape, 3)
         monkeypatch.setattr(decoder, "MOST_PIXELS", 9_999)
-        with pytest.raises(images.UnfitImageError, match="1000.* pixels, more than 9999"):
+        with pytest.raises(images.UnfitImageError, match=f"^{shape[1]}x{shape[0]} pixels, more than 9999"):
             decoder.open_image(io.BytesIO(panorama))
+    with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
+        decoder.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
 
 
 # shards
