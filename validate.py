@@ -37,7 +37,7 @@ import vil  # noqa: F401  registers the models
 from vil import checkpoint, output
 from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
 from vil.data.loaders import evaluation_loader
-from vil.data.splits import class_names, describe_split
+from vil.data.splits import class_names, count_images, describe_split
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.comparison import Comparison, Predictions, Speed, markdown, measure_speed
@@ -213,6 +213,8 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     learned = checkpoint.label_names(settings["checkpoint"]) if settings["checkpoint"] else []
     place = settings["data_dir"], settings["dataset"], settings["split"]
     images, classes = open_test_split(*place, num_classes, learned)
+    if world_size > (count := count_images(images)):
+        raise ConfigError(f"{world_size} processes share {count} images: start no more than one for each")
     if rank == 0:
         logging.warning("%s", describe_split(settings["split"], images))
     for path in filter(None, (run["checkpoint"] for run in runs)):

@@ -66,9 +66,9 @@ def check_outputs(paths: Iterable[Path]) -> None:
             raise ConfigError(f"cannot write {path}: {error}") from error
 
 
-def exit_stopped(said: str = "stopped: nothing was written") -> NoReturn:
+def exit_stopped() -> NoReturn:
     """Ends a program that Ctrl-C stopped, as a shell expects it."""
-    print(f"\n{said}", file=sys.stderr)
+    print("\nstopped", file=sys.stderr)
     sys.exit(128 + signal.SIGINT)
 
 

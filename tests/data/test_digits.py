@@ -68,7 +68,7 @@ def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "more").exists()
 
 
-def test_copies_make_an_epoch_longer_without_more_images(tmp_path, monkeypatch):
+def test_copies_make_an_epoch_longer_without_more_images(tmp_path, monkeypatch, capsys):
     words = "--train-per-class 2 --digits 3 7 --seed 1 --copies 4 --rehearse"
     command(monkeypatch, tmp_path, *words.split())
     train, validation = sets(2, 1, rehearse=True)
@@ -80,3 +80,4 @@ def test_copies_make_an_epoch_longer_without_more_images(tmp_path, monkeypatch):
         assert {int(file.stem[:4]) for file in files} == {i for i in train if DIGITS.target[i] == digit}
         assert len({file.read_bytes() for file in files}) == 2
     assert all("-" not in file.name for file in tmp_path.glob("validation/*/*"))
+    assert capsys.readouterr().out.endswith("validation: 90 images\n")

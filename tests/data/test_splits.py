@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import tarfile
 from pathlib import Path
@@ -63,32 +64,32 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "png png HEIC txt txt"}
     for name, suffixes in files.items():
         for i, suffix in enumerate(suffixes.split()):
-            path = tmp_path / "pets" / name / ("inner" if i == 1 else "") / f"{i}.{suffix}"
+            path = tmp_path / "a pet" / name / ("inner" if i == 1 else "") / f"{i}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
             if suffix in ("HEIC", "txt"):
                 path.write_text("none")
             else:
                 Image.new("RGB", (4, 4)).save(path)
             (hidden := path.parent / ".ipynb_checkpoints").mkdir(exist_ok=True)
-            for litter in (hidden / "0.png", path.parent / "._0.png", tmp_path / "pets" / "__MACOSX" / name / "0.png"):
+            for litter in (hidden / "0.png", path.parent / "._0.png", tmp_path / "a pet" / "__MACOSX" / name / "0.png"):
                 litter.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (4, 4)).save(litter)
     with pytest.raises(ConfigError, match="If these are classes, this splits them: ") as refused:
-        open_split("pets", "", "train")
-    words = str(refused.value).rpartition(": ")[2].split()
+        open_split("a pet", "", "train")
+    words = shlex.split(str(refused.value).rpartition(": ")[2])
     assert words[:3] == ["python", "-m", "vil.data.folders"]
     monkeypatch.setattr("sys.argv", words[2:])
     folders.main()
-    assert capsys.readouterr().out == "pets_split/train: 8 images\npets_split/validation: 3 images\n"
-    names = sorted(path.name for path in (tmp_path / "pets_split").glob("*/cat/*"))
+    assert capsys.readouterr().out == "a pet_split/train: 8 images\na pet_split/validation: 3 images\n"
+    names = sorted(path.name for path in (tmp_path / "a pet_split").glob("*/cat/*"))
     assert names == sorted(f"{'inner-' * (i == 1)}{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
-    found = [describe_split(split, open_split("pets_split", "", split)) for split in ("train", "validation")]
+    found = [describe_split(split, open_split("a pet_split", "", split)) for split in ("train", "validation")]
     assert found[0] == "train: 8 images of 2 classes, from 1 of 'dog' to 7 of 'cat'"
     assert found[1] == "validation: 3 images of 2 classes, from 1 of 'dog' to 2 of 'cat'"
-    (tmp_path / "pets/train").mkdir()
+    (tmp_path / "a pet/train").mkdir()
     for name in files:
-        (tmp_path / "pets" / name).rename(tmp_path / "pets/train" / name)
-    assert describe_split("train", open_split("pets", "", "train")).endswith(
+        (tmp_path / "a pet" / name).rename(tmp_path / "a pet/train" / name)
+    assert describe_split("train", open_split("a pet", "", "train")).endswith(
         "; not read as images: 8 'hidden', 2 '.txt', 1 '.heic'"
     )
     kinds = folders.Counter({f".{i}": 9 - i for i in range(6)})
@@ -97,7 +98,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert folders.endings(kinds - folders.Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
-    assert capsys.readouterr().err == "error: pets has 1 folders of images: it needs one for each class\n"
+    assert capsys.readouterr().err == "error: a pet has 1 folders of images: it needs one for each class\n"
 
 
 def pets(folder, count):

@@ -84,7 +84,9 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     assert "://" not in found[-1]
     assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in found[-1]
     several = len(page.tables[0]) == 3
-    assert ("McNemar" in found[-1]) == several
+    first, second = (found[1][:, m, 0] == found[0] for m in (0, -1))
+    said = f"Both right {(first & second).sum()}, only the first {(first & ~second).sum()},\nonly the second "
+    assert (f"{said}{(second & ~first).sum()}, neither {(~first & ~second).sum()}.<" in found[-1]) == several
     assert found[-1].count(">Validation</") == 2  # in the window's title, too
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several  # above the tables and the mistakes of each
 

@@ -497,6 +497,14 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
     assert "\n" not in str(error.value)
 
 
+def test_more_processes_than_images_are_refused(command, monkeypatch):
+    """A process without an image would not know of how many classes a table is."""
+    of_25 = lambda process: vars(process).update(rank=24, world_size=25) or torch.device("cpu")  # noqa: E731
+    monkeypatch.setattr(validate, "init_distributed_device", of_25)
+    with pytest.raises(SystemExit, match="^error: 25 processes share 24 images: start no more than one for each$"):
+        command(*VIL_PT)
+
+
 def test_files_that_a_full_disk_does_not_take_leave_the_result_on_the_standard_output(
     command, models, tmp_path, monkeypatch, capsys
 ):
@@ -516,7 +524,7 @@ def test_ctrl_c_ends_it_with_a_line_and_the_shells_status(command, monkeypatch, 
     monkeypatch.setattr(validate, "validate", interrupted)
     with pytest.raises(SystemExit, match="^130$"):
         command(*VIL_PT)
-    assert capsys.readouterr() == ("", "\nstopped: nothing was written\n")
+    assert capsys.readouterr() == ("", "\nstopped\n")
 
 
 def test_results_that_standard_output_does_not_take_are_in_the_files(models, tmp_path):

@@ -122,6 +122,8 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, featur
     report = export_model(model, path, features=features, crop_pct=0.5)
     assert str(report).startswith(f"{path}: {path.stat().st_size / 1e6:.1f} MB; ")
     assert report.images == report.same_top1
+    report.same_top1 -= 1
+    assert str(report).endswith("top-1 is the same on 3 of 4 images")
     assert 0 < report.difference < 1e-3
     # the model is left as it was
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

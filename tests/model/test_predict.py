@@ -284,4 +284,4 @@ def test_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", "any.pt", "photo.jpg"])
     with pytest.raises(SystemExit, match="130"):
         main()
-    assert capsys.readouterr().err == "\nstopped: nothing was written\n"
+    assert capsys.readouterr().err == "\nstopped\n"

@@ -186,6 +186,7 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
         torch.testing.assert_close(started.pos_embed, fine.pos_embed)
         export_model(again, folder := tmp_path / f"{size[0]}x{size[1]}")
         assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
+        assert f"images of {folder.name} pixels\n" in (folder / "README.md").read_text()
         export_model(wide, file := tmp_path / f"{size}.safetensors")
         again = vil.from_checkpoint(file)
         assert resolve_model_data_config(again)["input_size"] == (3, *size)

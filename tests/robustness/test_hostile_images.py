@@ -584,8 +584,10 @@ def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
         monkeypatch.setattr(decoder, "MOST_PIXELS", 10_000)
         assert np.asarray(decoder.decode(io.BytesIO(panorama))).shape == (*shape, 3)
         monkeypatch.setattr(decoder, "MOST_PIXELS", 9_999)
-        with pytest.raises(images.UnfitImageError, match="1000.* pixels, more than 9999"):
+        with pytest.raises(images.UnfitImageError, match=f"^{shape[1]}x{shape[0]} pixels, more than 9999"):
             decoder.open_image(io.BytesIO(panorama))
+    with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
+        decoder.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
 
 
 # shards
@@ -710,7 +712,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     monkeypatch.setattr("vil.data.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
     samples = {"large": (bytes(2**16 + 1), b"1"), "far": (SMALL_JPEG, b"12345"), "long": (SMALL_JPEG, b"1" * 5000)}
-    samples["behind"] = SMALL_JPEG, b"4"
+    samples |= {"behind": (SMALL_JPEG, b"4"), "unlabelled": (SMALL_JPEG, b"-1")}
     samples |= {"label": (SMALL_JPEG, b" " * 2**13 + b"1"), "whole": (SMALL_JPEG.ljust(2**16, b"\0"), b"3")}
     members = {f"{name}.{suffix}": samples[name][i] for name in samples for i, suffix in enumerate(("jpg", "cls"))}
     pickle = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode()
@@ -745,7 +747,7 @@ def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path,
     _, val, _ = open_splits(config)
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert sorted(targets.tolist()) == [UNREADABLE] * 8 + [2, 2, 3]
-    assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole"}
+    assert {name.rpartition(": ")[2] for name in named(caplog)} == {*samples, "b"} - {"whole", "unlabelled"}
     assert all(f"its class is {number}, of 4" in caplog.text for number in (4, 12345))
     assert f"endless.tar: ReadError('{2**60} bytes of a member')" in caplog.text
     assert f"{tmp_path}/validation-0.tar: large" in caplog.text
@@ -792,6 +794,7 @@ def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.splits.class_names", lambda _: {})
     assert open_split("/cache", "hfds/x/y", "test", seed=3) == ("hfds/x/y", dict(root="/cache", split="test", seed=3))
+    assert tuple(Image.ID) == decoder.FORMATS  # which they open in this process, too
 
 
 def test_shards_at_an_address_are_timms_to_open(monkeypatch, pillow):

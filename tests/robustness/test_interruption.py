@@ -116,6 +116,7 @@ def test_interrupted_at_random_moments_a_run_ends_as_if_nothing_had_been(undistu
         assert time.monotonic() - begin < 60
         interrupted += 1
         assert log.count("stopped by a signal: ") == interrupted  # a sentence for all processes together
+        assert log.count("finishing the step and ") <= interrupted
         assert log.count("--resume auto goes on from there") == interrupted
         checkpoint.read_checkpoint(run.folder / "last.pt")
     assert interrupted > 0
@@ -172,10 +173,13 @@ def assert_stopped(errors, last):
     assert f"holds step {len(saved['progress']['losses'])} of epoch {len(saved['history']) + 1}" in errors
 
 
-def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_in_a_terminal_stops_a_run_with_everything_saved(image_folder, tmp_path, monkeypatch, number):
+    if number == signal.SIGHUP:  # and torchrun passes on that its terminal was closed
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     process = start_in_a_terminal(train_command(tmp_path, image_folder, epochs=1000))
     last = wait_for_a_checkpoint(process, tmp_path)
-    errors = press(process)
+    errors = press(process, number)
     assert process.returncode == PREEMPTED
     assert_stopped(errors, last)
     assert "Traceback" not in errors

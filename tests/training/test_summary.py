@@ -66,13 +66,14 @@ def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, mo
     figures = kept_figures(monkeypatch)
     history = [row(1, eval_top1=90.0), row(2, eval_top1=95.0), row(3, unreadable_images=2.0)]
     for line in history:  # which say nothing
-        line |= dict(gpu_wait_percent=0, data_wait_percent=0.0, eval_top5=100.0, eval_top5_ema=100.0)
+        line |= dict(gpu_wait_percent=0, data_wait_percent=0.0)
     Reporter(tmp_path, Config(), {}, "1 x cpu")(history)
     (figure,) = figures
     axes = {axis.get_title(): axis for axis in figure.axes}
     columns = {
         "loss": {"training": "train_loss", "validation": "eval_loss", "validation, EMA": "eval_loss_ema"},
         "top-1 (%)": {"model": "eval_top1", "EMA": "eval_top1_ema"},
+        "top-5 (%)": {"model": "eval_top5", "EMA": "eval_top5_ema"},
         "images/s": {"training": "images_per_second", "validation": "eval_images_per_second"},
     }
     single = {"learning rate": "lr", "norm of the gradient": "grad_norm", "unreadable images": "unreadable_images"}
@@ -90,7 +91,7 @@ def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, mo
     assert figure.get_suptitle() == "best: top-1 95.00% in epoch 2"
     png = (tmp_path / "curve.png").read_bytes()
     assert png.startswith(b"\x89PNG")
-    assert struct.unpack(">II", png[16:24]) == (1200, 650)
+    assert struct.unpack(">II", png[16:24]) == (1200, 950)
 
 
 def test_the_picture_takes_a_twentieth_of_a_run_at_most_and_is_of_all_its_epochs(tmp_path, monkeypatch):
@@ -133,8 +134,11 @@ def test_the_picture_has_no_lines_of_an_average_that_is_not_made_or_was_not_yet_
     Reporter(tmp_path, Config(), {}, "1 x cpu")([without, row(2, **on_cpu)])
     assert [axis.get_title() for axis in figures[0].axes] == ["loss", "top-1 (%)"]
     assert [sum(len(axis.get_lines()) for axis in figure.axes) for figure in figures] == [5, 14]
-    (loss,) = (axis for axis in figures[1].axes if axis.get_title() == "loss")
-    ema = lines(loss)["validation, EMA"][1]
+    assert [line.get_marker() for line in figures[0].axes[0].get_lines()] == ["o", "o", "None"]  # one point has no line
+    shown = {axis.get_title(): lines(axis) for axis in figures[1].axes}
+    waits = shown["the host waits (% of time)"]
+    assert waits == {"for data": ([1, 2], [row(epoch)["data_wait_percent"] for epoch in (1, 2)])}
+    ema = shown["loss"]["validation, EMA"][1]
     assert math.isnan(ema[0])
     assert ema[1] == row(2)["eval_loss_ema"]
 

@@ -172,7 +172,8 @@ def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_
     assert two.wait() == [0, 0], two.log.read_text()[-3000:]
     said = two.log.read_text()
     assert said.startswith("train: ")  # without the level and name of a logger
-    for line in ("an epoch is ", "train: 56 images", "validation: 42 images", "images at once on each", "best: top-1 "):
+    setup = "2 x cpu: 4 of 16 images at once on each"
+    for line in ("an epoch is ", "train: 56 images", "validation: 42 images", setup, "best: top-1 "):
         assert said.count(line) == 1, said  # by the first of them
     assert_same_run(tmp_path, truth)
     again = _awkward(folder, tmp_path)

@@ -53,7 +53,7 @@ def main() -> None:
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        exit_stopped("stopped")
+        exit_stopped()
 
 
 def draw(options: argparse.Namespace) -> None:
