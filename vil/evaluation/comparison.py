@@ -188,7 +188,8 @@ class Comparison:
                 row |= {"first": first, "second": second, "difference": (difference := first - second)}
             if target != predicted and difference:
                 rows.append(row)
-        return sorted(rows, key=lambda row: -abs([*row.values()][-1]))  # of images or of their difference
+        of = "images" if len(counts) == 1 else "difference"
+        return sorted(rows, key=lambda row: -abs(row[of]))
 
     def write_tables(self, folder: Path, names: dict[int, str]) -> None:
         """Writes classes.csv and confusions.csv."""
