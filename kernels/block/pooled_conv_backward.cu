@@ -18,29 +18,42 @@ static_assert(BACK < RING);
 // What a CTA writes down of a stretch, from RING tokens before it on: where tokens are, and their pooled tokens
 constexpr int NUMBERS = SEGMENT + 3 * RING;
 
-// Tokens on their way: u, e, and the gradients of both means
+// Tokens on their way
 struct Arriving {
-    Tokens<const Element> u, e, mean_0, mean_1;
+    Tokens<const Element> u, e;
     struct Token {
-        Pack<Element, V> u, e, dmean_0, dmean_1;
+        Pack<Element, V> u, e;
     } token[RING];
-    INLINE void fetch(int number, int at, int pooled) {
+    INLINE void fetch(int number, int at) {
         token[number % RING] = {};
-        if (at >= 0)
-            token[number % RING] = {load<V>(u.at(at)), load<V>(e.at(at)), load<V>(mean_0.at(pooled)),
-                                    load<V>(mean_1.at(pooled))};
+        if (at >= 0) token[number % RING] = {load<V>(u.at(at)), load<V>(e.at(at))};
     }
 };
 
-// Rings: of token t, u, e and dv_1 from t on to t + BACK, s_0 the same, s_1 from t - BACK to t
+// What a token of the line that is being read has of the gradients of its means: share dmean_g; zero outside of the image
+struct OfLine {
+    const Element *mean_0, *mean_1;
+    int D, line = -1;
+    Floats<V> share_0 = {}, share_1 = {};
+    INLINE void read(int now, float share) {
+        line = now;
+        Pack<Element, V> packs[2] = {};
+        if (line >= 0) packs[0] = load<V>(mean_0 + i64(line) * D), packs[1] = load<V>(mean_1 + i64(line) * D);
+        share_0 = to_floats(packs[0]), share_1 = to_floats(packs[1]);
+        UNROLLED for (int c = 0; c < V; c++) share_0.at[c] *= share, share_1.at[c] *= share;
+    }
+};
+
+// Rings: of token t, u, e and dv_1 from t on to t + BACK, s_0 the same, s_1 from t - BACK to t. Both s are doubled, and
+// filters halved, as silu_and_slope has them.
 struct Window {
     Floats<V> u[RING], e[RING], dv_1[RING], s_0[RING] = {}, s_1[RING] = {};
 };
 
 // dv of one direction
-DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, float share, Pack<Element, V> dmean) {
-    Floats<V> dv = to_floats(dmean);
-    UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], e.at[c], share * dv.at[c]);
+DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Floats<V> &share) {
+    Floats<V> dv;
+    UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], e.at[c], share.at[c]);
     return dv;
 }
 
@@ -63,6 +76,7 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
     i64 S = count + 1;
     float line_share = 1.f / length;
     Filter<V> forward(weights, biases, d), backward(weights + D * TAPS, biases + D, d);
+    forward.scale(0.5f), backward.scale(0.5f);
     Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), dskip_0 = {}, dskip_1 = {};
     Floats<V> dforward[TAPS + 1] = {}, dbackward[TAPS + 1] = {};
 #pragma unroll 1
@@ -72,44 +86,45 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
         __syncthreads();  // nobody reads the last stretch's any more
         for (int i = threadIdx.x; i < NUMBERS; i += THREADS) {
             int t = begin - RING + i;
-            at[i] = lines.at(t), pooled[i] = at[i] < 0 ? 0 : lines.pooled(t);
+            at[i] = lines.at(t), pooled[i] = at[i] < 0 ? -1 : lines.pooled(t);
         }
         __syncthreads();
         const Element *mean = dmeans + b * S * D + d;
-        Arriving arriving = {{u + b * L * u_stride + d, u_stride}, {e + b * L * D + d, D}, {mean, D},
-                             {mean + B * S * D, D}};
+        Arriving arriving = {{u + b * L * u_stride + d, u_stride}, {e + b * L * D + d, D}};
+        OfLine of_line = {mean, mean + B * S * D, int(D)};
         Window window;
-        UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i, at[i], pooled[i]);
+        UNROLLED for (int i = 0; i < RING; i++) arriving.fetch(i, at[i]);
         auto arrive = [&](int number, int i) {  // comes into the rings at i; returns dv_0
             auto token = arriving.token[i % RING];
-            float share = pooled[number] == lines.class_token() ? 1.f : line_share;
-            arriving.fetch(i, at[number + RING], pooled[number + RING]);
+            arriving.fetch(i, at[number + RING]);
+            if (int now = pooled[number]; now != of_line.line)
+                of_line.read(now, now == lines.class_token() ? 1.f : line_share);
             window.u[i % RING] = to_floats(token.u), window.e[i % RING] = to_floats(token.e);
-            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], share, token.dmean_1);
-            return gradient(skip_0, window.e[i % RING], share, token.dmean_0);
+            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], of_line.share_1);
+            return gradient(skip_0, window.e[i % RING], of_line.share_0);
         };
         UNROLLED for (int i = 0; i < BACK; i++) arrive(i, i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
-#pragma unroll 1
-        for (int t = begin - RING; t < end; t += RING) {
-            int number = t - (begin - RING);
-            bool here = number > 0;
+        // RING tokens. The stretch sums e v_1 of its tokens, and e v_0 of those that lead, the image's first with them.
+        auto go = [&](int number, bool here) {
             UNROLLED for (int i = 0; i < RING; i++) {
-                Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {};
+                Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {}, v_1;
                 int lead = (i + BACK) % RING;
-                bool ahead = t + i + BACK >= begin && t + i + BACK < end;
                 UNROLLED for (int c = 0; c < V; c++) {
-                    float x_0 = forward.bias.at[c], x_1 = backward.bias.at[c];
+                    float h_0 = forward.bias.at[c], h_1 = backward.bias.at[c];
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
-                        x_0 = fmaf(forward.weight[tap][c], window.u[(lead - BACK + tap + RING) % RING].at[c], x_0);
-                        x_1 = fmaf(backward.weight[tap][c], window.u[(i + BACK - tap) % RING].at[c], x_1);
+                        h_0 = fmaf(forward.weight[tap][c], window.u[(lead - BACK + tap + RING) % RING].at[c], h_0);
+                        h_1 = fmaf(backward.weight[tap][c], window.u[(i + BACK - tap) % RING].at[c], h_1);
                     }
-                    float sigmoid_0 = sigmoid_of_half(Element{}, 0.5f * x_0), sigmoid_1 = sigmoid_of_half(Element{}, 0.5f * x_1);
-                    window.s_0[lead].at[c] = dv_0.at[c] * silu_slope(x_0, sigmoid_0);
-                    window.s_1[i].at[c] = window.dv_1[i].at[c] * silu_slope(x_1, sigmoid_1);
-                    if (ahead) dskip_0.at[c] = fmaf(window.e[lead].at[c], x_0 * sigmoid_0, dskip_0.at[c]);
-                    if (!here) continue;
-                    dskip_1.at[c] = fmaf(window.e[i].at[c], x_1 * sigmoid_1, dskip_1.at[c]);
+                    SiluOfHalf of_0 = silu_and_slope(Element{}, h_0), of_1 = silu_and_slope(Element{}, h_1);
+                    window.s_0[lead].at[c] = dv_0.at[c] * of_0.twice_slope;
+                    window.s_1[i].at[c] = window.dv_1[i].at[c] * of_1.twice_slope;
+                    v_1.at[c] = of_1.value;
+                    if (here || begin == 0) dskip_0.at[c] = fmaf(window.e[lead].at[c], of_0.value, dskip_0.at[c]);
+                }
+                if (!here) continue;
+                UNROLLED for (int c = 0; c < V; c++) {
+                    dskip_1.at[c] = fmaf(window.e[i].at[c], v_1.at[c], dskip_1.at[c]);
                     UNROLLED for (int tap = 0; tap < TAPS; tap++) {
                         float after = window.s_0[(i + BACK - tap) % RING].at[c];
                         float before = window.s_1[(i - BACK + tap + RING) % RING].at[c];
@@ -122,13 +137,17 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
                     dbackward[TAPS].at[c] += window.s_1[i].at[c];
                 }
                 int token = at[number + i];
-                if (here && token >= 0 && writes) store(to.at(token), from_floats<Element>(sum));
+                if (token >= 0 && writes) store(to.at(token), from_floats<Element>(sum));
             }
-        }
+        };
+        go(0, false);
+#pragma unroll 1
+        for (int t = begin; t < end; t += RING) go(t - begin + RING, true);
     }
     if (!writes) return;
     dfilters += part * (2 * (TAPS + 1) * D) + d, dskips += part * (2 * D) + d;
     UNROLLED for (int tap = 0; tap <= TAPS; tap++) {
+        UNROLLED for (int c = 0; c < V; c++) dforward[tap].at[c] *= 0.5f, dbackward[tap].at[c] *= 0.5f;
         store(dfilters + tap * D, dforward[tap]);
         store(dfilters + (TAPS + 1 + tap) * D, dbackward[tap]);
     }

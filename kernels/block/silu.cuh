@@ -14,3 +14,17 @@ template <class T>
 DEVICE float silu_of_half(T, float h) { return 2 * h * sigmoid_of_half(T{}, h); }
 DEVICE float sigmoid_of_half(bf16, float h) { return fmaf(0.5f, tanh_fast(h), 0.5f); }
 DEVICE float silu_of_half(bf16, float h) { return fmaf(h, tanh_fast(h), h); }
+
+// silu(2h) and twice its slope there. With t = tanh(h) they are h (1 + t) and (1 + t)(1 + h (1 - t)).
+struct SiluOfHalf {
+    float value, twice_slope;
+};
+template <class T>
+DEVICE SiluOfHalf silu_and_slope(T, float h) {
+    float s = 2 * sigmoid_of_half(T{}, h);
+    return {h * s, s * (1 + fmaf(-h, s, 2 * h))};
+}
+DEVICE SiluOfHalf silu_and_slope(bf16, float h) {
+    float t = tanh_fast(h), s = 1 + t;
+    return {fmaf(h, t, h), fmaf(s, fmaf(-h, t, h), s)};
+}
