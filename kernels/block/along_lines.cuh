@@ -10,6 +10,7 @@ constexpr int TABLE = SEGMENT + 2 * BACK + AHEAD;
 
 DEVICE void write_table(int *table, const Lines &lines, int first) {
     __syncthreads();  // nobody reads the last one any more
+#pragma unroll 1
     for (int i = threadIdx.x; i < TABLE; i += THREADS) table[i] = lines.at(first - BACK + i);
     __syncthreads();
 }
@@ -78,16 +79,16 @@ struct Convolved {
 
 // The line of a CTA, and its channels
 struct Place {
-    i64 b, d, token, pooled_token;  // of the image's first token, and of the pooled one, in memory
-    int pooled, first, last;
+    i64 token;             // in memory, the image's first
+    unsigned pooled_token;  // the same of all images' pooled ones
+    int d, pooled, first, last;
     bool writes;
     INLINE Place(const Lines &lines, i64 D) {
         int groups = (D + THREADS * VECTOR - 1) / (THREADS * VECTOR), S = lines.count + 1;
-        unsigned place = blockIdx.x / groups;
-        d = (blockIdx.x % groups * THREADS + threadIdx.x) * i64(VECTOR), b = place / S, pooled = place % S;
-        writes = d < D, d = min(d, D - VECTOR);
+        pooled_token = blockIdx.x / groups, pooled = pooled_token % S;
+        d = (blockIdx.x % groups * THREADS + threadIdx.x) * VECTOR, writes = d < D, d = min(d, int(D) - VECTOR);
         first = lines.first(pooled), last = lines.last(pooled);
-        token = b * lines.tokens(), pooled_token = place;
+        token = i64(pooled_token / S) * lines.tokens();
     }
     // of the class token if that is within the line but not all of it, else none
     INLINE int foreign(const Lines &lines) const { return pooled == lines.class_token() ? -1 : lines.center(); }

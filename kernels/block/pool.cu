@@ -22,7 +22,7 @@ pool(const Element *__restrict__ u, i64 u_stride, const float *__restrict__ weig
     __shared__ int table[TABLE];
     Place at(lines, D);
     write_table(table, lines, at.first);
-    i64 d = at.d;
+    int d = at.d;
     Convolved<V> v(u + at.token * u_stride + d, u_stride, weights, biases, d, D, table);
     Tokens<Element> to(skipped + at.token * D + d, D);
     Floats<V> skip_0 = load<V>(skip + d), skip_1 = load<V>(skip + D + d), sum_0 = {}, sum_1 = {};

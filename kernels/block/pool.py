@@ -10,7 +10,8 @@ from ..cuda.elements import ELEMENT, vector_width
 from . import conv
 from .lines import Lines, cta_shape, in_order, line_means
 
-VECTOR, WARPS = 2, 24  # of a multiprocessor
+VECTOR = 2
+WARPS = {2: 30, 4: 24}  # of a multiprocessor, by the bytes of an element
 
 
 def pool(
@@ -25,7 +26,7 @@ def pool(
     skipped_BLD = u_BLD.new_empty(B, L, D)
     vector = vector_width(VECTOR, u_BLD)
     groups, threads = cta_shape(D, vector)
-    ctas, taps = WARPS * 32 // threads, conv_2DK.shape[2]
+    ctas, taps = WARPS[u_BLD.element_size()] * 32 // threads, conv_2DK.shape[2]
     macros = dict(INPUT=ELEMENT[u_BLD.dtype], VECTOR=vector, TAPS=taps, THREADS=threads, CTAS=ctas)
     compiler.launch("block/pool", "pool", macros, B * lines.S * groups, threads, dict(
         u=u_BLD, u_stride=u_BLD.stride(1), weights=conv_2DK, biases=conv_bias_2D, skip=skip_2D, means=means_2BSD,

@@ -30,11 +30,11 @@ def log_of_compiling(file, arch, macros):
 def assert_no_spills(kernels):
     """`kernels` are (file, architecture, macros), which NVRTC compiles two at a time.
 
-    Releases of NVRTC differ: 13.2 spills nothing, 13.0 a word of conv_xproj for sm_90 and up to 116 bytes for others,
-    on which nothing is measured.
+    Releases of NVRTC differ: 13.2 spills a pointer of pool, which lies still while it runs, 13.0 a word of conv_xproj for
+    sm_90 and up to 116 bytes for others, on which nothing is measured.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
     with ThreadPoolExecutor(2) as pool:
         for kernel, log in zip(kernels, pool.map(lambda kernel: log_of_compiling(*kernel), kernels)):
             spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-            assert spilled <= (4 if kernel[1].startswith("sm_90") else 120), (kernel, log)
+            assert spilled <= (8 if kernel[1].startswith("sm_90") else 120), (kernel, log)

@@ -63,7 +63,7 @@ def test_kernels_of_the_block_compile_without_spills(arch, dtype, shared):
             for C in widths for keep in (False, True) for pooled in (False, True) if hopper
         ],
         **{name: [dict(INPUT=dtype, TAPS=4, VECTOR=2, THREADS=192, CTAS=ctas)] for name, ctas in (
-            ("block/pool", 4), ("block/pooled_conv_backward", 2),
+            ("block/pool", 5 if small else 4), ("block/pooled_conv_backward", 2),
         )},
         "block/gate_outproj_bwd_sm90": [gate_outproj_bwd_sm90.macros_of(t, C) for C in widths if hopper],
     }  # fmt: skip
