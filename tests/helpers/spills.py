@@ -30,7 +30,7 @@ def log_of_compiling(file, arch, macros):
 def assert_no_spills(kernels):
     """`kernels` are (file, architecture, macros), which NVRTC compiles two at a time.
 
-    Releases of NVRTC differ: 13.2 spills a pointer of pool, which lies still while it runs, 13.0 a word of conv_xproj for
+    Releases of NVRTC differ: 13.2 spills a pointer of pool, which lies still in it; 13.0 a word of conv_xproj for
     sm_90 and up to 116 bytes for others, on which nothing is measured.
     """
     kernels = [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
