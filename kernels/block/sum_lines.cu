@@ -10,7 +10,7 @@
 #include "lines.cuh"
 
 typedef INPUT Element;
-constexpr int TOGETHER = 8;  // tokens on their way at once
+constexpr int TOGETHER = 20;  // tokens on their way at once
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sum_lines(const Element *__restrict__ e, Element *__restrict__ sums, i64 D, i64 count, i64 length, i64 next,
