@@ -266,6 +266,8 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
     for name in (".cache", "bird/egg"):
         (train / name).mkdir(parents=True)
+    (train / "link").symlink_to(train.parent / "empty")  # a warning names it
+    (train.parent / "empty").mkdir()
     with pytest.raises(ConfigError, match="no images: 'bird'. Copy"):
         open_splits(config)
     for name in "fghij":
