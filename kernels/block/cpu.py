@@ -55,6 +55,8 @@ def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
     """As `operator.block`, but in fp32 whatever the options, and with no norm for the next block."""
+    x_BLC, weights = x_BLC.contiguous(), weights._replace(norm=weights.norm.contiguous())
+    scale_B = None if scale_B is None else scale_B.contiguous()
     if needs_gradients(x_BLC, weights):
         y_BLC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
     else:
@@ -83,11 +85,10 @@ def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
 ) -> tuple[Tensor, Saved]:
     """x', and what backward needs, with the states if `keep`."""
-    x_BLC, norm_C, scale_B = x_BLC.contiguous(), weights.norm.contiguous(), _contiguous(scale_B)
     (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
     x_TC = x_BLC.view(T, C)
     h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
-    _rows("norm_forward", T, C, T, _bits(options.eps), *_addresses(x_TC, norm_C, h_TC, rstd_T))
+    _rows("norm_forward", T, C, T, _bits(options.eps), *_addresses(x_TC, weights.norm, h_TC, rstd_T))
     uz_TE = torch.mm(h_TC, weights.in_proj.t())
     if options.lines is not None:
         y_TC = torch.addmm(x_TC, _pooled(options, uz_TE, scale_B, B, L, weights), weights.out_proj.t())
@@ -154,16 +155,15 @@ def _backward(
 ) -> tuple[Tensor, BlockWeights]:
     """Gradients of x and of all weights."""
     (B, L, C), D, T = x_BLC.shape, weights.out_proj.shape[1], len(saved.uz)
-    x_TC, dout_TC, norm_C = x_BLC.contiguous().view(T, C), dy_BLC.view(T, C), weights.norm.contiguous()
+    x_TC, dout_TC = x_BLC.view(T, C), dy_BLC.view(T, C)
     duz_TE, gated_TD, dy_TD = (torch.empty_like(t) for t in (saved.uz, saved.v[0], saved.v[0]))
     dgated_TD = torch.mm(dout_TC, weights.out_proj)
-    scale_B = _contiguous(scale_B)
     gate = _gate(saved.uz, saved.y, scale_B, gated_TD)
     dz = duz_TE.data_ptr() + 4 * D
     _rows("gate_backward", T, D, T, L, *gate, *_addresses(dgated_TD, dy_TD), dz)
     directions = _through_directions(options.recurrence, dy_TD.view(B, L, D), weights, saved, duz_TE)
     dh_TC, dx_TC, dnorm = torch.mm(duz_TE, weights.in_proj), torch.empty_like(x_TC), x_TC.new_empty(-(-T // ROWS), C)
-    _rows("norm_backward", T, C, T, *_addresses(x_TC, norm_C, saved.rstd, dh_TC, dout_TC, dx_TC, dnorm))
+    _rows("norm_backward", T, C, T, *_addresses(x_TC, weights.norm, saved.rstd, dh_TC, dout_TC, dx_TC, dnorm))
     din_proj, dout_proj = torch.mm(duz_TE.t(), saved.h), torch.mm(dout_TC.t(), gated_TD)
     return dx_TC.view(B, L, C), BlockWeights(dnorm.sum(0), din_proj, dout_proj, directions)
 
@@ -197,10 +197,6 @@ def _through_directions(
         ) for g in (0, 1)
     )  # fmt: skip
     return first, second
-
-
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
 
 
 def _gate(uz_TE, y_2BLD, scale_B, gated_TD) -> tuple[int, ...]:

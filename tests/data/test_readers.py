@@ -50,6 +50,7 @@ def test_colours_at_a_quarter_of_the_width_are_not_for_the_hardware(sampling, kn
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
     assert is_plain_jpeg(bytes(jpeg), header) == known
+    assert not is_plain_jpeg(bytes(jpeg[:-1]), header)  # cut off
 
 
 def test_a_split_is_judged_by_files_from_all_over_it(photo_folder):

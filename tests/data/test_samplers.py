@@ -27,8 +27,8 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
     odd = dict(global_batch_size=18)  # 9 a process
     with pytest.raises(ConfigError, match="mixup pairs images.* 9 of global_batch_size 18 .*micro-batches of 9"):
         split_global_batch(small_config(image_folder, **odd), 2)
-    with pytest.raises(ConfigError, match="mixup pairs images"):
-        split_global_batch(small_config(image_folder, **odd, mixup=0.0), 2)
+    with pytest.raises(ConfigError, match="mixup pairs images.* 18 of global_batch_size 18 .*micro-batches of 9"):
+        split_global_batch(small_config(image_folder, **odd, batch_size=9, mixup=0.0), 1)
     for unmixed in (dict(mixup_prob=0.0), dict(mixup=0.0, cutmix=0.0)):
         assert split_global_batch(small_config(image_folder, **odd, **unmixed), 2) == (9, 1)
     config = small_config(image_folder)

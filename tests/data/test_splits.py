@@ -189,10 +189,14 @@ def test_classes_have_timms_numbers(tmp_path):
     timms, ours = ReaderImageFolder(str(tmp_path)), folders.FolderReader(str(tmp_path), str(tmp_path))
     assert (ours.class_to_idx, ours.samples) == (timms.class_to_idx, timms.samples)
     alike = [a + b + c for a in "aA" for b in "bB" for c in "cC"]  # which timm takes in any order
+    (tmp_path / "more" / "a").mkdir(parents=True)
     for name, suffix in zip(alike, ["bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "webp"]):
-        (tmp_path / "more" / name).mkdir(parents=True)
+        (tmp_path / "more" / name).mkdir()
         (tmp_path / "more" / name / f"1.{suffix}").touch()
-    assert [*folders.FolderReader(str(tmp_path / "more"), str(tmp_path)).class_to_idx] == sorted(alike)
+        (tmp_path / "more" / "a" / f"{name}.png").touch()
+    ours = folders.FolderReader(str(tmp_path / "more"), str(tmp_path))
+    assert [*ours.class_to_idx] == ["a", *sorted(alike)]
+    assert [Path(file).stem for file, number in ours.samples if number == 0] == sorted(alike)
 
 
 def test_a_class_may_be_called_as_a_split_is(tmp_path):
@@ -262,6 +266,8 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
     for name in (".cache", "bird/egg"):
         (train / name).mkdir(parents=True)
+    (train / "link").symlink_to(train.parent / "empty")  # a warning names it
+    (train.parent / "empty").mkdir()
     with pytest.raises(ConfigError, match="no images: 'bird'. Copy"):
         open_splits(config)
     for name in "fghij":
@@ -285,7 +291,7 @@ def write_shards(image_folder, root, train=4, validation=3):
         for shard, name in enumerate(names):
             with tarfile.open(root / name, "w") as tar:
                 for path in paths[shard::shards]:
-                    tar.add(path, f"{path.parent.name}{path.stem}.png")
+                    tar.add(path, f"{path.parent.name}{path.stem}.{('png', 'PNG')[shard % 2]}")
                     number = CLASSES.index(path.parent.name)
                     for ending, text in (("cls", f"{number * (split == 'train')}"), ("json", f'{{"kind": {number}}}')):
                         label = tarfile.TarInfo(f"{path.parent.name}{path.stem}.{ending}")

@@ -121,10 +121,14 @@ def planted(folder):
     return entry
 
 
-def test_whoever_can_write_an_entry_decides_what_runs(folder):
-    """What the tests below rest on."""
+def test_whoever_can_write_an_entry_decides_what_runs(folder, monkeypatch):
+    """What the tests below rest on. Root can write any."""
     folder.mkdir(mode=0o700)
     planted(folder)
+    assert code() == EVIL
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda place: os.stat_result([*fstat(place)[:4], 0, *fstat(place)[5:]]))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert code() == EVIL
 
 

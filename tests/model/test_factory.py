@@ -50,8 +50,11 @@ def test_images_prepared_by_the_models_own_data_config_get_the_accuracy_that_tra
 def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
     model = create_model("resnet18", img_size=64, num_classes=3)
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    model.bn1.num_batches_tracked.fill_(100_001)
     torch.save(model.state_dict(), tmp_path / "own.pth")
     loaded = vil.from_checkpoint(tmp_path / "own.pth", "resnet18", img_size=64, num_classes=3)
+    export_model(loaded, tmp_path / "own.safetensors")
+    assert vil.from_checkpoint(tmp_path / "own.safetensors").bn1.num_batches_tracked == 100_001  # more than halves hold
     for use_test_size in (False, True):  # for which timm's own weights have another
         assert resolve_model_data_config(loaded, use_test_size=use_test_size)["input_size"] == (3, 64, 64)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depths'"):

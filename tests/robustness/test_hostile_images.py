@@ -542,6 +542,7 @@ SIXTEEN = {
     "tiff compressed": encode(WIDE, "TIFF", compression="tiff_adobe_deflate"),
     "tiff big-endian": tiff(WIDE.astype(">u2").tobytes(), {258: 16}, ">"),
     "tiff white is zero": tiff((65535 - WIDE).astype("<u2").tobytes(), {258: 16, 262: 0}),
+    "tiff of a tile that is larger": tiff(WIDE.astype("<u2").tobytes(), {258: 16, 322: 64, 323: 64}),
     "tiff of 12 bits": tiff(PACKED.astype(np.uint8).tobytes(), {258: 12}),
     "png rgb": wide_png(colour=2, channels=3),
     "png grey and alpha": wide_png(colour=4, channels=2),
