@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import clothing, photographs, seeds, transfer
+from research import clothing, photographs, recall_results, seeds, transfer
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -135,6 +135,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparisons": comparisons,
     "equal-time": equal_time,
     "recall": recall,
+    "recall-registered": lambda: recall_results.shares(recall_results.merged([RESULTS / "recall.json"])),
     "photographs-rates": partial(of_photographs, photographs.rates_table, judged=False),
     "photographs": partial(of_photographs, photographs.models_table),
     "photographs-differences": partial(of_photographs, photographs.differences_table),

@@ -47,6 +47,24 @@ def test_pixels_are_pillows_but_for_rounding(mode, subsampling):
 
 
 @pytest.mark.gpu
+def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
+    device, file, size = torch.device("cuda", 0), bytes_of(encode(picture(0, "RGB", (1200, 900)))), 3 * 1200 * 900
+    decode = Decoder(device)
+    with torch.cuda.stream(torch.cuda.Stream()):  # with the default stream others may wait
+        decode([file])
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.full((size,), 7, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2 * 10**8)  # a tenth of a second
+        read, memory = before.sum(), before.data_ptr()
+        del before
+        (image,) = decode([file])
+        assert image.data_ptr() == memory
+        assert read.item() == 7 * size
+
+
+@pytest.mark.gpu
 def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
     decode, whole = Decoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
     with pytest.raises(DecodingError, match="nvJPEG: "):

@@ -76,7 +76,7 @@ class Decoder:
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
             self.decoded.synchronize()  # until then the state is in use
-            # decoders in hardware may write at once (pytorch/vision#9606), over what the stream has yet to read
+            # decoders in hardware write at once (pytorch/vision#9606), over what the stream has yet to read
             torch.cuda.current_stream().synchronize()
             if len(files) != self.batch_size:
                 self.batch_size = 0
