@@ -11,9 +11,10 @@ from timm.data import create_transform, resolve_model_data_config
 import vil
 from validate import parse_options, resolve_settings
 from vil.checkpoint import CheckpointError, label_names
-from vil.config import ConfigError
+from vil.config import ConfigError, load_config
 from vil.export import export_model
 from vil.factory import create_model
+from vil.training.building import build_model
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,9 @@ def test_a_model_of_images_of_any_size_needs_not_be_told_it(tmp_path):
     create_model("densenet121", img_size=64, drop_path_rate=0.0, growth_rate=4)  # takes neither
     with pytest.raises(ConfigError, match=r"model densenet121: .* no stochastic depth, so give --drop-path 0$"):
         create_model("densenet121", drop_path_rate=0.1)
+    words = "--model dla34 --data-dir x --drop-path 0 --grad-checkpointing".split()
+    with pytest.raises(ConfigError, match="^dla34 cannot do with --grad-checkpointing: leave it out$"):
+        build_model(load_config("", words), 4)
 
 
 @pytest.mark.parametrize(

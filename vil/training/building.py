@@ -23,7 +23,7 @@ def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | N
         weights: Those that it starts from in place of a file's: of the same model, resampled to this image size.
 
     Raises:
-        ConfigError, CheckpointError: As `vil.factory.create_model`.
+        ConfigError, CheckpointError: As `vil.factory.create_model`, and if the model cannot compute blocks again.
     """
     arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
     arguments |= dict(num_classes=num_classes, drop_path_rate=config.drop_path) | (config.model_kwargs or {})
@@ -32,7 +32,10 @@ def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | N
         arguments |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
     model: Any = create_model(config.model, None if weights else config.pretrained_path, **arguments)
     if config.grad_checkpointing:
-        model.set_grad_checkpointing()
+        try:
+            model.set_grad_checkpointing()
+        except (AssertionError, AttributeError) as error:  # as timm's models say it
+            raise ConfigError(f"{config.model} cannot do with --grad-checkpointing: leave it out") from error
     return model
 
 
