@@ -3,10 +3,10 @@
     python -m research.photographs --minutes 9 --out output/photographs.json    # again and again
 
 Each call goes on where the results so far (`--earlier`) and the runs in `--folder` end, in the protocol's order: a
-learning rate for every model, the speed of DeiT compiled, seeds of all models in turn, and further seeds if the
-deviation asks for them. A run is one of train_imagenet.py, started, stopped and gone on with as in research/seeds.py.
-Each is written to `--out` when it ends, with what its last weights take the test images for. How many of these are
-right is not counted before the last run is there.
+learning rate for every model, the speed of DeiT compiled, seeds of all models in turn, further seeds if the deviation
+asks for them, and behind the protocol its extension. A run is one of train_imagenet.py, started, stopped and gone on
+with as in research/seeds.py. Each is written to `--out` when it ends, with what its last weights take the test images
+for. How many of these are right is not counted before the last run is there.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # by Welch's test, correcte
 RATES = (5e-4, 1e-3, 2e-3)
 CHOICE_SEED = 100  # of the runs that rates are chosen on, of no other
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
+EXTENSION = range(8, 12)  # of ViL and ViM, registered when the differences were known; in no test
 WIDEST = 0.5  # points: half of the interval of ViL less ViM above which there are further seeds
 MARGIN = 1.0  # points: within it a difference is none
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
@@ -89,6 +90,14 @@ def to_do(runs: Runs) -> list[Cell]:
     return next((cells for cells in left if cells), [])
 
 
+def extension(runs: Runs) -> list[Cell]:
+    """The cells of the extension that are missing, once the protocol's are there."""
+    have = {cell_of(run) for run in runs}
+    rates = {model: run["lr"] for model in (VIL, VIM) for run in of_seeds(runs, model)}
+    cells = [Cell("seeds", model, rates[model], seed) for seed in EXTENSION for model in (VIL, VIM)]
+    return [cell for cell in cells if cell not in have]
+
+
 def beyond(accuracies: dict[float, float]) -> float | None:
     """The rate to try in addition: the next one outside of RATES, if the best of them is at an edge."""
     best = max(RATES, key=accuracies.__getitem__)
@@ -101,8 +110,9 @@ def accuracy_by_rate(runs: Runs) -> dict[str, dict[float, float]]:
     return {model: {run["lr"]: run["top1"] for run in tried if run["model"] == model} for model in MODELS}
 
 
-def of_seeds(runs: Runs, model: str) -> Runs:
-    return sorted((run for run in runs if run["stage"] == "seeds" and run["model"] == model), key=lambda r: r["seed"])
+def of_seeds(runs: Runs, model: str, extended: bool = False) -> Runs:
+    own = (run for run in runs if run["stage"] == "seeds" and run["model"] == model)
+    return sorted((run for run in own if extended or run["seed"] not in EXTENSION), key=lambda run: run["seed"])
 
 
 def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySeed:
@@ -110,13 +120,14 @@ def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySee
     return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
-def top1_of_test(runs: Runs, judged: Judged | None) -> dict[str, BySeed]:
+def top1_of_test(runs: Runs, judged: Judged | None, extended: bool = False) -> dict[str, BySeed]:
     """The top-1 on the test images by model and seed; empty before the last run."""
-    if to_do(runs) or not judged:
+    if to_do(runs) or not judged or (extended and extension(runs)):
         return {}
     top1 = dict(zip(judged.runs, 100 * judged.right_NM.mean(axis=0)))
     return {
-        model: {run["seed"]: float(top1[name_of(*job_of(run))]) for run in of_seeds(runs, model)} for model in MODELS
+        model: {run["seed"]: float(top1[name_of(*job_of(run))]) for run in of_seeds(runs, model, extended)}
+        for model in MODELS
     }
 
 
@@ -146,7 +157,7 @@ class Study:
     def go_on(self) -> None:
         """Does cells until the time is up or all are there."""
         with self.deadline, ThreadPoolExecutor(self.options.jobs) as pool:
-            while (cells := to_do(self.runs)) and all(list(pool.map(self.do, cells))):
+            while (cells := to_do(self.runs) or extension(self.runs)) and all(list(pool.map(self.do, cells))):
                 pass
 
     def do(self, cell: Cell) -> bool:
@@ -248,6 +259,9 @@ def differences_table(runs: Runs, judged: Judged | None) -> str:
             within = "yes" if gap.low >= -MARGIN and gap.high <= MARGIN else "no"
             cells = [str(gap), f"{gap.half_width:.2f}", f"{gap.p_value:.2g}", f"{corrected[i]:.2g}", within]
         table.append([first, second, *cells])
+    if more := top1_of_test(runs, judged, extended=True):
+        gap = welch(more[VIL], more[VIM])
+        table.append([f"{VIL}, {len(more[VIL])} seeds", VIM, str(gap), f"{gap.half_width:.2f}", "-", "-", "-"])
     return markdown_table(table)
 
 
@@ -267,7 +281,7 @@ def main() -> None:
     study.go_on()
     tables = rates_table(study.runs), models_table(study.runs, study.judged)
     print("\n", "\n".join([*tables, differences_table(study.runs, study.judged)]), sep="")
-    if cells := to_do(study.runs):
+    if cells := to_do(study.runs) or extension(study.runs):
         missing = ", ".join(map(str, cells))
         print(f"not done yet: {missing}, and what follows; the same command goes on", file=sys.stderr)
         sys.exit(PREEMPTED)

@@ -81,7 +81,8 @@ def test_the_deviation_alone_asks_for_further_seeds(deviation, more):
 def judged_as(runs, top1, images=1000):
     """Predictions of which as many are right as `top1` says, by model and seed."""
     names = [f"{run['model']}-{run['seed']}" for run in runs if run["stage"] == "seeds"]
-    right = [round(images / 100 * top1[name.rsplit("-", 1)[0]][int(name[-1])]) for name in names]
+    places = [name.rsplit("-", 1) for name in names]
+    right = [round(images / 100 * top1[model][int(seed)]) for model, seed in places]
     predicted = np.stack([np.arange(images) >= count for count in right], axis=1).astype(int)
     return Judged(np.zeros(images, dtype=int), predicted, [str(i) for i in range(images)], names)
 
@@ -120,6 +121,22 @@ def test_differences_are_by_welchs_test_and_holms_correction():
         within = "yes" if pair == (POOLED, VIL) else "no"
         numbers = [f"{gap.half_width:.2f}", f"{gap.p_value:.2g}", f"{corrected:.2g}"]
         assert line.strip("| ").split(" | ") == [*pair, str(gap), *numbers, within]
+
+
+def test_the_extension_adds_an_estimate_when_it_is_whole_and_changes_nothing_else():
+    runs = with_seeds(searched(), **STEADY)
+    judged, cells = judged_as(runs, TEST), photographs.extension(runs)
+    assert cells == [Cell("seeds", model, 0.001, seed) for seed in (8, 9, 10, 11) for model in (VIL, VIM)]
+    more, top1 = [*runs, *(a_run(cell, 1.0) for cell in cells)], {m: dict(enumerate(TEST[m])) for m in MODELS}
+    top1[VIL] |= dict(zip(range(8, 12), (46.5, 47.1, 44.9, 45.0)))
+    top1[VIM] |= dict(zip(range(8, 12), (43.5, 44.1, 45.9, 46.0)))
+    for some in (more[:-1], more):
+        assert photographs.models_table(some, judged_as(some, top1)) == photographs.models_table(runs, judged)
+    before = photographs.differences_table(runs, judged)
+    assert photographs.differences_table(more[:-1], judged_as(more[:-1], top1)) == before
+    gap = welch(top1[VIL], top1[VIM])
+    row = f"| vil_tiny, 9 seeds | vim_tiny | {gap} | {gap.half_width:.2f} | - | - | - |"
+    assert photographs.differences_table(more, judged_as(more, top1)).splitlines() == [*before.splitlines(), row]
 
 
 @pytest.fixture
@@ -173,24 +190,25 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert not started
     assert not (root / "out.png").exists()
     call()
-    assert len(started) == len(set(map(str, started))) == 12 + 1 + 20
+    assert len(started) == len(set(map(str, started))) == 12 + 1 + 20 + 8
     assert [words for *_, words, _ in started[:12]] == [["--epochs", "8"]] * 12
     assert started[12] == (DEIT, 100, ["--epochs", "2"], 0.001)
-    assert started[13:] == [(model, seed, [], 0.001) for seed in range(5) for model in MODELS]
+    assert started[13:33] == [(model, seed, [], 0.001) for seed in range(5) for model in MODELS]
+    assert started[33:] == [(model, seed, [], 0.001) for seed in range(8, 12) for model in (VIL, VIM)]
     assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((root / "out.json").read_text())
     diverged = [run for run in found["runs"] if "diverged" in run]
     assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(VIM, 0.002, 0.0)]
     rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
-    assert (len(rows), rows[0].count(",")) == (29, 1 + 20)
+    assert (len(rows), rows[0].count(",")) == (29, 1 + 28)
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
     assert "25.00 ± 0.00" in shown  # a quarter of the images is of the class that all are taken for
 
     (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
     (root / "runs").rename(root / "gone")
     call()  # on another machine: the last run alone
-    assert started[33:] == [(DEIT, 4, [], 0.001)]
-    assert len(json.loads((root / "out.json").read_text())["runs"]) == 33
+    assert started[41:] == [(VIM, 11, [], 0.001)]
+    assert len(json.loads((root / "out.json").read_text())["runs"]) == 41
 
     config = root / "small.yaml"
     config.write_text(config.read_text().replace("epochs: 30", "epochs: 3"))
