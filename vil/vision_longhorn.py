@@ -151,8 +151,8 @@ class PatchEmbed(nn.Module):
         self.img_size, self.patch_size, self.stride, self.grid_size = img_size, patch_size, stride, grid_size
         self.num_patches = grid_size[0] * grid_size[1]
 
-    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        return max(self.stride) if as_scalar else self.stride
+    def feat_ratio(self) -> int:
+        return max(self.stride)
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """The grid (h, w) of patches of an image (H, W)."""
