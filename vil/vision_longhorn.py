@@ -54,10 +54,11 @@ from .block import (
 
 try:
     from timm.models._input import update_model_input_size
-except ImportError:  # timm before 1.0.30 keeps no record of the size of the images, as newer ones do
+except ImportError:  # timm before 1.0.30 keeps no record of sizes, as newer ones do: vil.export asks for this one
 
     def update_model_input_size(model: nn.Module, img_size: int | Sequence[int] | None, **model_args: Any) -> None:
-        pass
+        if model_args["patch_size"]:
+            vars(model)["_model_args"] = model_args
 
 
 class PatchProjection(nn.Conv2d):

@@ -184,6 +184,8 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
         fine.set_input_size(size, 4)
         started = create_model("vil_tiny", str(file), num_classes=7, **KWARGS | dict(img_size=size, patch_size=4))
         torch.testing.assert_close(started.pos_embed, fine.pos_embed)
+        export_model(fine, tmp_path / "fine.safetensors")
+        assert vil.from_checkpoint(tmp_path / "fine.safetensors").patch_embed.grid_size == fine.patch_embed.grid_size
         export_model(again, folder := tmp_path / f"{size[0]}x{size[1]}")
         assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
         assert f"images of {folder.name} pixels\n" in (folder / "README.md").read_text()
