@@ -37,7 +37,7 @@ def best(tmp_path_factory):
         config = Config(model="vil_tiny", model_kwargs=KWARGS, crop_pct=0.7, interpolation="bilinear", **options)
         size = {"img_size": config.img_size} if config.img_size else {}
         model, average = (timm.create_model("vil_tiny", num_classes=7, **size, **KWARGS) for _ in range(2))
-        state = dict(config=asdict(config) | {"num_classes": 7}, history=[], progress={}, scheduler={}, optimizer={})
+        state = dict(config=asdict(config) | {"num_classes": 7}, history=[], progress={}, scheduler={})
         state |= dict(state_dict=model.state_dict(), state_dict_ema=average.state_dict(), best="state_dict_ema")
         path = tmp_path_factory.mktemp("run") / "best.pt"
         checkpoint.save_checkpoint(state, path)
@@ -159,6 +159,11 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
         export_model(model, tmp_path / "a file")
     with pytest.raises(ExportError, match="mine has weights, not outputs: features are"):
         export_model(model, folder, features=[0])
+
+
+def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
+    with pytest.raises(CheckpointError, match="--resume .*last.pt goes on with the run, --pretrained-path .*best.pt"):
+        checkpoint.read_checkpoint(best()[0])
 
 
 def test_the_weights_that_are_shipped_are_those_of_their_card(request):
