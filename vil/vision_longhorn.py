@@ -54,10 +54,11 @@ from .block import (
 
 try:
     from timm.models._input import update_model_input_size
-except ImportError:  # timm before 1.0.30 keeps no record of the size of the images, as newer ones do
+except ImportError:  # timm before 1.0.30 keeps no record of sizes, as newer ones do: vil.export asks for this one
 
     def update_model_input_size(model: nn.Module, img_size: int | Sequence[int] | None, **model_args: Any) -> None:
-        pass
+        if model_args["patch_size"]:
+            vars(model)["_model_args"] = model_args
 
 
 class PatchProjection(nn.Conv2d):
@@ -151,8 +152,8 @@ class PatchEmbed(nn.Module):
         self.img_size, self.patch_size, self.stride, self.grid_size = img_size, patch_size, stride, grid_size
         self.num_patches = grid_size[0] * grid_size[1]
 
-    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        return max(self.stride) if as_scalar else self.stride
+    def feat_ratio(self) -> int:
+        return max(self.stride)
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """The grid (h, w) of patches of an image (H, W)."""

@@ -83,6 +83,7 @@ def test_a_longhorn_layer_is_a_mixer_or_its_causal_half():
     u, z = causal.in_proj(x).chunk(2, dim=-1)
     y = naive_model.direction(u, dict(causal.named_parameters(prefix="mixer")), naive_model.OURS["directions"][0])
     torch.testing.assert_close(causal(x), causal.out_proj(y * F.silu(z)), rtol=1e-9, atol=1e-12)
+    assert repr(causal.directions) == repr(LonghornMixer(16).directions[:1])  # of a block's sizes
     assert all(p.is_meta for p in vil.Longhorn(16, device="meta").parameters())
 
 
@@ -311,8 +312,8 @@ def test_options_of_forward_intermediates():
 
     for indices, chosen in ((None, [0, 1, 2, 3]), (2, [2, 3]), ([0, -1], [0, 3])):
         close(intermediates(indices=indices, intermediates_only=True), [patches[i] for i in chosen])
-    for stop_early, last in ((True, 2), (False, 4)):
-        close(intermediates(indices=[1], stop_early=stop_early), (model.norm(stream[last]), [patches[1]]))
+    for options, last in ((dict(stop_early=True), 2), ({}, 4)):
+        close(intermediates(indices=[1], **options), (model.norm(stream[last]), [patches[1]]))
     found = intermediates(indices=[1], return_prefix_tokens=True, intermediates_only=True)
     close(found[0], (patches[1], class_tokens[1][:, None]))
     ((_, token),) = intermediates(indices=1, norm=True, return_prefix_tokens=True, intermediates_only=True)

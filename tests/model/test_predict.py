@@ -139,7 +139,9 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
     assert not read
 
 
-def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(checkpoint, photos, caplog):
+def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(
+    checkpoint, photos, caplog, monkeypatch
+):
     others = np.zeros((3, 8, 8), np.uint8), Image.new("RGB", (0, 5)), np.zeros((8, 8)), np.zeros(8, np.uint8)
     found = vil.predict(checkpoint, [photos / "a.png", photos / "gone.png", *others, photos / "b.jpg"])
     assert [len(predictions) for predictions in found] == [5, 0, 0, 0, 0, 0, 5]
@@ -155,6 +157,9 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
         vil.predict(checkpoint, photos / "broken.png")
     with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):  # of an error that is longer
         vil.predict(checkpoint, "n" * 240)
+    monkeypatch.setattr(Classifier, "_prepared", lambda *_: EOFError())
+    with pytest.raises(ConfigError, match="'x' cannot be read as an image: EOFError$"):  # of one without words
+        vil.predict(checkpoint, "x")
 
 
 def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():

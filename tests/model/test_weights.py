@@ -37,7 +37,7 @@ def best(tmp_path_factory):
         config = Config(model="vil_tiny", model_kwargs=KWARGS, crop_pct=0.7, interpolation="bilinear", **options)
         size = {"img_size": config.img_size} if config.img_size else {}
         model, average = (timm.create_model("vil_tiny", num_classes=7, **size, **KWARGS) for _ in range(2))
-        state = dict(config=asdict(config) | {"num_classes": 7}, history=[], progress={}, scheduler={}, optimizer={})
+        state = dict(config=asdict(config) | {"num_classes": 7}, history=[], progress={}, scheduler={})
         state |= dict(state_dict=model.state_dict(), state_dict_ema=average.state_dict(), best="state_dict_ema")
         path = tmp_path_factory.mktemp("run") / "best.pt"
         checkpoint.save_checkpoint(state, path)
@@ -161,6 +161,11 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
         export_model(model, folder, features=[0])
 
 
+def test_a_run_does_not_go_on_from_best_pt_which_says_what_does(best):
+    with pytest.raises(CheckpointError, match="--resume .*last.pt goes on with the run, --pretrained-path .*best.pt"):
+        checkpoint.read_checkpoint(best()[0])
+
+
 def test_the_weights_that_are_shipped_are_those_of_their_card(request):
     folder = request.config.rootpath / "weights"
     cells = r"`(\S+)` \| `(\w+)`, (\d+) pixels, ([\d,]+) classes \| ([\d,]+) \| ([\d.]+) MB \| `(\w+)`"
@@ -184,6 +189,8 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
         fine.set_input_size(size, 4)
         started = create_model("vil_tiny", str(file), num_classes=7, **KWARGS | dict(img_size=size, patch_size=4))
         torch.testing.assert_close(started.pos_embed, fine.pos_embed)
+        export_model(fine, tmp_path / "fine.safetensors")
+        assert vil.from_checkpoint(tmp_path / "fine.safetensors").patch_embed.grid_size == fine.patch_embed.grid_size
         export_model(again, folder := tmp_path / f"{size[0]}x{size[1]}")
         assert timm.create_model(f"local-dir:{folder}", pretrained=True).patch_embed.img_size == size
         assert f"images of {folder.name} pixels\n" in (folder / "README.md").read_text()

@@ -133,9 +133,11 @@ def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """Those that build a model of `vil.from_checkpoint`, or of this package's commands, for the size it has now."""
-    size = {"img_size": input_size(model)[1:]} if hasattr(model, "set_input_size") else {}
-    return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS} | size
+    """Those that build a model of `vil.from_checkpoint`, or of this package's commands, for the sizes it has now."""
+    sizes = {"img_size": input_size(model)[1:]} if hasattr(model, "set_input_size") else {}
+    if patch_size := getattr(model, "_model_args", {}).get("patch_size"):  # timm's record of set_input_size
+        sizes["patch_size"] = patch_size
+    return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS} | sizes
 
 
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
