@@ -250,7 +250,7 @@ TABLE = {
     "block/along_lines.cuh": [
         ("the window of a line's later tokens",
          "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
-        ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, D - VECTOR);"),
+        ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, int(D) - VECTOR);"),
         ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
     ],
     "block/pool.cu": [
@@ -276,8 +276,11 @@ TABLE = {
     "block/pooled_conv_backward.cu": [
         ("a mean's gradient is not shared", "float line_share = 1.f⟦ / length→⟧;"),
         ("tokens ahead of a stretch give the first direction's skip twice",
-         "bool ahead = ⟦t + i + BACK >= begin && →⟧t + i + BACK < end;"),
-        ("what is before a stretch is not known", "for (int t = begin⟦ - RING→⟧; t < end; t += RING) {"),
+         "if (⟦here || begin == 0→true⟧) dskip_0"),
+        ("the image's first tokens give the first direction's skip nothing", "if (here⟦ || begin == 0→⟧) dskip_0"),
+        ("what is before a stretch is not known", "⟦go(0, false);→⟧"),
+        ("all lines have the first one's gradient", "now != of_line.line⟦→ && of_line.line < 0⟧)"),
+        ("gradients of filters stay doubled", "dforward[tap].at[c] *= ⟦0.5f→1.0f⟧"),
     ],
     "block/conv.cu": [
         ("the second direction's taps are in the wrong order", "window[i + ⟦2 * BACK -→BACK +⟧ tap]"),
