@@ -567,6 +567,10 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
     assert re.fullmatch(r".*/_train_tarinfos.pickle is passed over.*Error\(.*\); remove it.* anew", caplog.messages[0])
     assert not os.path.exists("MARKER")
+    (tmp_path / "val.tar").write_bytes(b"none")
+    with pytest.raises(ConfigError, match="cannot open the split 'val' of .*ReadError"):
+        open_split(str(tmp_path), "", "val")
+    assert len(caplog.messages) == 1  # of a list that is there
 
 
 # configs
