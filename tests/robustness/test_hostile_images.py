@@ -267,6 +267,7 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     expected = images.read_image(io.BytesIO(gif))
     of_process._child.kill()  # as a system without memory may
     of_process._child.wait()
+    assert of_process.decode(io.BytesIO(gif + b"more"), len(gif)) == expected  # which has grown
     assert images.read_image(io.BytesIO(gif)) == expected
     with pytest.raises(KeyboardInterrupt):  # in the midst of a question
         of_process.decode(FailingFile(KeyboardInterrupt), 100)
@@ -275,6 +276,9 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
     assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
+    monkeypatch.setattr(guard.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="the program that decodes images does not start: false "):
+        images.read_image(io.BytesIO(gif))
 
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
