@@ -70,7 +70,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
             else:
                 Image.new("RGB", (4, 4)).save(path)
             (hidden := path.parent / ".ipynb_checkpoints").mkdir(exist_ok=True)
-            for litter in (hidden / "0.png", path.parent / "._0.png", tmp_path / "a pet" / "__MACOSX" / name / "0.png"):
+            for litter in (hidden / "0.png", path.parent / "._0.PNG", tmp_path / "a pet" / "__MACOSX" / name / "0.png"):
                 litter.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (4, 4)).save(litter)
     monkeypatch.chdir(tmp_path / "a pet")
@@ -170,13 +170,14 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
     [
         *(("split", share, "between 0 and 1, not ") for share in ("nan", "inf", "0", "1", "-1")),
         ("pets", "0.2", "pets is in .*pets, of whose classes"), ("pets/split", "0.2", "split is in .*pets, of whose"),
-        ("full", "0.2", "there is something in .*full"),
+        ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, capsys, target, share, error):
     pets(tmp_path / "pets", 2)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "old").mkdir(parents=True)
+    (tmp_path / "file").touch()
     monkeypatch.setattr("sys.argv", ["vil.data.folders", "pets", target, f"--validation={share}"])
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
@@ -239,7 +240,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
 
 def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "images")
-    config = small_config(tmp_path / "images")
+    config = small_config(tmp_path / "images", num_classes=4)
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' has classes that training has not: 'wasp'"):
         open_splits(config)
@@ -247,9 +248,9 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
         open_splits(small_config(image_folder, num_classes=1000))
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
     for packed in (False, True):
-        if packed:
-            shutil.make_archive(str(tmp_path / "images/val"), "tar", tmp_path / "images/val")
-            shutil.rmtree(tmp_path / "images/val")
+        for split in ("train", "val") if packed else ():
+            shutil.make_archive(str(tmp_path / "images" / split), "tar", tmp_path / "images" / split)
+            shutil.rmtree(tmp_path / "images" / split)
         train, val, num_classes = open_splits(config)
         assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 3 * VAL_IMAGES, 4)
         assert {val.filename(i).split("/")[-2]: val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
