@@ -297,7 +297,7 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     for folder in (root / "more/inner", root / "more", outside):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "1.jpg").write_bytes(SMALL_JPEG)
-    links = {"ant/self": ".", "ant/self too": ".", "ant/up": "..", "ant/again": "../bee", "bee/all": "../..", "fly": "/"}
+    links = {"ant/self": ".", "ant/me": ".", "ant/up": "..", "ant/again": "../bee", "bee/all": "../..", "fly": "/"}
     links |= {"bee/out": outside, "bee/out.jpg": outside / "1.jpg", "bee/two.jpg": "../ant/1.png", "gnat": "../more"}
     (root / "one.jpg").write_bytes(SMALL_JPEG)
     links["bee/second.jpg"] = one = "../../one.jpg"
