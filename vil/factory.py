@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 import re
 import shlex
 from contextlib import suppress
@@ -19,10 +18,8 @@ from torch import Tensor, nn
 
 from . import checkpoint
 from .config import ConfigError
-from .processes import is_first_process
+from .processes import warn
 from .vision_longhorn import VisionLonghorn, resample_pos_embed
-
-_logger = logging.getLogger(__name__)
 
 
 def create_model(model: str, pretrained_path: str | None = None, **arguments: Any) -> nn.Module:
@@ -52,9 +49,9 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         raise ConfigError(f"cannot create the model {model}: {reason}{remedy}") from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
-    if pretrained_path and is_first_process():
+    if pretrained_path:
         taken = checkpoint.printable(_what_was_taken(created, weights, given))
-        _logger.warning("started from %s: %s", pretrained_path, taken)
+        warn(__name__, "started from %s: %s", pretrained_path, taken)
     return created
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import io
+import logging
 import os
 import signal
 import sys
@@ -92,6 +93,12 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
 def is_first_process() -> bool:
     """Whether this is the process of rank 0, which speaks for all; known before they have met."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def warn(module: str, message: str, *values: object) -> None:
+    """Logs a warning of a module in the first process alone."""
+    if is_first_process():
+        logging.getLogger(module).warning(message, *values)
 
 
 def leave_processes() -> None:

@@ -42,15 +42,17 @@ def test_what_a_device_can_decode_is_left_to_it(encoded_reader, monkeypatch):
         assert is_encoded == (kind.isdigit() or kind in ON_DEVICE)
 
 
-@pytest.mark.parametrize(("sampling", "known"), [(0x11, True), (0x21, True), (0x12, True), (0x22, True), (0x41, False)])
-def test_colours_at_a_quarter_of_the_width_are_not_for_the_hardware(sampling, known):
+@pytest.mark.parametrize("sampling", [0x11, 0x21, 0x12, 0x22, 0x41, 0x14])
+def test_colours_at_a_quarter_of_the_size_are_not_for_the_hardware(sampling):
     jpeg = bytearray(encode(PHOTO))
     first = jpeg.index(b"\xff\xc0") + 2 + 2 + 1 + 4 + 1  # of the components in the frame's header
     jpeg[first + 1] = sampling
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
-    assert is_plain_jpeg(bytes(jpeg), header) == known
+    assert is_plain_jpeg(bytes(jpeg), header) == (sampling not in (0x41, 0x14))
     assert not is_plain_jpeg(bytes(jpeg[:-1]), header)  # cut off
+    header.layers = 6  # as of two frames
+    assert not is_plain_jpeg(bytes(jpeg), header)
 
 
 def test_a_split_is_judged_by_files_from_all_over_it(photo_folder):

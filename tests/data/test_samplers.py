@@ -45,6 +45,8 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
             "an epoch is 1 steps of 32 images, the run 50; an epoch leaves out 9 of 41 images, others each time; these "
             "are few: --global-batch-size 4, with a lower --lr, or more --epochs makes more",
         ),
+        (12, 12, 0, 1, "an epoch is 1 steps of 12 images, the run 1; these are few: --global-batch-size 2, with a "
+         "lower --lr, or more --epochs makes more"),
         (64, 16, 0, 128, "an epoch is 4 steps of 16 images, the run 512"),
         (128, 16, 0, 2, "an epoch is 8 steps of 16 images, the run 16"),
         (

@@ -60,8 +60,7 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
 
 
 def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "png png HEIC txt txt"}
+    files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "PNG png HEIC txt txt txt"}
     for name, suffixes in files.items():
         for i, suffix in enumerate(suffixes.split()):
             path = tmp_path / "a pet" / name / ("inner" if i == 1 else "") / f"{i}.{suffix}"
@@ -71,26 +70,30 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
             else:
                 Image.new("RGB", (4, 4)).save(path)
             (hidden := path.parent / ".ipynb_checkpoints").mkdir(exist_ok=True)
-            for litter in (hidden / "0.png", path.parent / "._0.png", tmp_path / "a pet" / "__MACOSX" / name / "0.png"):
+            for litter in (hidden / "0.png", path.parent / "._0.PNG", tmp_path / "a pet" / "__MACOSX" / name / "0.png"):
                 litter.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (4, 4)).save(litter)
+    monkeypatch.chdir(tmp_path / "a pet")
     with pytest.raises(ConfigError, match="If these are classes, this splits them: ") as refused:
-        open_split("a pet", "", "train")
+        open_split(".", "", "train")
     words = shlex.split(str(refused.value).rpartition(": ")[2])
     assert words[:3] == ["python", "-m", "vil.data.folders"]
     monkeypatch.setattr("sys.argv", words[2:])
     folders.main()
-    assert capsys.readouterr().out == "a pet_split/train: 8 images\na pet_split/validation: 3 images\n"
+    assert capsys.readouterr().out == "".join(
+        f"{tmp_path}/a pet_split/{split}: {count} images\n" for split, count in (("train", 8), ("validation", 3))
+    )
     names = sorted(path.name for path in (tmp_path / "a pet_split").glob("*/cat/*"))
     assert names == sorted(f"{'inner-' * (i == 1)}{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
-    found = [describe_split(split, open_split("a pet_split", "", split)) for split in ("train", "validation")]
+    found = [describe_split(split, open_split("../a pet_split", "", split)) for split in ("train", "validation")]
     assert found[0] == "train: 8 images of 2 classes, from 1 of 'dog' to 7 of 'cat'"
     assert found[1] == "validation: 3 images of 2 classes, from 1 of 'dog' to 2 of 'cat'"
     (tmp_path / "a pet/train").mkdir()
     for name in files:
         (tmp_path / "a pet" / name).rename(tmp_path / "a pet/train" / name)
-    assert describe_split("train", open_split("a pet", "", "train")).endswith(
-        "; not read as images: 8 'hidden', 2 '.txt', 1 '.heic'"
+        (tmp_path / "a pet/train" / name / "README").touch()
+    assert describe_split("train", open_split(".", "", "train")).endswith(
+        "; not read as images: 8 'hidden', 3 '.txt', 2 'README', 1 '.heic'"
     )
     kinds = folders.Counter({f".{i}": 9 - i for i in range(6)})
     five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
@@ -98,7 +101,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     assert folders.endings(kinds - folders.Counter({".5": 4})) == five
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
-    assert capsys.readouterr().err == "error: a pet has 1 folders of images: it needs one for each class\n"
+    assert capsys.readouterr().err == "error: . has 1 folders of images: it needs one for each class\n"
 
 
 def pets(folder, count):
@@ -167,13 +170,14 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
     [
         *(("split", share, "between 0 and 1, not ") for share in ("nan", "inf", "0", "1", "-1")),
         ("pets", "0.2", "pets is in .*pets, of whose classes"), ("pets/split", "0.2", "split is in .*pets, of whose"),
-        ("full", "0.2", "there is something in .*full"),
+        ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, capsys, target, share, error):
     pets(tmp_path / "pets", 2)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "old").mkdir(parents=True)
+    (tmp_path / "file").touch()
     monkeypatch.setattr("sys.argv", ["vil.data.folders", "pets", target, f"--validation={share}"])
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
@@ -182,8 +186,8 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
 
 
 def test_classes_have_timms_numbers(tmp_path):
-    for name in ("10", "9", "a2", "a10", "B"):
-        (tmp_path / name).mkdir()
+    for name in ("10", "9", "a2", "a10", "B", "."):  # those of none are one, too
+        (tmp_path / name).mkdir(exist_ok=True)
         for i in (1, 2, 10):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
     timms, ours = ReaderImageFolder(str(tmp_path)), folders.FolderReader(str(tmp_path), str(tmp_path))
@@ -219,6 +223,8 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
     (tmp_path / "more" / "a.png").touch()
     with pytest.raises(ConfigError, match="it has 'more', 'notes'$"):  # which are one class
         open_split(str(tmp_path), "", "holdout")
+    with pytest.raises(ConfigError, match="no images in subfolders of .*notes; not read as images: 1 '.txt'$"):
+        open_split(str(tmp_path), "", "notes")
     for name in ("more", "notes"):
         shutil.rmtree(tmp_path / name)
     shutil.copytree(image_folder / "train", tmp_path / "train")
@@ -234,7 +240,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
 
 def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "images")
-    config = small_config(tmp_path / "images")
+    config = small_config(tmp_path / "images", num_classes=4)
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' has classes that training has not: 'wasp'"):
         open_splits(config)
@@ -242,9 +248,9 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
         open_splits(small_config(image_folder, num_classes=1000))
     shutil.rmtree(tmp_path / "images" / "val" / "wasp")  # a class less keeps the others' numbers
     for packed in (False, True):
-        if packed:
-            shutil.make_archive(str(tmp_path / "images/val"), "tar", tmp_path / "images/val")
-            shutil.rmtree(tmp_path / "images/val")
+        for split in ("train", "val") if packed else ():
+            shutil.make_archive(str(tmp_path / "images" / split), "tar", tmp_path / "images" / split)
+            shutil.rmtree(tmp_path / "images" / split)
         train, val, num_classes = open_splits(config)
         assert (len(train), len(val), num_classes) == (4 * TRAIN_IMAGES, 3 * VAL_IMAGES, 4)
         assert {val.filename(i).split("/")[-2]: val.reader[i][1] for i in range(len(val))} == dict(ant=0, cat=2, dog=3)
@@ -341,6 +347,7 @@ def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):
     for images in (val, open_test_split(str(tmp_path), "wds/x", "validation", 3)[0]):
         assert sorted({label for _, label in images}) == [UNREADABLE, 0, 1, 2]
     assert {label for _, label in train} == {0, 1, 2}
+    assert {label for _, label in open_split(str(tmp_path), "wds/x", "train")} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("shards", [1, 3])

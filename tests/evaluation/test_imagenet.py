@@ -1,13 +1,14 @@
 """Other test sets with ImageNet's classes: which folders they take."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 from timm.data import ImageNetInfo
 
 from vil.config import ConfigError
-from vil.evaluation.imagenet import open_test_split
+from vil.evaluation.imagenet import open_test_split, real_labels
 
 
 @pytest.mark.parametrize("names", [[*map(str, range(12))], ImageNetInfo().label_names()], ids=["numbers", "ImageNet"])
@@ -47,3 +48,11 @@ def test_other_folders_must_have_the_classes_of_the_model(image_folder, tmp_path
     shutil.copytree(image_folder / "val" / "ant", tmp_path / "some" / "ant")  # which ImageNet has not
     with pytest.raises(ConfigError, match="has 3 classes but the model 1000"):
         open_test_split(root, "", "some", 1000)
+
+
+@pytest.mark.parametrize(("number", "text"), [(2, "[[0]]"), (1, "[[4]]"), (1, "5"), (1, "[[0]")])
+def test_labels_of_other_images_or_classes_are_one_line(tmp_path, number, text):
+    (tmp_path / "real.json").write_text(text)
+    images = SimpleNamespace(filenames=lambda basename: [f"ILSVRC2012_val_{number:08}.JPEG"])
+    with pytest.raises(ConfigError, match="ReaL labels"):
+        real_labels(images, 4, str(tmp_path / "real.json"))

@@ -17,6 +17,7 @@ import struct
 import sys
 import tarfile
 import zipfile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -34,6 +35,7 @@ from vil import checkpoint
 from vil.checkpoint import CheckpointError
 from vil.config import Config, ConfigError, load_config, options_of_checkpoint
 from vil.data.splits import open_split
+from vil.devices import known_device
 from vil.factory import create_model
 from vil.training.resumption import check_optimizer, history_of
 from vil.viz import __main__ as viz
@@ -567,6 +569,10 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
     assert len(open_split(str(tmp_path), "", "train")) == len(open_split(str(image_folder), "", "train"))
     assert re.fullmatch(r".*/_train_tarinfos.pickle is passed over.*Error\(.*\); remove it.* anew", caplog.messages[0])
     assert not os.path.exists("MARKER")
+    (tmp_path / "val.tar").write_bytes(b"none")
+    with pytest.raises(ConfigError, match="cannot open the split 'val' of .*ReadError"):
+        open_split(str(tmp_path), "", "val")
+    assert len(caplog.messages) == 1  # of a list that is there
 
 
 # configs
@@ -618,3 +624,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monk
     for device, reason in (("gpu", "is unknown to PyTorch"), ("cuda", "there is none"), ("xpu", "there is none")):
         assert f"device '{device}'" in (message := error_of_validation("--device", device, "--model", "vil_tiny"))
         assert reason in message
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2))
+    assert (known_device("cuda:1"), known_device(None)) == ("cuda:1", "cuda")
+    with pytest.raises(ConfigError, match="device 'cuda:2': this machine has 2 of them, counted from 0"):
+        known_device("cuda:2")

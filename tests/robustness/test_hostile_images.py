@@ -267,6 +267,7 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     expected = images.read_image(io.BytesIO(gif))
     of_process._child.kill()  # as a system without memory may
     of_process._child.wait()
+    assert of_process.decode(io.BytesIO(gif + b"more"), len(gif)) == expected  # which has grown
     assert images.read_image(io.BytesIO(gif)) == expected
     with pytest.raises(KeyboardInterrupt):  # in the midst of a question
         of_process.decode(FailingFile(KeyboardInterrupt), 100)
@@ -275,6 +276,9 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
     assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
+    monkeypatch.setattr(guard.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="the program that decodes images does not start: false "):
+        images.read_image(io.BytesIO(gif))
 
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
@@ -290,26 +294,19 @@ def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch
 
 def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     root, outside = folder_of(tmp_path / "images", {}), tmp_path / "elsewhere"
-    for folder in (root / "more", outside):
-        folder.mkdir()
+    for folder in (root / "more/inner", root / "more", outside):
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "1.jpg").write_bytes(SMALL_JPEG)
-    links = {
-        "ant/self": ".",
-        "ant/self too": ".",
-        "ant/up": "..",
-        "ant/again": "../bee",
-        "bee/all": "../..",
-        "fly": "/",
-    }
+    links = {"ant/self": ".", "ant/me": ".", "ant/up": "..", "ant/again": "../bee", "bee/all": "../..", "fly": "/"}
     links |= {"bee/out": outside, "bee/out.jpg": outside / "1.jpg", "bee/two.jpg": "../ant/1.png", "gnat": "../more"}
     (root / "one.jpg").write_bytes(SMALL_JPEG)
     links["bee/second.jpg"] = one = "../../one.jpg"
-    followed = {"bee/first.jpg": one, "cat": "../more", "bee/notes.txt": "/etc/passwd"}
+    followed = {"bee/first.jpg": one, "beetle": "../more/inner", "cat": "../more", "bee/notes.txt": "/etc/passwd"}
     for name, target in (links | followed).items():
         (root / "train" / name).symlink_to(target)
     dataset = open_split(str(root), "", "train")
     names = {dataset.filename(i) for i in range(len(dataset))}
-    assert names == {f"ant/{i}.png" for i in range(12)} | (linked := {"bee/first.jpg", "cat/1.jpg"})
+    assert names == {f"ant/{i}.png" for i in range(12)} | (linked := {"bee/first.jpg", "beetle/1.jpg", "cat/1.jpg"})
     assert [message[: message.index(": ")] for message in caplog.messages] == [
         f"11 links in '{root}/train' are left out, such as 'ant/again'"
     ]
@@ -423,8 +420,11 @@ def test_behind_a_long_row_of_broken_files_there_is_one_to_take(caplog):
     image, target = next(readers(Rows(encode(RGB, "PNG"), SMALL_JPEG, b"")))[2, 0]  # behind the last comes the first
     assert (target, np.array_equal(image, RGB)) == (0, True)
     caplog.clear()
-    assert next(readers(Rows(b"", b"", SMALL_JPEG)))[0, 0][1] == 2
+    reader = next(readers(Rows(b"", b"", SMALL_JPEG)))
+    assert reader[0, 0][1] == 2
     assert named(caplog) == ["file 0", "file 1"]
+    reader.dataset.reader.files = [SMALL_JPEG]
+    assert reader[0, 0][1] == 0  # a disk may be there again
 
 
 def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp_path):
@@ -707,8 +707,8 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
 
 
 def test_samples_of_other_classes_and_large_ones_are_counted_and_named(tmp_path, caplog, monkeypatch, pillow):
-    monkeypatch.setattr("vil.data.shards.MOST_BYTES", 2**16)
-    monkeypatch.setattr("vil.data.shards.MOST_LABEL", 2**13)
+    for name, most in (("BYTES", 2**16), ("LABEL", 2**13), ("INFO", 2**13)):
+        monkeypatch.setattr(f"vil.data.shards.MOST_{name}", most)
     stream = type("Stream", (io.BytesIO,), dict(seek=None))  # as that of an address
     monkeypatch.setattr("vil.data.shards.open_file", lambda path: stream(pathlib.Path(path).read_bytes()))
     config = write_shards(tmp_path, {})
@@ -765,11 +765,12 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     from webdataset.filters import _shuffle
 
     reader = open_splits(write_shards(tmp_path, {}))[0].reader
-    reader.sample_shuffle_size, reader.sample_initial_size, reader.worker_seed = 20, 8, 5
-    samples = [dict(jpg=bytes(9), number=i) for i in range(60)]
+    reader.worker_seed, samples = 5, [dict(jpg=bytes(9), number=i) for i in range(60)]
     reader.set_epoch(3)
-    expected = list(_shuffle(iter(samples), 20, 8, random.Random(5 + 3)))
-    assert list(reader._shuffled(iter(samples))) == expected
+    for sizes in ((6, 8), (20, 8)):
+        reader.sample_shuffle_size, reader.sample_initial_size = sizes
+        expected = list(_shuffle(iter(samples), *sizes, random.Random(5 + 3)))
+        assert list(reader._shuffled(iter(samples))) == expected
     monkeypatch.setattr("vil.data.shards.MOST_SHUFFLED", 50)
     source = iter(samples)
     waiting = [60 - source.__length_hint__() - given for given, _ in enumerate(reader._shuffled(source), start=1)]

@@ -99,7 +99,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
         operations=operations,
         arguments=arguments,
         ready_rows=np.array(list(ready), dtype=np.int64),
-        files=[data] if files else [],
+        files=[data],
         ready=[torch.stack(list(ready.values()))] if ready else [],
     )
     into_shared_memory(*batch.files, *batch.ready)

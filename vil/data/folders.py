@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import random
 import shutil
@@ -23,9 +22,7 @@ from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
 
-from ..processes import is_first_process
-
-_logger = logging.getLogger(__name__)
+from ..processes import warn
 
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
 
@@ -92,8 +89,9 @@ def list_images(folder: str, data_dir: str, left_out: Counter[str] | None = None
         links_left_out += [link for link in links if not found.follow(link, os.path.realpath(data_dir))]
     if left_out is not None:
         left_out.update(found.others)
-    if links_left_out and is_first_process():
-        _logger.warning(
+    if links_left_out:
+        warn(
+            __name__,
             "%d links in %r are left out, such as %r: they lead out of the data set, or to what it has already. Copy "
             "the images, or mount their folder there",
             len(links_left_out), folder, os.path.relpath(links_left_out[0], folder),
@@ -213,7 +211,7 @@ def _fill(target: Path, source: Path, classes: dict[str, list[Path]], validation
             while os.path.lexists(copy):  # a-b.png beside a/b.png, or A.png where a disk takes it for a.png
                 copy = copy.with_name(f"_{copy.name}")
             try:
-                os.link(file.resolve(), copy)
+                os.link(file, copy)
             except OSError:
                 shutil.copyfile(file, copy)
             counts[split] += 1

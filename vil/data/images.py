@@ -77,7 +77,7 @@ class Unreadable:
 
     def __init__(self, numbers: int):
         self._count = multiprocessing.Value("q", 0)
-        self._named = multiprocessing.RawArray("b", max(1, numbers))
+        self._named = multiprocessing.RawArray("b", numbers)
 
     @property
     def count(self) -> int:

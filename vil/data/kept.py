@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
-from ..processes import is_first_process
-
-_logger = logging.getLogger(__name__)
+from ..processes import warn
 
 SHARE = 8  # of a GPU's free memory, which one split's images may take
 HOST_BYTES = 2**30  # that they may take where the device is a CPU
@@ -58,9 +54,9 @@ class KeptImages:
             on_gpu = self.device.type == "cuda"
             room = torch.cuda.mem_get_info(self.device)[0] // SHARE if on_gpu else HOST_BYTES
             self.room = room if typical_bytes * self.count <= room else 0
-            if self.room and is_first_process():
-                _logger.warning(
-                    "%d images stay decoded on %s once they have been read: some %.2g GiB",
+            if self.room:
+                warn(
+                    __name__, "%d images stay decoded on %s once they have been read: some %.2g GiB",
                     self.count, self.device, typical_bytes * self.count / 2**30,
                 )  # fmt: skip
         return self.room > 0

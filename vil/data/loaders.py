@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..config import Config, ConfigError
-from ..processes import is_first_process
+from ..processes import warn
 from .decoder import SECONDS
 from .device_loader import DeviceLoader, decoder_is_missing
 from .draws import DrawingTransform
@@ -30,8 +29,6 @@ from .samplers import EvaluationBatches, Pieces, TrainingBatches
 from .splits import streams
 from .synthetic import SyntheticImages, SyntheticLoader
 from .workers import PIECE, choose_settings, into_shared_memory, prepare_worker, start_workers
-
-_logger = logging.getLogger(__name__)
 
 STALLED = 2 * PIECE * SECONDS  # without a batch, after which a loader's workers are taken to hang
 
@@ -195,5 +192,4 @@ def _drawing_transform(dataset, transform, device: torch.device, wanted: bool | 
 @functools.cache
 def _say_once(message: str) -> None:
     """Training and evaluation have the same reasons."""
-    if is_first_process():
-        _logger.warning("%s", message)
+    warn(__name__, "%s", message)

@@ -74,8 +74,8 @@ class ImageReader(Dataset):
         """To an image, and in training to those that may take its place: some hundred, however many there are."""
         if not self.is_training:
             return (0,)
-        count = len(self)
-        return chain(range(min(NEAR, count)), range(NEAR, count, max(1, count // 100)))
+        offsets = range(len(self))
+        return chain(offsets[:NEAR], offsets[NEAR :: max(1, len(self) // 100)])
 
 
 def _open(reader, index: int) -> tuple[BinaryIO, int]:
@@ -131,13 +131,14 @@ class EncodedReader(ImageReader):
             length_of(file)
             data = file.read()
         whole = io.BytesIO(data)
-        header = open_image(whole) if is_bounded(whole, len(data)) else None
-        if header and is_small(math.prod(header.size)):
-            pixels = np.asarray(read_image(io.BytesIO(data)))
-            return pixels.transpose(2, 0, 1).tobytes(), header.size, target
-        if header is None or not is_plain_jpeg(data, header):
-            raise UnfitImageError("not for a device to decode")
-        return data, header.size, target
+        if is_bounded(whole, len(data)):
+            header = open_image(whole)
+            if is_small(math.prod(header.size)):
+                pixels = np.asarray(read_image(io.BytesIO(data)))
+                return pixels.transpose(2, 0, 1).tobytes(), header.size, target
+            if is_plain_jpeg(data, header):
+                return data, header.size, target
+        raise UnfitImageError("not for a device to decode")
 
     def finish(self, key: tuple[int, int]):
         """The image as timm's transform prepares it on the CPU: the same draws, the same care for broken files."""
@@ -179,10 +180,9 @@ def typical_pixels(dataset) -> float:
 
 def typical_bytes(dataset) -> int:
     """The size of a file, and half as much again: what the workers have read fills shared memory."""
-    reader, found = dataset.reader, [LARGE_FILE]
-    if isinstance(reader, ReaderImageFolder):
-        found = []
-        for i in _sample(dataset):
-            with contextlib.suppress(OSError):
-                found.append(os.stat(reader.samples[i][0]).st_size)
-    return 3 * sum(found) // max(1, 2 * len(found))
+    reader, found = dataset.reader, []
+    for i in _sample(dataset) if isinstance(reader, ReaderImageFolder) else ():
+        with contextlib.suppress(OSError):
+            found.append(os.stat(reader.samples[i][0]).st_size)
+    found = found or [LARGE_FILE]
+    return 3 * sum(found) // (2 * len(found))

@@ -148,7 +148,7 @@ class Shards(ReaderWds):
             return waiting.pop()
 
         for sample in samples:
-            full = len(waiting) + 1 >= self.sample_shuffle_size or held > MOST_SHUFFLED
+            full = len(waiting) + 1 >= self.sample_shuffle_size
             arrived = [sample] if full else [sample, *islice(samples, 1)]
             waiting += arrived
             held += sum(map(_bytes_of, arrived))

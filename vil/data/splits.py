@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import shlex
 from pathlib import Path
@@ -13,12 +12,10 @@ from timm.data import create_dataset, get_img_extensions
 from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ..config import DATASETS, Config, ConfigError
-from ..processes import is_first_process
+from ..processes import warn
 from .folders import SPLIT_NAMES, FolderReader
 from .images import restrict_pillow
 from .synthetic import SyntheticImages
-
-_logger = logging.getLogger(__name__)
 
 
 def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int | None = None, **kwargs):
@@ -77,7 +74,7 @@ def _open_tar(path: Path, **kwargs):
         listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
         if not listed.exists():
             raise
-        _logger.warning("%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
+        warn(__name__, "%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
         return opened(cache_tarinfo=False)
 
 
@@ -117,16 +114,16 @@ def open_splits(config: Config):
             f"the split {config.train_split!r} of {config.data_dir} has one class: each class needs a folder of its "
             "images"
         )
-    if class_names(train) != class_names(val):
-        if unknown := sorted(set(class_names(val)) - set(class_names(train))):
+    known, found = class_names(train), class_names(val)
+    if known != found:
+        if unknown := [name for name in found if name not in known]:
             raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {_quoted(unknown)}")
-        missing = sorted(set(class_names(train)) - set(class_names(val)))
-        if is_first_process():
-            _logger.warning(
-                "the split %r has no images of %d of the %d classes: %s",
-                config.val_split, len(missing), num_classes, _quoted(missing),
-            )  # fmt: skip
-        val = renumbered(val, class_names(train), *location, config.val_split)
+        missing = [name for name in known if name not in found]
+        warn(
+            __name__, "the split %r has no images of %d of the %d classes: %s",
+            config.val_split, len(missing), num_classes, _quoted(missing),
+        )  # fmt: skip
+        val = renumbered(val, known, *location, config.val_split)
     return train, val, num_classes
 
 
@@ -166,14 +163,14 @@ def _find_split(data_dir: str | None, split: str) -> Path:
     for name in (split, *names):
         for path in (root / name, root / f"{name}.tar"):
             if path.is_dir() or path.is_file():
-                if name != split and split not in SPLIT_NAMES and is_first_process():  # these stand for any of theirs
-                    _logger.warning("%s has no split %r: %s in its place", data_dir, split, path.name)
+                if name != split and split not in SPLIT_NAMES:  # these stand for any of theirs
+                    warn(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
     found = _quoted(sorted(p.name for p in root.iterdir())) or "nothing"
     remedy = ""
     for folder, what in ((root, "If these are classes, this splits them"), (root / "train", "This splits 'train'")):
         if _count_classes(folder) > 1 and (folder == root or split in SPLIT_NAMES["validation"]):
-            command = ["python", "-m", "vil.data.folders", str(folder), f"{root.resolve().name}_split"]
+            command = ["python", "-m", "vil.data.folders", str(folder), f"{root.resolve()}_split"]
             remedy = f". {what}: {shlex.join(command)}"
     raise ConfigError(
         f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}{remedy}"

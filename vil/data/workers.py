@@ -46,8 +46,6 @@ def _quotas() -> Iterator[float]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
         group = CGROUPS / controllers / path.lstrip("/")
         # a container sees its own group at the root, whatever the group is called outside
         for folder in (group, *group.parents):
@@ -56,9 +54,9 @@ def _quotas() -> Iterator[float]:
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                 else:
                     quota, period = (folder / "cpu.max").read_text().split()
-                if quota.strip() != "max" and int(quota) > 0:
+                if int(quota) > 0:
                     yield int(quota) / int(period)
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # of another controller, or "max"
                 continue
 
 

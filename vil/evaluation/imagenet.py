@@ -35,7 +35,7 @@ def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes:
     class_map = {name: number for number, name in enumerate(known[:num_classes]) if name in names}
     if len(class_map) < len(names):  # it has others: the error says how many
         return open_split(data_dir, dataset, split, num_classes), None
-    return renumbered(images, class_map, data_dir, dataset, split), sorted(class_map.values()) if is_imagenet else None
+    return renumbered(images, class_map, data_dir, dataset, split), list(class_map.values()) if is_imagenet else None
 
 
 class OnlyClasses(nn.Module):
@@ -91,7 +91,7 @@ def real_labels(images, num_classes: int, file: str | None = None) -> np.ndarray
         right = np.zeros((len(names), num_classes), dtype=bool)
         for row, name in zip(right, names):
             row[labels[name]] = True
-    except (AssertionError, KeyError, IndexError, AttributeError) as error:
+    except (AssertionError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"ReaL labels are for ImageNet's validation images (ILSVRC2012_val_*.JPEG, all of them): {error!r}"
         ) from error
