@@ -250,7 +250,7 @@ TABLE = {
     "block/along_lines.cuh": [
         ("the window of a line's later tokens",
          "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
-        ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, int(D) - VECTOR);"),
+        ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, int(D)"),
         ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
     ],
     "block/pool.cu": [
