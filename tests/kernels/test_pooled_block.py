@@ -24,7 +24,7 @@ from vil import block as vil_block
 
 # grids with the class token between lines and in one, lines of one patch, one line, and one patch alone
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 70)]
-DEVICES = [pytest.param("cpu", marks=EMULATED), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture
