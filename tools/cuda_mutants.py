@@ -25,14 +25,15 @@ import emulator
 
 LIMIT = 600  # seconds; a kernel that never ends is noticed too
 SCAN = ["tests/kernels/test_cuda.py"]
-BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")] + [
-    "tests/kernels/test_pooled_block.py"
-]
+POOLED = ["tests/kernels/test_pooled_block.py"]
+BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_definitions", "")] + POOLED
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
-TESTS = {
-    f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")
-}  # of others those of their folders
+TESTS = {  # of others those of their folders
+    **{f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")},
+    **{f"block/{name}.cu": POOLED for name in ("pool", "scan_lines", "sum_lines", "pooled_conv_backward")},
+    "block/along_lines.cuh": POOLED,
+}
 FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
 
 
@@ -250,7 +251,8 @@ TABLE = {
     "block/along_lines.cuh": [
         ("the window of a line's later tokens",
          "if (segment != place.first⟦→ && false⟧) write_table(table, lines, segment);"),
-        ("odd channels: threads without channels of their own write", "writes = ⟦d < D→true⟧, d = min(d, int(D)"),
+        ("odd channels: threads without channels of their own write elsewhere",
+         "writes = ⟦d < D, d = min(d, int(D) - VECTOR)→true, d = min(d, int(D) + VECTOR)⟧;"),
         ("the class token is of a line's mean", "return pooled == lines.class_token()⟦→ || true⟧ ? -1"),
     ],
     "block/pool.cu": [
