@@ -79,7 +79,7 @@ struct Convolved {
 
 // The line of a CTA, and its channels
 struct Place {
-    i64 token;             // in memory, the image's first
+    i64 token;              // in memory, the image's first
     unsigned pooled_token;  // the same of all images' pooled ones
     int d, pooled, first, last;
     bool writes;

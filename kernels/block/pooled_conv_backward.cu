@@ -34,13 +34,13 @@ struct Arriving {
 struct OfLine {
     const Element *mean_0, *mean_1;
     int D, line = -1;
-    Floats<V> share_0 = {}, share_1 = {};
+    Floats<V> from_mean_0 = {}, from_mean_1 = {};
     INLINE void read(int now, float share) {
         line = now;
         Pack<Element, V> packs[2] = {};
         if (line >= 0) packs[0] = load<V>(mean_0 + i64(line) * D), packs[1] = load<V>(mean_1 + i64(line) * D);
-        share_0 = to_floats(packs[0]), share_1 = to_floats(packs[1]);
-        UNROLLED for (int c = 0; c < V; c++) share_0.at[c] *= share, share_1.at[c] *= share;
+        from_mean_0 = to_floats(packs[0]), from_mean_1 = to_floats(packs[1]);
+        UNROLLED for (int c = 0; c < V; c++) from_mean_0.at[c] *= share, from_mean_1.at[c] *= share;
     }
 };
 
@@ -51,9 +51,9 @@ struct Window {
 };
 
 // dv of one direction
-DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Floats<V> &share) {
+DEVICE Floats<V> gradient(const Floats<V> &skip, const Floats<V> &e, const Floats<V> &from_mean) {
     Floats<V> dv;
-    UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], e.at[c], share.at[c]);
+    UNROLLED for (int c = 0; c < V; c++) dv.at[c] = fmaf(skip.at[c], e.at[c], from_mean.at[c]);
     return dv;
 }
 
@@ -100,12 +100,13 @@ pooled_conv_backward(const Element *__restrict__ u, i64 u_stride, const Element 
             if (int now = pooled[number]; now != of_line.line)
                 of_line.read(now, now == lines.class_token() ? 1.f : line_share);
             window.u[i % RING] = to_floats(token.u), window.e[i % RING] = to_floats(token.e);
-            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], of_line.share_1);
-            return gradient(skip_0, window.e[i % RING], of_line.share_0);
+            window.dv_1[i % RING] = gradient(skip_1, window.e[i % RING], of_line.from_mean_1);
+            return gradient(skip_0, window.e[i % RING], of_line.from_mean_0);
         };
         UNROLLED for (int i = 0; i < BACK; i++) arrive(i, i);
         Tokens<Element> to(du + b * L * du_stride + d, du_stride);
-        // RING tokens. The stretch sums e v_1 of its tokens, and e v_0 of those that lead, the image's first with them.
+        // Goes on by RING tokens. A stretch sums e v_1 of its own tokens and e v_0 of those BACK ahead of them, so that
+        // an image's first one has its first BACK tokens besides.
         auto go = [&](int number, bool here) {
             UNROLLED for (int i = 0; i < RING; i++) {
                 Floats<V> dv_0 = arrive(number + i + BACK, i + BACK), sum = {}, v_1;

@@ -12,7 +12,6 @@ template <class T>
 DEVICE float sigmoid_of_half(T, float h) { return reciprocal(1 + exp2_fast(-2 * LOG2E * h)); }
 template <class T>
 DEVICE float silu_of_half(T, float h) { return 2 * h * sigmoid_of_half(T{}, h); }
-DEVICE float sigmoid_of_half(bf16, float h) { return fmaf(0.5f, tanh_fast(h), 0.5f); }
 DEVICE float silu_of_half(bf16, float h) { return fmaf(h, tanh_fast(h), h); }
 
 // silu(2h) and twice its slope there. With t = tanh(h) they are h (1 + t) and (1 + t)(1 + h (1 - t)).
