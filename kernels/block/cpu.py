@@ -55,7 +55,7 @@ def block(
     x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
 ) -> tuple[Tensor, None]:
     """As `operator.block`, but in fp32 whatever the options, and with no norm for the next block."""
-    x_BLC, weights = x_BLC.contiguous(), weights._replace(norm=weights.norm.contiguous())
+    x_BLC, weights = x_BLC.contiguous(), BlockWeights.of([t.contiguous() for t in weights.flat()])
     scale_B = None if scale_B is None else scale_B.contiguous()
     if needs_gradients(x_BLC, weights):
         y_BLC = _Block.apply(options, x_BLC, scale_B, *weights.flat())
@@ -114,7 +114,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
 def _pooled(options: Options, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights) -> Tensor:
     """What out_proj reads in a pooled block, over u."""
     (_, D, N, R, K), lines, T = weights.sizes, options.lines, len(uz_TE)
-    skips = [direction.skip.contiguous() for direction in weights.directions]
+    skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
     _channels(
         "pool_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*_filters(weights), *skips),
@@ -139,7 +139,7 @@ def _both(weights: BlockWeights, name: str) -> Tensor:
 
 
 def _filters(weights: BlockWeights) -> list[Tensor]:
-    return [t.contiguous() for direction in weights.directions for t in (direction.conv, direction.conv_bias)]
+    return [t for direction in weights.directions for t in (direction.conv, direction.conv_bias)]
 
 
 def _scanned(v_2TD, projected_2TP, step_logits_2TD, B: int, L: int, weights: BlockWeights) -> Scanned:

@@ -115,13 +115,14 @@ def pets(folder, count):
 
 def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path, monkeypatch):
     source = pets(tmp_path / "pets", 30)
-    Image.new("RGB", (1, 1)).save(source / "cat" / "a-0.png")
-    Image.new("RGB", (2, 2)).save(source / "cat" / "a" / "0.png")
+    for width, name in enumerate(("a-{}", "a/{}", "_a-{}"), start=1):  # which come to one name, or two
+        for i in range(9):
+            Image.new("RGB", (width, 10 + i)).save(source / "cat" / f"{name.format(i)}.png")
     Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # of no class
     before = {path: path.read_bytes() for path in source.rglob("*.png")}
     monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
     counts = folders.split_folder(source, tmp_path / "one", 0.5)
-    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=31, validation=31)
+    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=44, validation=43)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
     one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
     assert one.keys() == two.keys()
@@ -136,7 +137,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     for target in ("here/new", "there/is/new"):
         assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
-    for share, counts in ((0.999, dict(train=2, validation=60)), (0.001, dict(train=60, validation=2))):
+    for share, counts in ((0.999, dict(train=2, validation=85)), (0.001, dict(train=85, validation=2))):
         assert folders.split_folder(source, tmp_path / f"{share}", share) == counts
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")

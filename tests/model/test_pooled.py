@@ -105,6 +105,7 @@ def test_pooled_models_do_what_a_user_of_timm_expects(name):
         handle.remove()
     assert calls == [vil.block.RMSNorm, vil.block.Blocks, vil.block.RMSNorm]
     assert_close([p.grad for p in model.parameters()], plain)
+    assert_close(torch.no_grad()(model)(images), logits)
     assert_close(model.forward_head(model.forward_intermediates(images)[0]), logits)
     first = model.requires_grad_(False).blocks[0].requires_grad_().norm.weight  # alone: what follows is frozen
     model.set_grad_checkpointing(False)

@@ -95,6 +95,7 @@ def error_of_validation(monkeypatch):
     ("options", "message"),
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
+        (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', which is no path"),  # for a --dataset that is given
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
@@ -262,7 +263,7 @@ def odd_safetensors(count, dimensions):
     return struct.pack("<Q", len(text := json.dumps(header).encode())) + text
 
 
-ALIKE, MUCH = torch.zeros(10**5), Call((bytearray, 10**12))
+ALIKE, MUCH = torch.zeros(5 * 10**5), Call((bytearray, 10**12))
 GROWING = [
     (lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}), "its tensors have 40000000000"),
     (lambda: saved({f"{i}.weight": ALIKE for i in range(3)}), "its tensors have"),
@@ -330,6 +331,9 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE}, path)  # as where the two are tied
     path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])  # as of more than 4 GB
     assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight"}
+    path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])
+    with pytest.raises(CheckpointError, match="Bad CRC-32"):
+        checkpoint.read_weights(path)
     assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
 
 
