@@ -99,7 +99,7 @@ def error_of_validation(monkeypatch):
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
-        (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
+        (dict(model="vil_tiny./tmp/x"), "is of a model 'vil_tiny./tmp/x', which is none of timm's or this package's"),
         (dict(model="no_model"), "is of a model 'no_model', which is none of timm's or this package's"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
