@@ -501,7 +501,7 @@ def _is_unfit(tensor: Any) -> str | None:
     tiny = tensor.is_floating_point() and tensor.element_size() == 1
     if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized or tiny:
         return f"is a tensor of {tensor.dtype}, {tensor.layout}"
-    if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models compute with it
+    if not tensor.float().isfinite().all():  # as models compute with it
         return "has values that are not finite"
     return None
 

@@ -327,9 +327,9 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
     torch.serialization.set_crc32_options(True)
     assert checkpoint.read_weights(path).keys() == small.keys()
-    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE}, path)  # as where the two are tied
+    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE, "mask": ALIKE == 0}, path)  # the two are tied
     path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])  # as of more than 4 GB
-    assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight"}
+    assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight", "mask"}
     assert checkpoint.digest({"b": torch.ones(2), "a": torch.arange(3)}) == "c0ac27d2"  # as in files that there are
 
 
