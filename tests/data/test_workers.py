@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from types import SimpleNamespace
 
@@ -271,7 +272,10 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
     """28 images, in pieces of at most 3, by one worker or several, again and again."""
     for module in ("samplers", "host_loader", "loaders", "workers"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", 3)
-    loader, processes = started(count, batch_size=9)
+    made = []  # as a program with threads of its own makes one
+    (thread := threading.Thread(target=lambda: made.extend(started(count, batch_size=9)))).start()
+    thread.join()
+    loader, processes = made
     assert len(processes) == count
     assert loader.loader.prefetch_factor == loader.settings.prefetch != 2  # PyTorch's own
     for _ in range(2):

@@ -97,6 +97,7 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
     """Runs validate.py in this process; returns what it wrote as JSON and what it printed."""
 
     def speed(model, images, precision):  # says whose, of which images
+        assert "--against" in validate.sys.argv  # one model alone is not timed
         assert len(images) == 7
         assert -5 < images.min() < 0 < images.max() < 5  # normalised
         with precision:
@@ -400,6 +401,8 @@ def test_a_single_model_has_tables_and_a_page_too(models, folders, command, tmp_
 def test_results_go_to_the_standard_output_and_to_new_folders(models, command, tmp_path, monkeypatch):
     figures = kept_figures(monkeypatch)
     shutil.copy(models[0] / "vit.pth", tmp_path / "weights")  # a file by any name
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-").mkdir()  # of which `--json -` takes no notice
     words = ["--checkpoint", "{models}/vil.pt", "--against", "{tmp}/weights", "--json", "-"]
     words += ["--against-model", "vit_tiny_patch16_224", "--against-model-kwargs", *VIT_ARGUMENTS]
     _, printed = command(*words, "--csv", "{tmp}/a/b", "--plot", "{tmp}/c/d/plot.png")

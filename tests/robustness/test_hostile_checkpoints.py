@@ -100,7 +100,7 @@ def error_of_validation(monkeypatch):
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),
         (dict(data_dir="nowhere"), "data_dir nowhere, on which .*given.pt was trained, is not a folder here: give"),
-        (dict(model="local-dir:/tmp/x"), "is of a model 'local-dir:/tmp/x', which is none of timm's or this package's"),
+        (dict(model="vil_tiny./tmp/x"), "is of a model 'vil_tiny./tmp/x', which is none of timm's or this package's"),
         (dict(model="no_model"), "is of a model 'no_model', which is none of timm's or this package's"),
         (dict(model_kwargs=dict(checkpoint_path="/etc/passwd")), "has an argument 'checkpoint_path' of its model"),
         (dict(model_kwargs=dict(patch_size=[8, 8, 8])), r"has patch_size \[8, 8, 8\]"),
@@ -328,9 +328,9 @@ def test_a_checkpoint_whose_tensors_were_changed_is_refused_by_its_digest(write,
     torch.save({f"module.{name}": value for name, value in small.items()}, path)  # of PyTorch's DistributedDataParallel
     torch.serialization.set_crc32_options(True)
     assert checkpoint.read_weights(path).keys() == small.keys()
-    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE}, path)  # as where the two are tied
+    torch.save({"head.weight": ALIKE, "embedding.weight": ALIKE, "mask": ALIKE == 0}, path)  # the two are tied
     path.write_bytes((content := path.read_bytes())[:-6] + b"\xff" * 4 + content[-2:])  # as of more than 4 GB
-    assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight"}
+    assert checkpoint.read_weights(path).keys() == {"head.weight", "embedding.weight", "mask"}
     path.write_bytes(content[:1_900_000] + b"1" + content[1_900_001:])
     with pytest.raises(CheckpointError, match="Bad CRC-32"):
         checkpoint.read_weights(path)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -248,15 +249,15 @@ def _heed_the_parent_alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     if not hasattr(signal, "sigwaitinfo"):  # macOS and Windows: who sent a signal cannot be told, and SIGTERM ends them
         return
-    parent = multiprocessing.parent_process()
+    parent: Any = multiprocessing.parent_process()  # which every worker has
 
     def wait() -> None:
         while True:
             notice = signal.sigtimedwait(SCHEDULERS_SIGNALS, 5)
             if notice is None:  # PyTorch's own watch misses a parent that dies while the worker starts
-                if parent and not parent.is_alive():
+                if not parent.is_alive():
                     os._exit(1)
-            elif notice.si_signo == signal.SIGTERM and parent and notice.si_pid == parent.pid:
+            elif notice.si_signo == signal.SIGTERM and notice.si_pid == parent.pid:
                 os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)
