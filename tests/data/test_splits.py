@@ -121,6 +121,10 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # of no class
     before = {path: path.read_bytes() for path in source.rglob("*.png")}
     monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
+    (gone := source / "dog" / "gone.png").symlink_to("../0.png")
+    with pytest.raises(FileNotFoundError, match="pets/dog/gone.png"):
+        folders.split_folder(source, tmp_path / "one", 0.5)
+    gone.unlink()
     counts = folders.split_folder(source, tmp_path / "one", 0.5)
     assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=44, validation=43)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before

@@ -211,7 +211,7 @@ def _fill(target: Path, source: Path, classes: dict[str, list[Path]], validation
             while os.path.lexists(copy):  # a-b.png beside a/b.png, or A.png where a disk takes it for a.png
                 copy = copy.with_name(f"_{copy.name}")
             try:
-                os.link(file, copy)
+                os.link(file.resolve(), copy)  # no link that leads nowhere
             except OSError:
                 shutil.copyfile(file, copy)
             counts[split] += 1
