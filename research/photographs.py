@@ -4,7 +4,7 @@
 
 Each call goes on where the results so far (`--earlier`) and the runs in `--folder` end, in the protocol's order: a
 learning rate for every model, the speed of DeiT compiled, seeds of all models in turn, further seeds if the deviation
-asks for them, and behind the protocol its extension. A run is one of train_imagenet.py, started, stopped and gone on
+asks for them, and behind the protocol its extensions. A run is one of train_imagenet.py, started, stopped and gone on
 with as in research/seeds.py. Each is written to `--out` when it ends, with what its last weights take the test images
 for. How many of these are right is not counted before the last run is there.
 """
@@ -41,7 +41,8 @@ COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # by Welch's test, correcte
 RATES = (5e-4, 1e-3, 2e-3)
 CHOICE_SEED = 100  # of the runs that rates are chosen on, of no other
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
-EXTENSION = range(8, 12)  # of ViL and ViM, registered when the differences were known; in no test
+# each of them up to which seed, registered when the differences were known; estimates alone, in no test
+EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
 WIDEST = 0.5  # points: half of the interval of ViL less ViM above which there are further seeds
 MARGIN = 1.0  # points: within it a difference is none
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
@@ -91,10 +92,15 @@ def to_do(runs: Runs) -> list[Cell]:
 
 
 def extension(runs: Runs) -> list[Cell]:
-    """The cells of the extension that are missing, once the protocol's are there."""
+    """The cells of the first extension that is not whole which are missing, once the protocol's are there."""
+    return next((cells for ends in EXTENSIONS if (cells := missing_of(ends, runs))), [])
+
+
+def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
     have = {cell_of(run) for run in runs}
-    rates = {model: run["lr"] for model in (VIL, VIM) for run in of_seeds(runs, model)}
-    cells = [Cell("seeds", model, rates[model], seed) for seed in EXTENSION for model in (VIL, VIM)]
+    rates = {model: run["lr"] for model in ends for run in of_seeds(runs, model)}
+    seeds_behind = range(FURTHER_SEEDS.stop, max(ends.values()))
+    cells = [Cell("seeds", m, rates[m], seed) for seed in seeds_behind for m, end in ends.items() if seed < end]
     return [cell for cell in cells if cell not in have]
 
 
@@ -110,9 +116,9 @@ def accuracy_by_rate(runs: Runs) -> dict[str, dict[float, float]]:
     return {model: {run["lr"]: run["top1"] for run in tried if run["model"] == model} for model in MODELS}
 
 
-def of_seeds(runs: Runs, model: str, extended: bool = False) -> Runs:
+def of_seeds(runs: Runs, model: str, end: int = FURTHER_SEEDS.stop) -> Runs:
     own = (run for run in runs if run["stage"] == "seeds" and run["model"] == model)
-    return sorted((run for run in own if extended or run["seed"] not in EXTENSION), key=lambda run: run["seed"])
+    return sorted((run for run in own if run["seed"] < end), key=lambda run: run["seed"])
 
 
 def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySeed:
@@ -120,15 +126,15 @@ def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySee
     return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
-def top1_of_test(runs: Runs, judged: Judged | None, extended: bool = False) -> dict[str, BySeed]:
-    """The top-1 on the test images by model and seed; empty before the last run."""
-    if to_do(runs) or not judged or (extended and extension(runs)):
+def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] | None = None) -> dict[str, BySeed]:
+    """The top-1 on the test images by model and seed, or by those of an extension; empty before the last run."""
+    if to_do(runs) or not judged or (ends and missing_of(ends, runs)):
         return {}
     top1 = dict(zip(judged.runs, 100 * judged.right_NM.mean(axis=0)))
-    return {
-        model: {run["seed"]: float(top1[name_of(*job_of(run))]) for run in of_seeds(runs, model, extended)}
-        for model in MODELS
+    own = {
+        model: of_seeds(runs, model, end) for model, end in (ends or dict.fromkeys(MODELS, FURTHER_SEEDS.stop)).items()
     }
+    return {model: {run["seed"]: float(top1[name_of(*job_of(run))]) for run in own[model]} for model in own}
 
 
 class Study:
@@ -259,9 +265,9 @@ def differences_table(runs: Runs, judged: Judged | None) -> str:
             within = "yes" if gap.low >= -MARGIN and gap.high <= MARGIN else "no"
             cells = [str(gap), f"{gap.half_width:.2f}", f"{gap.p_value:.2g}", f"{corrected[i]:.2g}", within]
         table.append([first, second, *cells])
-    if more := top1_of_test(runs, judged, extended=True):
-        gap = welch(more[VIL], more[VIM])
-        table.append([f"{VIL}, {len(more[VIL])} seeds", VIM, str(gap), f"{gap.half_width:.2f}", "-", "-", "-"])
+    for more in filter(None, (top1_of_test(runs, judged, ends) for ends in EXTENSIONS)):
+        gap, names = welch(more[VIL], more[VIM]), [f"{model}, {len(more[model])} seeds" for model in (VIL, VIM)]
+        table.append([*names, str(gap), f"{gap.half_width:.2f}", "-", "-", "-"])
     return markdown_table(table)
 
 
