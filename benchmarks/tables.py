@@ -116,7 +116,9 @@ def pooled() -> str:
         modes = ["graph", "compiled+graph"] if row["model"].startswith("deit") else ["graph"]
         found = [row.get(mode) for mode in modes]
         cells += [f"{number(m['images_per_second'])} / {m['peak_gib']:.2f}" if m else "-" for m in found]
-    return table(["", "ViL", "ViL pooled", "DeiT", "DeiT compiled"], [[label, *cells] for label, cells in sorted(rows.items())])
+    return table(
+        ["", "ViL", "ViL pooled", "DeiT", "DeiT compiled"], [[label, *cells] for label, cells in sorted(rows.items())]
+    )
 
 
 def speed() -> str:
