@@ -55,6 +55,7 @@ def test_rates_that_are_steep_or_grow():
 @SCANS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_and_infinity_propagate_where_they_do_in_the_reference(scan, definition, make_inputs, poison):
+    assert not compiler.FAST & {"fast", "nnan", "ninf"}  # with which one LLVM keeps them, and another may not
     for which in range(len(make_inputs(1, 1, 1, 1))):
         inputs = [t.detach().clone() for t in make_inputs(2, 70, 66, 4, torch.float32)]
         inputs[which][(0, 5, 1) if inputs[which].dim() == 3 else (1,) * inputs[which].dim()] = poison

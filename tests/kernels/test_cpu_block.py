@@ -17,9 +17,10 @@ MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 
 
 def a_block(mixer, C, conv_width=4, state_size=16, seed=0, pool=None):
-    """Of weights that differ in every place from what they are initialised to."""
+    """Of weights that differ in every place from what they are initialised to, and another eps than models have."""
     torch.manual_seed(seed)
     block = Block(C, mixer, pool=pool)
+    block.norm.eps = 0.1
     block.mixer = mixer(C, conv_width=conv_width, state_size=state_size, pool=pool)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -57,7 +58,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
     y, normed = run(x, weights, vil_block.options(block, weights, False), scale)
     exact = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
     x_exact = x.detach().double().requires_grad_()
-    truth = naive_model.block(x_exact, exact, naive_model.OURS, None if scale is None else scale.double())
+    truth = naive_model.block(x_exact, exact, naive_model.OURS, scale, block.norm.eps)
     assert relative_error(y, truth) < 1e-6
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).double()
     expected = torch.autograd.grad(truth, [x_exact, *exact.values()], dy)

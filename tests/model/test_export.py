@@ -292,10 +292,11 @@ def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowe
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.fill_(logit)
-    exported = export.Exported(model, [0])
+    exported, counts = export.Exported(model, [0]), set()
     for part in (0.9, 1.1, -0.9, -1.1):
 
         def run(images, found=logit + part * allowed):
+            counts.add(len(images))
             return [torch.full((len(images), model.num_classes), found), exported(images)[1]]
 
         if abs(part) < 1:
@@ -303,6 +304,7 @@ def test_an_output_may_differ_by_a_part_of_its_magnitude_or_of_one(logit, allowe
         else:
             with pytest.raises(ExportError, match="logits differs from the model's by"):
                 export.compare(model, exported, run)
+    assert counts == {1, 3}  # a file may know but one number of images
 
 
 def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypatch):

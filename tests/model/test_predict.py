@@ -179,7 +179,7 @@ def test_classes_without_names_have_numbers_and_timms_of_imagenet_words():
         assert found.label == str(found.number)
 
 
-ODD = [dict(input_size=size) for size in ([3, 20_000, 20_000], [3, -5, 16], [1, 16, 16], [3, 16], "x")]
+ODD = [dict(input_size=size) for size in ([3, 16, 20_000], [3, -5, 16], [1, 16, 16], [3, 16], "x")]
 ODD += [dict(mean=[1, 2]), dict(mean=["x"] * 3)] + [dict(std=[n] * 3) for n in (0, 1e-50, float("nan"))]
 ODD += [dict(crop_pct=1e-9), dict(crop_pct=0), dict(crop_pct="x"), dict(interpolation="7"), dict(crop_mode="7")]
 ODD += [dict(label_names=names) for names in (["\x1b[2J"], ["a\nb"], "ab", [["a"]], {"a": 1}, 5)]

@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -184,10 +185,13 @@ def test_a_log_without_its_package_is_refused(option, package, module, tmp_path,
         Reporter(tmp_path, Config(**{option: True}), {}, "1 x cpu")
 
 
-def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures):
+def test_tensorboard_gets_every_column_of_every_epoch(tmp_path, no_pictures, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
+    write = RecordWriter.write  # in a thread, here to a slow disk: a row is there when the report returns
+    monkeypatch.setattr(RecordWriter, "write", lambda *record: time.sleep(0.01) or write(*record))
     report = Reporter(tmp_path, Config(log_tensorboard=True), {}, "1 x cpu")
     for epoch in (1, 2, 3):
         report(HISTORY[:epoch])
