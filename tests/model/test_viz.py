@@ -296,7 +296,7 @@ def checkpoint_of_a_run(path, weights, **options):
 @pytest.mark.parametrize(
     ("words", "options", "files", "blocks"),
     [
-        (["--images", "a/deep/0.png"], {}, ["a/deep/0.png"], [0, 2, 3]),
+        (["--images", "a/deep/0.png", "--count", "1"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
             ["--images", "a", "b", "--count", "4", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
             ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
