@@ -128,7 +128,7 @@ def test_the_state_is_in_fp32_or_as_x_in_fp64_whatever_the_other_inputs_have(sca
     for dtype, others, tolerance in ((torch.float64, torch.bfloat16, 1e-12), (torch.bfloat16, torch.float64, 4e-3)):
         x, *rest = inputs[0].to(dtype), *(t.to(others) for t in inputs[1:])
         kept = set()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.dtype) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.add(t.dtype) or t, lambda t: t):
             y = backend.run(scan)(x.requires_grad_(), *rest)
         assert (y.dtype, kept) == (dtype, {torch.promote_types(dtype, torch.float32)})
         assert relative_error(y, definition(*exact([x, *rest]))) < tolerance
