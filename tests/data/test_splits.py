@@ -237,7 +237,7 @@ def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path)
     with pytest.raises(ConfigError, match="no split 'test' .*called test.; it has 'more', 'notes', 'train', 'val'$"):
         open_split(str(tmp_path), "", "test")  # what is held out to the end is not what models are chosen by
     (tmp_path / "val").rename(tmp_path / "test")
-    with pytest.raises(ConfigError, match="'validation' .*it has 'more', 'notes', 'test', 'train'. .*folders .*/train "):
+    with pytest.raises(ConfigError, match="'validation' .*has 'more', 'notes', 'test', 'train'. .*folders .*/train "):
         open_splits(small_config(tmp_path))
 
 
