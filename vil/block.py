@@ -535,6 +535,6 @@ def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
     if not block.training or not isinstance(drop := block._modules["drop_path"], DropPath):
         return None
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
-        return drop(x_BLC.new_ones(x_BLC.shape[0], 1, 1)).flatten()
+        return drop(x_BLC.new_ones(x_BLC.shape[0]))
     keep = 1 - drop.drop_prob
     return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # the same in half of the host's time

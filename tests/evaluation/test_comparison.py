@@ -34,6 +34,7 @@ def test_an_interval_ends_where_differences_do():
     assert Paired(both=0, only_first=1, only_second=0, neither=0).interval[1] == 100.0
     assert Paired(both=0, only_first=0, only_second=1, neither=0).interval[0] == -100.0
     assert [Paired(both=0, only_first=n, only_second=0, neither=0).difference for n in (0, 1)] == [0.0, 100.0]
+    assert [judged(np.zeros(n), np.zeros((n, 2, 1))).agreement for n in (0, 1)] == [0.0, 100.0]
 
 
 def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):

@@ -109,10 +109,12 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
     def told_of_workers(function, place):
         def told(*arguments):
             assert arguments[place] == 0
+            asked.add(place)
             return function(*arguments)
 
         return told
 
+    asked = set()
     monkeypatch.setattr(validate, "measure_speed", speed)
     for name, place in (("share_cores", 1), ("evaluation_loader", 3)):
         monkeypatch.setattr(validate, name, told_of_workers(getattr(validate, name), place))
@@ -123,6 +125,7 @@ def command(models, folders, tmp_path, monkeypatch, capsys):
         shared = ["--batch-size", "7", "--workers", "0", "--device", "cpu", "--json", str(out)]
         monkeypatch.setattr("sys.argv", ["validate.py", *shared, *words])
         validate.main()
+        assert asked == {1, 3}
         printed = capsys.readouterr()
         command.errors = printed.err
         return json.loads(out.read_text()) if out.exists() else None, printed.out

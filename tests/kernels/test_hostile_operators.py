@@ -17,7 +17,7 @@ from vil.kernels import checks
 from vil.kernels.block import contract
 from vil.kernels.block import launch as kernels
 from vil.kernels.block import operator as block_operator
-from vil.kernels.block.weights import BlockWeights, DirectionWeights
+from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options, Sizes
 from vil.kernels.scan import heuristics, operator
 
 from vil.block import Block, LonghornMixer, MambaMixer
@@ -345,6 +345,18 @@ def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
         named = block_call("longhorn") | dict(class_token_only=only)
         named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), named)
         assert len(run("block", named)[1]) == (0 if only else 2)
+
+
+@pytest.mark.parametrize(("most_C", "most_D", "C", "D"), [(2**16 - 1, 2**15, 2**16, 2**15), (1, 2**29 - 1, 1, 2**29)])
+def test_a_block_may_be_as_wide_as_32_bits_count(most_C, most_D, C, D):
+    def check(C, D):
+        shapes = (1, 3, C), *Sizes(C, D, N=16, R=1, K=4).shapes(A_log=False).flat()
+        x, *weights = (torch.empty(shape, device="meta") for shape in shapes)
+        contract.check_forward(Options("longhorn", 1e-5, torch.float32), True, [x, None, None, None, *weights])
+
+    check(most_C, most_D)
+    with pytest.raises(ValueError, match="kernels take up to"):
+        check(C, D)
 
 
 def test_what_fits_is_checked_once_a_kind_and_what_does_not_each_time(monkeypatch):

@@ -283,8 +283,10 @@ def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
         vil.predict("gone.pt", "photo.jpg")
 
 
-def test_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
-    def stop(_):
+def test_defaults_are_those_of_the_function_and_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
+    def stop(options):
+        assert (options.topk, options.batch_size) == (5, 32)
+        assert (vil.predict.__defaults__, vil.predict.__kwdefaults__) == ((5,), dict(batch_size=32))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules[main.__module__], "predict_files", stop)

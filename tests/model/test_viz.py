@@ -154,8 +154,9 @@ def test_evidence_is_where_the_model_looks_and_adds_up_to_the_gain_in_probabilit
         numbers = model(images).argmax(-1) if classes is None else classes
         gain = (model(images).softmax(-1) - model(blank).softmax(-1)).gather(1, numbers[:, None])[:, 0]
         torch.testing.assert_close(found.sum((1, 2)), gain.detach(), rtol=1e-3, atol=1e-5)
-    found = class_evidence(SeesOnePixel(), images).abs()
-    assert found.flatten(1).argmax(1).tolist() == [9 * 40 + 33] * 2
+    found = class_evidence(SeesOnePixel(), images)
+    assert torch.equal(found, class_evidence(SeesOnePixel(), images, steps=16))
+    assert found.abs().flatten(1).argmax(1).tolist() == [9 * 40 + 33] * 2
     assert patch_sums(small(), class_evidence(SeesOnePixel(), images)).abs().flatten(1).argmax(1).tolist() == [9] * 2
     values = torch.rand(2, 24, 40, dtype=torch.float64)
     truth = values.unflatten(2, (5, 8)).unflatten(1, (3, 8)).sum((2, 4))
@@ -175,6 +176,7 @@ def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_c
                 hidden[0, :, part[0], part[1]] = images[i].mean((1, 2))[:, None, None]
             expected.append(model(hidden).softmax(-1)[0, number].item())
         assert curve[i].tolist() == pytest.approx(expected)
+    assert deletion_curve(model, images, maps).shape == (2, 11)
 
 
 def test_looking_leaves_the_model_as_it_was(images):
@@ -294,7 +296,7 @@ def checkpoint_of_a_run(path, weights, **options):
 @pytest.mark.parametrize(
     ("words", "options", "files", "blocks"),
     [
-        (["--images", "a/deep/0.png"], {}, ["a/deep/0.png"], [0, 2, 3]),
+        (["--images", "a/deep/0.png", "--count", "1"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
             ["--images", "a", "b", "--count", "4", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
             ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],

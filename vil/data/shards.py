@@ -144,8 +144,9 @@ class Shards(ReaderWds):
             nonlocal held
             k = chance.randint(0, len(waiting) - 1)
             waiting[k], waiting[-1] = waiting[-1], waiting[k]
-            held -= _bytes_of(waiting[-1])
-            return waiting.pop()
+            taken = waiting.pop()
+            held -= _bytes_of(taken)
+            return taken
 
         for sample in samples:
             full = len(waiting) + 1 >= self.sample_shuffle_size
