@@ -46,7 +46,7 @@ from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, 
 from vil.evaluation.report import report_page
 from vil.factory import create_model, data_config_of, load_model
 from vil.files import write_atomically
-from vil.output import LostResultError, outlive_output, print_result
+from vil.output import LostResultError, errors_in_a_line, outlive_output, print_result
 from vil.processes import is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
 
@@ -114,19 +114,16 @@ def check_outputs(options: argparse.Namespace) -> None:
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     try:
-        options = parse_options()
-        device = init_distributed_device(process := SimpleNamespace(device=known_device(options.device)))
-        runs = [resolve_settings(options, "--model")]
-        if options.against:
-            runs.append(second_settings(options, runs[0]))
-        models = [model_of(settings).to(device).eval() for settings in runs]
-        outcome = validate(models, runs, options, device, process.rank, process.world_size)
-        if process.rank == 0:
-            report(runs, models, outcome, options)
-    except (ConfigError, checkpoint.CheckpointError, LostResultError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        output.exit_stopped()
+        with errors_in_a_line():
+            options = parse_options()
+            device = init_distributed_device(process := SimpleNamespace(device=known_device(options.device)))
+            runs = [resolve_settings(options, "--model")]
+            if options.against:
+                runs.append(second_settings(options, runs[0]))
+            models = [model_of(settings).to(device).eval() for settings in runs]
+            outcome = validate(models, runs, options, device, process.rank, process.world_size)
+            if process.rank == 0:
+                report(runs, models, outcome, options)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

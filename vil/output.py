@@ -7,12 +7,12 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .checkpoint import label_of
+from .checkpoint import CheckpointError, label_of
 from .config import ConfigError
 from .files import write_atomically
 
@@ -66,14 +66,25 @@ def check_outputs(paths: Iterable[Path]) -> None:
             raise ConfigError(f"cannot write {path}: {error}") from error
 
 
-def exit_stopped() -> NoReturn:
-    """Ends a program that Ctrl-C stopped, as a shell expects it."""
-    print("\nstopped", file=sys.stderr)
-    sys.exit(128 + signal.SIGINT)
-
-
 class LostResultError(RuntimeError):
     """Nobody took what a command was asked for."""
+
+
+@contextmanager
+def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
+    """Ends a command with one line where its input, or what is asked for, is at fault, or Ctrl-C stops it.
+
+    Args:
+        others: Types of errors that the command foresees beside those of all.
+    """
+    foreseen: tuple[type[Exception], ...] = (ConfigError, CheckpointError, LostResultError, *others)
+    try:
+        yield
+    except foreseen as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)  # as a shell expects it
 
 
 def print_result(text: str) -> None:

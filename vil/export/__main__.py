@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 
 from torch import nn
 
-from .. import checkpoint
 from ..config import ConfigError, parse_key_values
 from ..factory import create_model, from_checkpoint
-from ..output import exit_stopped
+from ..output import errors_in_a_line
 from . import OPSET, ExportError, check_options, export_model
 from . import __doc__ as description
 
@@ -39,16 +37,12 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("vil.export").setLevel(logging.INFO)  # stages, which can take minutes
-    try:
+    with errors_in_a_line(ExportError, OSError):
         check_options(options.out, options.opset, options.features)
         arguments = dict(features=options.features, opset=options.opset, metadata=dict(options.metadata))
         report = export_model(_model_of(options), options.out, **arguments)
         trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")  # timm's own weights
         print(report if trained else f"{report}; of random weights, as no --checkpoint was given")
-    except (ConfigError, checkpoint.CheckpointError, ExportError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        exit_stopped()
 
 
 def _key_and_text(word: str) -> tuple[str, str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..checkpoint import CheckpointError, label_of
+from ..checkpoint import label_of
 from ..config import ConfigError, Parser
 from ..data.folders import endings, list_images
 from ..devices import known_device
 from ..files import write_atomically
-from ..output import LostResultError, check_outputs, csv_text, exit_stopped, outlive_output, print_result
+from ..output import check_outputs, csv_text, errors_in_a_line, outlive_output, print_result
 from . import Prediction, _line, classifier_of, predictions
 from . import __doc__ as description
 
@@ -26,12 +26,8 @@ _logger = logging.getLogger(__name__)
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    try:
+    with errors_in_a_line():
         unreadable, count = predict_files(parse_options())
-    except (ConfigError, CheckpointError, LostResultError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        exit_stopped()
     if unreadable:
         sys.exit(f"{unreadable} of {count} images cannot be read")
 

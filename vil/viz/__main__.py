@@ -13,12 +13,12 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 
-from ..checkpoint import CheckpointError, label_of, saved_config
+from ..checkpoint import label_of, saved_config
 from ..config import ConfigError
 from ..data.folders import list_images
 from ..data.images import read_image
 from ..factory import create_model, data_config_of, from_checkpoint
-from ..output import exit_stopped
+from ..output import errors_in_a_line
 from ..predict import predict
 from ..vision_longhorn import VisionLonghorn
 from . import __doc__ as description
@@ -48,12 +48,8 @@ def main() -> None:
         import matplotlib.figure  # noqa: F401  before the model takes its time
     except ImportError as error:
         sys.exit(f"error: the pictures need a package: pip install matplotlib ({error})")
-    try:
+    with errors_in_a_line():
         draw(options)
-    except (ConfigError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        exit_stopped()
 
 
 def draw(options: argparse.Namespace) -> None:
