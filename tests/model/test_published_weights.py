@@ -12,7 +12,7 @@ from models import SMALL
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models.vision_transformer import VisionTransformer
 
-import vil  # noqa: F401  registers the models
+from vil.factory import create_model
 
 
 def published(**kwargs):
@@ -48,6 +48,7 @@ LOADERS = {
         "vim_tiny", pretrained=True, pretrained_cfg_overlay=dict(file=path, num_classes=kw["num_classes"]), **kw
     ),
     "load_checkpoint": lambda path, **kw: load_into(timm.create_model("vim_tiny", **kw), path),
+    "pretrained_path": lambda path, **kw: create_model("vim_tiny", path, **kw),
 }
 
 
