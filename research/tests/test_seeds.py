@@ -353,8 +353,10 @@ def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
     first = judged(["a", "b"], ["x", "z"], [1, 2], [3, 4])
     parts = [first, judged(["a", "b"], ["y"], [5], [6])]
     assert joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
-    with pytest.raises(SystemExit, match="other images"):
-        joined([first, judged(["a", "c"], ["y"], [5], [6])], ["x", "y"])
+    of_other_classes = Judged(np.ones(2, dtype=int), np.array([[5], [6]]), ["a", "b"], ["y"])
+    for other in (judged(["a", "c"], ["y"], [5], [6]), of_other_classes):
+        with pytest.raises(SystemExit, match="other images"):
+            joined([first, other], ["x", "y"])
 
 
 @pytest.mark.parametrize(
