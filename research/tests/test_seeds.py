@@ -118,20 +118,25 @@ with open(folder / "calls", "a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 given = sys.argv[sys.argv.index("--model-kwargs") + 1 :]
 arguments = {name: int(value) for name, value in (word.split("=") for word in given)}
-saved = dict(epochs=1, num_classes=4, img_size=16, global_batch_size=16, model_kwargs=arguments)
+saved = dict(epochs=2, num_classes=4, img_size=16, global_batch_size=16, model_kwargs=arguments)
 (folder / "config.yaml").write_text(json.dumps(saved))
+
+names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
+
+def train(epochs):
+    (folder / "summary.csv").write_text("\\n".join([",".join(names), *epochs * [",".join("12345678")]]))
 
 def stop(*_):
     (folder / "stopped").touch()
     sys.exit(75)
 
 if orders.exists():
+    train(1)
     signal.signal(signal.SIGTERM, stop)
     (folder / "started").touch()
     time.sleep(20)
     sys.exit("nobody has stopped this run")
-names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
-(folder / "summary.csv").write_text(",".join(names) + "\\n" + ",".join("12345678") + "\\n")
+train(2)
 """
 
 
@@ -198,7 +203,7 @@ def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by,
     monkeypatch.setattr(seeds, "time", time)
     call(command, monkeypatch)
     (found,) = json.loads((root / "out.json").read_text())["runs"]
-    assert [(session["stopped"], session["epochs"]) for session in found["sessions"]] == [(True, 0), (False, 1)]
+    assert [(session["stopped"], session["epochs"]) for session in found["sessions"]] == [(True, 1), (False, 2)]
 
 
 def test_a_run_that_something_else_stops_is_not_an_error(stubbed, monkeypatch):
@@ -348,8 +353,10 @@ def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
     first = judged(["a", "b"], ["x", "z"], [1, 2], [3, 4])
     parts = [first, judged(["a", "b"], ["y"], [5], [6])]
     assert joined(parts, ["x", "y", "z"]).predicted_NM.tolist() == [[1, 5, 2], [3, 6, 4]]
-    with pytest.raises(SystemExit, match="other images"):
-        joined([first, judged(["a", "c"], ["y"], [5], [6])], ["x", "y"])
+    of_other_classes = Judged(np.ones(2, dtype=int), np.array([[5], [6]]), ["a", "b"], ["y"])
+    for other in (judged(["a", "c"], ["y"], [5], [6]), of_other_classes):
+        with pytest.raises(SystemExit, match="other images"):
+            joined([first, other], ["x", "y"])
 
 
 @pytest.mark.parametrize(

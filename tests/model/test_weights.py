@@ -146,6 +146,8 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
         (folder / "config.json").write_text(odd)
         with pytest.raises(CheckpointError, match=r"config.json is no table of a model: |mine has std \[1e-50\]"):
             vil.from_checkpoint(folder)
+    (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": 0.5', config))
+    assert vil.from_checkpoint(folder).pretrained_cfg["crop_pct"] == 0.5  # what somebody wrote there wins
     (folder / "README.md").write_text(card + "Data: mine")
     monkeypatch.chdir(folder)
     assert export_model(model, ".").path == Path()  # in place of what is there, but for what somebody wrote

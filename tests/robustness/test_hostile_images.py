@@ -1,6 +1,7 @@
 """Image files from strangers: which are read, to which colours, and that none ends a run or starts a program."""
 
 import collections
+import dataclasses
 import io
 import json
 import logging
@@ -23,9 +24,10 @@ import pytest
 import torch
 from fuzz_images import DATA_CONFIG, PATHS, chunk, sharing, tiff
 from PIL import EpsImagePlugin, Image, PngImagePlugin, features
-from processes import ROOT
+from processes import ROOT, SMALL
 from timm.data.dataset import ImageDataset
 
+from train_imagenet import Trainer
 from vil.config import Config, ConfigError
 from vil.data import decoder, device_loader, encoded, guard, images
 from vil.data.draws import Draws
@@ -634,6 +636,13 @@ def test_what_shards_hold_is_read_as_files_are(tmp_path, caplog, ghostscript, pi
     assert len(targets) == batches.steps * 8
     assert unreadable_images(loader) >= len(UNFIT)
     assert not ghostscript.exists()
+
+
+def test_an_epoch_of_shards_has_the_images_of_all_processes(tmp_path, monkeypatch, pillow):
+    monkeypatch.setattr("vil.data.shards.Shards.__len__", lambda shards: shards.num_samples // 2)  # one's share
+    options = SMALL | dict(global_batch_size=8, output=str(tmp_path), experiment="run")
+    run = Trainer(dataclasses.replace(write_shards(tmp_path, {}), **options), CPU, 0, 1)
+    assert run.batches.num_images == 8
 
 
 def test_shards_without_a_readable_image_end_training(tmp_path, pillow):
