@@ -41,7 +41,8 @@ COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # by Welch's test, correcte
 RATES = (5e-4, 1e-3, 2e-3)
 CHOICE_SEED = 100  # of the runs that rates are chosen on, of no other
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
-# each of them up to which seed, registered when the differences were known; estimates alone, in no test
+PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # below which its seeds are, by model
+# the same of what was registered when the differences were known: for estimates alone, in no test
 EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
 WIDEST = 0.5  # points: half of the interval of ViL less ViM above which there are further seeds
 MARGIN = 1.0  # points: within it a difference is none
@@ -97,6 +98,7 @@ def extension(runs: Runs) -> list[Cell]:
 
 
 def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
+    """The cells below `ends`, by model, and behind the protocol's which are missing."""
     have = {cell_of(run) for run in runs}
     rates = {model: run["lr"] for model in ends for run in of_seeds(runs, model)}
     seeds_behind = range(FURTHER_SEEDS.stop, max(ends.values()))
@@ -126,14 +128,12 @@ def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySee
     return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
-def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] | None = None) -> dict[str, BySeed]:
-    """The top-1 on the test images by model and seed, or by those of an extension; empty before the last run."""
-    if to_do(runs) or not judged or (ends and missing_of(ends, runs)):
+def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTOCOL) -> dict[str, BySeed]:
+    """The top-1 on the test images of models' seeds below `ends`, by model and seed; empty before the last run."""
+    if to_do(runs) or not judged or missing_of(ends, runs):
         return {}
     top1 = dict(zip(judged.runs, 100 * judged.right_NM.mean(axis=0)))
-    own = {
-        model: of_seeds(runs, model, end) for model, end in (ends or dict.fromkeys(MODELS, FURTHER_SEEDS.stop)).items()
-    }
+    own = {model: of_seeds(runs, model, end) for model, end in ends.items()}
     return {model: {run["seed"]: float(top1[name_of(*job_of(run))]) for run in own[model]} for model in own}
 
 
