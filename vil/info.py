@@ -47,8 +47,11 @@ def git_commit() -> str:
     # not a repository that it is installed inside of, whose settings could have git run anything
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
-    git = "git", "-C", str(root), "-c", "core.fsmonitor=false", "describe"
-    return _output(*git, "--always", "--dirty", "--abbrev=40", "--exclude=*") or "unknown: git has no answer"
+    # without locks: that of a run that is killed meanwhile would stay (`git describe --dirty` takes one all the same)
+    git = "git", "--no-optional-locks", "-C", str(root), "-c", "core.fsmonitor=false"
+    if not (commit := _output(*git, "rev-parse", "--verify", "HEAD")):
+        return "unknown: git has no answer"
+    return commit + "-dirty" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no"))
 
 
 def _version(package: str) -> str:

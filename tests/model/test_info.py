@@ -85,7 +85,10 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
     assert info.git_commit() == head
     git(checkout, "tag", "-a", "v1", "-m", "a tag, which names no commit")
     (checkout / "new").write_text("a file that git does not know makes no difference")
+    written = (index := checkout / ".git" / "index").stat().st_mtime_ns
+    os.utime(package / "other", (1, 1))
     assert info.git_commit() == head
+    assert index.stat().st_mtime_ns == written  # nor locked
     (package / "other").write_text("changed")
     assert info.git_commit() == head + "-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
