@@ -112,7 +112,8 @@ def test_published_numbers_are_those_of_the_papers():
     assert {name: published.published(name) for name in expected} == expected
     assert published.published("deit_small") == published.published("resnet50") == (None, None)
     assert published.published_for("vil_base.tag") == published.published_for("deit_base") == {"ViM-base": (81.9, 95.8)}
-    assert published.published_for("resnet50") == {}
+    others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # which end in no size
+    assert [published.published_for(name) for name in others] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize("name", ["vil", "vision_longhorn"])
