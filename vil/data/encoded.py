@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,15 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
         joined[name] = np.zeros((len(joined["rows"]), turns, *arrays[0].shape[2:]), arrays[0].dtype)
         for place, array in zip(np.split(joined[name], np.cumsum([len(array) for array in arrays])), arrays):
             place[:, : array.shape[1]] = array
-    data = [(data, piece.lengths.tolist()) for piece in pieces for data in piece.files]
-    files = [file for bytes_of_files, lengths in data for file in bytes_of_files.split(lengths)]
+    files = [file for piece in pieces for data in piece.files for file in _separate(data, piece.lengths.tolist())]
     return EncodedBatch(**joined, files=files, ready=[images for piece in pieces for images in piece.ready])
+
+
+def _separate(data: Tensor, lengths: list[int]) -> Iterator[Tensor]:
+    """Files that are one after the other in `data`.
+
+    Those of no bytes, whose images the device has kept, are one tensor: each that is made or freed may hand the
+    interpreter to another thread, which takes longer than all the rest.
+    """
+    nothing, files = data[:0], iter(data.split([length for length in lengths if length]))
+    return (next(files) if length else nothing for length in lengths)
