@@ -89,7 +89,7 @@ def judged_as(runs, top1, images=1000):
 
 TEST = {
     VIL: [46.1, 45.2, 45.9, 46.4, 45.5],
-    VIM: [44.8, 45.0, 44.1, 44.6, 45.3],
+    VIM: [45.2, 45.0, 44.1, 44.6, 45.3],  # less than a point from VIL, with an interval that goes beyond
     POOLED: [45.9, 45.8, 46.0, 45.7, 46.2],
     DEIT: [51.0, 52.5, 50.2, 52.4, 51.9],
 }

@@ -318,8 +318,10 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     for file in tmp.iterdir():
         shutil.copy(file, root)
     shutil.copytree(root / "images", moved, dirs_exist_ok=True)
-    call([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")], monkeypatch)
-    assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]
+    for folder in ("others", "runs"):  # which has the earlier run, too
+        judged[judged.index("--folder") + 1] = str(root / folder)
+        call([*judged, "--data-dir", str(moved), "--out", str(root / "both.json")], monkeypatch)
+        assert [run["seed"] for run in json.loads((root / "both.json").read_text())["runs"]] == [0, 1]
 
 
 @pytest.mark.parametrize("tar", [False, True])
