@@ -100,7 +100,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="git repository of the data set")
     parser.add_argument("folder", type=Path, help="gets the parts; made here")
-    parser.add_argument("--part-megabytes", type=float, default=PART_MEGABYTES, metavar="MB")
     options = parser.parse_args()
     if options.folder.exists():
         sys.exit(f"{options.folder} exists: give the name of a folder that is to be made")
@@ -108,7 +107,7 @@ def main() -> None:
     (annotations,) = contents(options.source, [files["val/val_annotations.txt"]])
     places = splits(files, annotations.decode())
     images = zip(places, contents(options.source, list(places.values())))
-    parts = pack(images, options.folder, int(1e6 * options.part_megabytes))
+    parts = pack(images, options.folder, int(1e6 * PART_MEGABYTES))
     for split in ("train", "choose", "test"):
         print(f"{split}: {sum(place.startswith(f'{split}/') for place in places)} images")
     for part in parts:

@@ -252,8 +252,8 @@ def test_tiny_imagenet_is_split_by_names_and_travels_in_parts(tmp_path, monkeypa
     git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "images"]):
         subprocess.run([*git, *words], check=True)
-    command = ["tiny_imagenet.py", str(source), str(parts), "--part-megabytes", "1"]
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "argv", ["tiny_imagenet.py", str(source), str(parts)])
+    monkeypatch.setattr(tiny_imagenet, "PART_MEGABYTES", 1)
     tiny_imagenet.main()
     assert "train: 20 images\nchoose: 100 images\ntest: 3 images" in capsys.readouterr().out
     assert len(list(parts.iterdir())) > 1

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import math
+import sys
 
 import naive_evaluation as naive
 import numpy as np
@@ -23,13 +24,22 @@ def test_the_pages_have_the_tables_of_the_raw_files():
     assert named == tables.TABLES.keys()
 
 
-def test_a_table_stands_between_its_marks_and_nothing_else_changes(monkeypatch):
+def test_a_table_stands_between_its_marks_and_nothing_else_changes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tables, "TABLES", {"one": lambda: "| 1 |\n", "two": lambda: "| 2 |\n"})
     page = "text\n<!-- table: two -->\nold\n<!-- end -->\n<!-- table: one -->\n<!-- end -->\nmore <!-- end -->\n"
     expected = page.replace("old\n", "| 2 |\n").replace("one -->\n", "one -->\n| 1 |\n")
     assert tables.filled(page) == tables.filled(expected) == expected
     with pytest.raises(KeyError, match="three"):
         tables.filled("<!-- table: three -->\n<!-- end -->")
+    files = [tmp_path / "research" / "page.md", tmp_path / "weights" / "README.md"]
+    for file, text in zip(files, (page, expected)):
+        file.parent.mkdir()
+        file.write_text(text)
+    monkeypatch.setattr(seeds, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    tables.main()
+    assert [file.read_text() for file in files] == [expected, expected]
+    assert capsys.readouterr().out == "research/page.md changed\n"
 
 
 @pytest.mark.parametrize("missing", ["no run", "a seed of a recipe", "the plain ones"])

@@ -190,6 +190,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     assert printed.partition(" s\n\n")[0].count("\n") == 1  # of the run that was lost
     assert {**resumed["runs"][-1], "seconds": 0} == {**again, "seconds": 0}
     assert [call["runs"] for call in resumed["calls"]] == [24, 1]
+    assert all(0 <= call["seconds"] < 600 for call in resumed["calls"])
     assert small_benchmark() == resumed  # which has nothing to do, and leaves the file as it is
     capsys.readouterr()
 
