@@ -60,7 +60,7 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))  # pixels that a worker decodes
-    monkeypatch.setattr(loaders, "IMAGES_AT_ONCE", options.pop("TOGETHER", 512))  # of small images, in whole batches
+    monkeypatch.setattr(loaders, "IMAGES_AT_ONCE", options.pop("TOGETHER", 256))  # of small images, in whole batches
     piece = options.pop("PIECE", workers.PIECE)  # images that it hands over at a time
     for module in ("samplers", "host_loader"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", piece)

@@ -33,7 +33,7 @@ from .workers import PIECE
 
 READING_AHEAD = 10  # seconds at most, before the first batch
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
-IMAGES_AT_ONCE = 512  # of small images that are prepared at a time: to launch a kernel takes longer than it does
+IMAGES_AT_ONCE = 256  # of small images that are prepared at a time: to launch a kernel takes longer than it does
 
 
 class DeviceLoader(PieceLoader):
