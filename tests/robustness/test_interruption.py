@@ -197,7 +197,7 @@ STAND_INS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; export SLURM_NODEID=0; exec "$@"',
     "scontrol": """case "$1 $2" in
         'show hostnames') echo 127.0.0.1;;
-        'show --oneliner') echo "JobId=$4 JobState=RUNNING Reason=None PreemptTime=None";;
+        'show --oneliner') echo "JobId=$4 ${JOB:-JobState=RUNNING Reason=None PreemptTime=None}";;
         *) echo "$@" >> "$SCONTROL_LOG";;
     esac""",
 }
@@ -219,19 +219,42 @@ def listening(process):
     return sum(os.readlink(file) in sockets for file in (process / "fd").iterdir())
 
 
-@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
-def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
-    """Slurm's own commands by stand-ins; a launcher without a store that anybody on the network could write to."""
-    for name, text in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+def stand_in_for_slurm(folder, monkeypatch, commands):
+    """Has a script run these in place of Slurm's; what `scontrol` is told to do is in scontrol.txt."""
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
     environment = dict(SUBMIT_DIR=str(ROOT), JOB_NODELIST="node", JOB_ID=str(os.getpid()), NNODES="1")
     environment |= dict(GPUS_ON_NODE="1", CPUS_PER_TASK="2")
     environment = {f"SLURM_{name}": value for name, value in environment.items()}
-    environment |= dict(GPUS="1", SCONTROL_LOG=str(tmp_path / "scontrol.txt"))
-    environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment |= dict(GPUS="1", SCONTROL_LOG=str(folder / "scontrol.txt"))
+    environment["PATH"] = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("status", "job", "requeued"),
+    [
+        (1, "JobState=RUNNING PreemptTime=None", False),  # it would fail again and again
+        (75, "JobState=RUNNING PreemptTime=2026-11-27T12:00:00", True),
+        (75, "JobState=CANCELLED PreemptTime=2026-11-27T12:00:00", False),
+        (0, "JobState=RUNNING PreemptTime=2026-11-27T12:00:00", False),
+    ],
+)
+def test_a_job_goes_back_to_the_queue_where_it_was_preempted_not_where_its_run_failed(
+    tmp_path, monkeypatch, status, job, requeued
+):
+    stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS | {"srun": f"exit {status}"})
+    monkeypatch.setenv("JOB", job)
+    assert subprocess.run(["bash", str(ROOT / "scripts/slurm.sh")], check=False).returncode == status
+    assert (tmp_path / "scontrol.txt").exists() == requeued
+
+
+@pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
+def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
+    """Slurm's own commands by stand-ins; a launcher without a store that anybody on the network could write to."""
+    stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS)
     config = train_command(tmp_path, image_folder, epochs=1000)[-2:]
     process = start_in_a_terminal(["bash", str(ROOT / "scripts" / script), *config])
     last = wait_for_a_checkpoint(process, tmp_path)
