@@ -250,6 +250,8 @@ def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
             np.testing.assert_array_equal(above.get_array(), values[i])
             most = values[i].abs().max().item()
             assert above.get_clim() == pytest.approx((-most if name == "signed" else 0, most))
+            assert above.get_cmap().name == ("RdBu" if name == "signed" else "viridis")
+            assert below.get_clim() == (0, 1)
         for line, (name, values) in zip(row[3].get_lines(), curves.items()):
             assert line.get_label() == name
             np.testing.assert_allclose(line.get_xydata(), [[10 * n, y] for n, y in enumerate(values[i].tolist())])
