@@ -153,6 +153,7 @@ def assert_standard(path):
     onnx.checker.check_model(proto, full_check=True)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 18)]
     assert not proto.functions
+    assert b"pkg.torch" not in path.read_bytes()  # what the exporter notes of Python, in loops as well
     assert sum(node.op_type == "Scan" for node in proto.graph.node) == 2
     values = {value.name: value.type.tensor_type.shape.dim for value in (*proto.graph.input, *proto.graph.output)}
     shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in values.items()}

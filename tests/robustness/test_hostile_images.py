@@ -209,7 +209,7 @@ def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_giv
     comments = b"GIF89a" + bytes((8, 0, 8, 0, 0, 0, 0, 0x21, 0xFE)) + b"\1a" * 2**22
     loader = loader_of(folder_of(tmp_path, {"gif": comments}), "evaluation")
     start = time.monotonic()
-    for _ in range(2):
+    for _ in range(3):
         assert sum((targets == UNREADABLE).sum() for _, targets in loader) == unreadable_images(loader) == 1
     assert time.monotonic() - start < 30
     assert len(asked) == 1
@@ -262,6 +262,18 @@ def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits
     for content in (SMALL_JPEG, b"none"):
         decoder._decoded(content)
     assert alarms == [2 * decoder.SECONDS, 0] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no limit is kept there")
+@pytest.mark.parametrize("most", [resource.RLIM_INFINITY, 2**62, 2**20], ids=["none", "more", "less"])
+def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    decoder._limit_memory()
+    ((limit, hard),) = limits
+    assert hard == most
+    assert limit == most if most == 2**20 else decoder.MEMORY < limit < 2**62
 
 
 def test_a_decoder_that_has_died_is_started_again(monkeypatch):
