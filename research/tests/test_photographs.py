@@ -210,6 +210,9 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
 
     (root / "out.json").write_text(json.dumps(found | dict(runs=found["runs"][:-1])))
     (root / "runs").rename(root / "gone")
+    with pytest.raises(SystemExit):
+        call("--minutes", "0")
+    assert "not done yet: seeds-0.001/vim_tiny-19" in capsys.readouterr().err
     call()  # on another machine: the last run alone
     assert started[49:] == [(VIM, 19, [], 0.001)]
     assert len(json.loads((root / "out.json").read_text())["runs"]) == 49
