@@ -93,18 +93,19 @@ def test_what_a_stopped_call_has_left_is_reported_as_far_as_all_ways_have_it():
 
 def as_a_run_that_tells_its_process(path):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as training does until it has written a checkpoint
-    path.write_text(str(os.getpid()))
+    path.write_text(f"{os.getpid()} {os.environ['CUDA_VISIBLE_DEVICES']}")
     time.sleep(600)
 
 
 def start_two_and_wait(folder):
+    transfer.visible_gpus = lambda: ["5", "7"]
     with transfer.processes(2) as pool:
         for i in range(2):
             pool.submit(as_a_run_that_tells_its_process, folder / str(i))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_processes_of_a_killed_benchmark_end_too(tmp_path):
+def test_processes_have_a_gpu_each_and_end_with_a_benchmark_that_is_killed(tmp_path):
     parent = Forked(target=start_two_and_wait, args=(tmp_path,))
     parent.start()
     told = [tmp_path / "0", tmp_path / "1"]
@@ -113,8 +114,10 @@ def test_processes_of_a_killed_benchmark_end_too(tmp_path):
         time.sleep(0.1)
     parent.kill()
     parent.join()
+    numbers, gpus = zip(*(path.read_text().split() for path in told))
+    assert sorted(gpus) == ["5", "7"]
     deadline = time.monotonic() + 20
-    while any(is_running(int(path.read_text())) for path in told):
+    while any(map(is_running, map(int, numbers))):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
