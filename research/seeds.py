@@ -311,6 +311,12 @@ def saved_config(path: Path) -> dict[str, Any]:
     return yaml.safe_load((path / "config.yaml").read_text())
 
 
+def model_arguments(saved: dict[str, Any]) -> dict[str, Any]:
+    """What timm's `create_model` gets for the model of a run, by the run's config."""
+    size = {"img_size": saved["img_size"]} if saved["img_size"] else {}
+    return dict(num_classes=saved["num_classes"], **size, **(saved["model_kwargs"] or {}))
+
+
 def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
     """The record of a run that is done: numbers after the last epoch, its curves, and the time it took.
 
@@ -318,8 +324,7 @@ def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -
     """
     path = folder / name_of(model, seed)
     rows, saved = read_summary(path), saved_config(path)
-    size = {"img_size": saved["img_size"]} if saved["img_size"] else {}
-    built = create_model(model, num_classes=saved["num_classes"], **size, **(saved["model_kwargs"] or {}))
+    built = create_model(model, **model_arguments(saved))
     batch = saved["global_batch_size"]
     images -= images % batch
     sessions = path / "sessions.jsonl"  # missing where this process ended before the run did
@@ -362,9 +367,7 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
     for run in runs:
         path = folder / name_of(run["model"], run["seed"])
         saved = saved_config(path)
-        arguments = {name: saved[name] for name in ("num_classes", "img_size") if saved[name]}
-        arguments |= saved["model_kwargs"] or {}
-        models.append(load_model(run["model"], str(path / "last.pt"), **arguments).to(device).eval())
+        models.append(load_model(run["model"], str(path / "last.pt"), **model_arguments(saved)).to(device).eval())
     chosen = {name: saved[name] for name in ("img_size", "crop_pct", "interpolation")}
     data_config = resolve_data_config(chosen, model=models[0])
     share_cores(device, saved["workers"])

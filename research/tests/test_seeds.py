@@ -58,6 +58,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
         call([*command, "--minutes", "0"], monkeypatch)
     assert stopped.value.code == 75
     assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
+    assert not (root / "out.png").exists()
     monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=forked))
     call(command, monkeypatch)
     for model in MODELS:  # whose last weights are judged
@@ -78,6 +79,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
         cfg = model.pretrained_cfg
         summary = list(csv.DictReader((path / "summary.csv").read_text().splitlines()))
         assert (run["epochs"], run["images"], run["updates"]) == (2, 128, 8)
+        assert run["parameters"] == sum(p.numel() for p in model.parameters())
         assert run["curves"]["eval_top1"] == [float(row["eval_top1"]) for row in summary]
         assert run["training_seconds"] == pytest.approx(sum(64 / float(row["images_per_second"]) for row in summary))
         numbers = {name: number for number, name in enumerate(CLASSES)}
@@ -230,10 +232,26 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
     command += ["--seeds", "1", "--out", str(root / "out.json")]
     call(command, monkeypatch)
     (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
+    summary = root / "runs" / "vil_tiny-0" / "summary.csv"  # as without an average of the weights
+    summary.write_text("\n".join(line.rpartition(",")[0] for line in summary.read_text().splitlines()))
     call(command, monkeypatch)
     (run,) = json.loads((root / "out.json").read_text())["runs"]
     assert (run["top1"], run["sessions"]) == (7.0, [])
+    assert run["curves"].keys() == {*seeds.CURVES} - {"eval_top1_ema"}
     assert len(calls(root)) == 1
+
+
+def test_a_study_shares_gpus_by_its_jobs_and_processes(stubbed, monkeypatch):
+    taken = []
+    monkeypatch.setattr(seeds, "visible_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr(seeds, "train", lambda *arguments: taken.append(arguments[-1].get_nowait()))
+    with pytest.raises(SystemExit):
+        call([*stubbed[1], "--seeds", "2", "--jobs", "2", "--processes", "2"], monkeypatch)
+    assert sorted(taken) == ["0,1", "2,3"]
+
+
+def test_a_model_needs_neither_size_nor_arguments():
+    assert seeds.model_arguments(dict(num_classes=4, img_size=None, model_kwargs=None)) == dict(num_classes=4)
 
 
 def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed, monkeypatch):
@@ -245,6 +263,7 @@ def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed, monkeypatch)
         raise OSError("no memory for a process")
 
     monkeypatch.setattr(seeds.subprocess, "Popen", no_memory)
+    (root / "small.yaml").write_text("epochs: 1")  # without model_kwargs
     options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
     with pytest.raises(OSError, match="no memory"):
         seeds.train(options, "vil_tiny", 0, [], root / "runs", seeds.Deadline(1), gpus)
