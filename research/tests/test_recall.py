@@ -308,6 +308,7 @@ def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer
     assert calls == 4
     assert (part.loss, part.gradient_norm, part.accuracy) == (whole.loss, whole.gradient_norm, whole.accuracy)
     assert [sitting["epochs"] for sitting in part.sittings] == [1, 1, 1, 1]
+    assert len(trained(a_run(mixer=mixer, epochs=4), deadline=0.0).accuracy) == 1  # and nothing of it is kept
     other = a_run(mixer=mixer, epochs=4, lr=1e-3)
     with pytest.raises(ValueError, match=r"run.safetensors is the state of another run \(.*lr 0.01, seed 0"):
         trained(other, state=tmp_path / "run.safetensors")

@@ -1,5 +1,6 @@
 """The study of training under AMP: its images, and what it counts."""
 
+import math
 from functools import partial
 
 import torch
@@ -27,3 +28,12 @@ def test_steps_that_overflow_are_skipped_and_counted_and_an_infinite_loss_is_not
     assert run.finite
     monkeypatch.setattr(images, "textures", images.textures * torch.inf)
     assert not stability.train("vil_tiny", images, 2, None).finite
+
+
+def test_a_difference_of_losses_needs_both_runs_and_no_number_of_steps():
+    runs = {name: stability.Run(torch.tensor(losses), None, 0, True, 1.0) for name, losses in (
+        ("fp32", [1.0, 2.0]), ("bf16", [1.0, 4.5]),
+    )}  # fmt: skip
+    assert stability.farthest(runs, "bf16") == 2.5
+    assert math.isnan(stability.farthest(runs, "fp16"))
+    assert math.isnan(stability.farthest({"bf16": runs["bf16"]}, "bf16"))
