@@ -274,7 +274,8 @@ def train_on(images: Path, words: list[str], folder: str, run: Run) -> dict[str,
             trainer.run()
         except DivergenceError as error:
             return dict(top1=0.0, error=str(error))
-    shutil.rmtree(trainer.folder)
+        finally:
+            shutil.rmtree(trainer.folder)
     last = trainer.history[-1]
     return dict(
         top1=last["eval_top1_ema"], loss=last["eval_loss_ema"], train_loss=last["train_loss"], updates=trainer.steps,

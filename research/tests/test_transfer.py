@@ -259,6 +259,7 @@ def test_a_run_that_is_lost_has_nothing_right_and_says_so(tmp_path, monkeypatch)
     words += ["--model-kwargs"]
     words += [f"{name}={value}" for name, value in KWARGS.items()]
     assert transfer.train(words, "", str(tmp_path), run) == {"top1": 0.0, "error": "the loss is nan"}
+    assert [*tmp_path.iterdir()] == [transfer.images_of(str(tmp_path), run)]
 
 
 def test_features_are_the_pooled_class_tokens_of_all_digits(weights):
