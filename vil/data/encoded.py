@@ -130,8 +130,8 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
 def _separate(data: Tensor, lengths: list[int]) -> Iterator[Tensor]:
     """Files that are one after the other in `data`.
 
-    Those of no bytes, whose images the device has kept, are one tensor: making or freeing a tensor hands the interpreter
-    to another thread, and one for each of these took a quarter of the host's time.
+    Those of no bytes, whose images the device has kept, are one tensor: making or freeing one hands the interpreter
+    to another thread, and one for each image took a quarter of the host's time.
     """
     nothing, files = data[:0], iter(data.split([length for length in lengths if length]))
     return (next(files) if length else nothing for length in lengths)
