@@ -14,7 +14,7 @@ from pictures import DATA_CONFIG, PHOTO, by_timm, damage_tables, encode, joined,
 from PIL import Image
 from timm.data import create_transform
 
-from vil.data import device_loader, encoded, kept, workers
+from vil.data import device_loader, encoded, kept, loaders, workers
 from vil.data.device_loader import DeviceLoader
 from vil.data.draws import Draws
 from vil.data.encoded import EncodedImage, collate_encoded, join_pieces
@@ -50,7 +50,8 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(SMALL=0, PIECE=7, aug_repeats=3, seed=9), dict(aa=None), dict(aa="3a"), dict(aa="original"),
+        {}, dict(SMALL=0, PIECE=7, aug_repeats=3, seed=9), dict(SMALL=2**24, TOGETHER=2**30, global_batch_size=12),
+        dict(aa=None), dict(aa="3a"), dict(aa="original"),
         dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None, color_jitter=0.9, hflip=1.0),
         dict(aa="rand-m5-n3-p0.8-tweights"), dict(scale=(0.5, 0.6), ratio=(2.0, 2.5)),
     ],
@@ -59,13 +60,15 @@ def on_device(folder, device, rank=0, world_size=1, **options):
 def test_batches_are_those_of_timms_transform_image_by_image(photo_folder, device, options, monkeypatch):
     options = dict(options)
     monkeypatch.setattr(encoded, "SMALL", options.pop("SMALL", encoded.SMALL))  # pixels that a worker decodes
+    monkeypatch.setattr(loaders, "PIXELS_TOGETHER", options.pop("TOGETHER", 2**20))  # in whole batches
     piece = options.pop("PIECE", workers.PIECE)  # images that it hands over at a time
     for module in ("samplers", "host_loader"):
         monkeypatch.setattr(f"vil.data.{module}.PIECE", piece)
     loader, keys = on_device(photo_folder, device, **options)
     images, targets = joined(loader)
     assert len(images) == 48
-    of_transform = {name: value for name, value in options.items() if name not in ("workers", "aug_repeats", "seed")}
+    not_of_transform = "workers", "aug_repeats", "seed", "global_batch_size"
+    of_transform = {name: value for name, value in options.items() if name not in not_of_transform}
     expected, expected_targets, broken = by_timm(loader.dataset.dataset, keys, **SIZE, **of_transform)
     assert targets == expected_targets
     differences = (images.float() - expected).abs().mean(dim=(1, 2, 3))

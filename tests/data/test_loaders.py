@@ -1,5 +1,6 @@
 """Loaders of training and evaluation against timm's transforms, and which way images go: by workers or by a device."""
 
+import math
 import shutil
 import tarfile
 from collections import UserList
@@ -146,7 +147,7 @@ def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
 
 
 def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folder, monkeypatch, tmp_path):
-    """Prepared images, pixels of small ones, or files with room for larger ones."""
+    """Prepared images, or pixels of small ones and files, with room for larger ones."""
     taken = []
     monkeypatch.setattr(loaders, "choose_settings", lambda *a: taken.append(a[3:5]) or workers.choose_settings(*a))
     sizes = [path.stat().st_size for path in (photo_folder / "val").glob("*/*")]
@@ -161,8 +162,9 @@ def test_pieces_take_the_shared_memory_of_what_the_workers_hand_over(photo_folde
     assert taken.pop() == (0, 100 * 3 * 12 * 16)  # whole batches
     assert taken.pop() == (len(sizes) // 2, 3 * 2**18)  # half as much again as a large file has
     files = 64 * (3 * sum(sizes) // (2 * len(sizes)))
-    pieces = len(sizes) // 2, 2
-    assert taken == [*zip(pieces, (2 * 3 * 12 * 16, 64 * 3 * 12 * 16)), *zip(pieces, (2 * 3 * 2**14, files))]
+    pixels = [math.prod(Image.open(path).size) for path in (photo_folder / "val").glob("*/*")]
+    pieces, decoded = (len(sizes) // 2, 2), 2 * int(4.5 * sum(pixels) / len(pixels))
+    assert taken == [*zip(pieces, (2 * 3 * 12 * 16, 64 * 3 * 12 * 16)), *zip(pieces, (decoded, files))]
 
 
 @pytest.mark.parametrize(

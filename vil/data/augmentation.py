@@ -5,6 +5,7 @@ timm draws the boxes and the shares, from seeds that follow from the place in th
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -60,7 +61,7 @@ class BatchAugmentation:
         images = finish(images_B3HW, self.mean, self.std, boxes, keys, self.mode, mixing, partners)
         shares = to_device(mixing[:, 5:].copy(), targets_B.device)
         soft = mixup_target(targets_B, self.num_classes, smoothing=self.smoothing)
-        return images, soft * shares + soft[to_device(partners, targets_B.device)] * (1 - shares)
+        return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
     def draw(self, count: int, height: int, width: int, epoch: int, position: int):
         """The random numbers for `count` images from `position` on, as `finish` takes them; None for no use."""
@@ -108,6 +109,12 @@ class _Boxes:
         self.boxes_B4[0] = rows.start, columns.start, rows.stop - rows.start, columns.stop - columns.start
 
 
+@functools.cache
+def _partners_on(count: int, device: torch.device) -> Tensor:
+    return to_device(_partners(count), device)
+
+
+@functools.cache
 def _partners(count: int) -> np.ndarray:
     """With which image each one is mixed: groups in reverse order."""
     rows = np.arange(count)

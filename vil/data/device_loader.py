@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -32,22 +33,27 @@ from .workers import PIECE
 
 READING_AHEAD = 10  # seconds at most, before the first batch
 PIXELS_AT_ONCE = 2**28  # decoded at a time: 0.8 GB, and more than a batch of photos has
+PIXELS_TOGETHER = 2**20  # of small images' batches, prepared at a time: it takes longer to launch kernels than to run
 
 
 class DeviceLoader(PieceLoader):
     """Batches of files that the device decodes and transforms, in a thread and on a stream of their own.
 
-    It prepares a batch when the model is done with the third one before it: what is ahead of the model fills memory.
+    It prepares a group of batches when the model is done with the third one before it: what is ahead of the model fills
+    memory.
 
     Args:
+        together: Batches of a group.
         transform: The one that drew for the images.
         kept: Where decoded images stay, and the workers' keys come from.
         typical_bytes: Of a decoded image, if there are to be images in `kept` before the first batch.
     """
 
-    def __init__(self, *args, transform: DrawingTransform, kept: KeptImages, typical_bytes: float | None = None):
+    def __init__(
+        self, *args, together: int, transform: DrawingTransform, kept: KeptImages, typical_bytes: float | None = None
+    ):
         super().__init__(*args)
-        self.transform, self.kept, self.typical_bytes = transform, kept, typical_bytes
+        self.together, self.transform, self.kept, self.typical_bytes = together, transform, kept, typical_bytes
         # of high priority: small kernels go in between those of the model, and not behind them
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
@@ -55,17 +61,19 @@ class DeviceLoader(PieceLoader):
         if self.typical_bytes and self.kept.choose_room(self.typical_bytes):
             self._read_ahead()
         self.typical_bytes = None
-        ahead: deque[Future] = deque()
+        ahead: deque[tuple[Future, list[int]]] = deque()
         thread = ThreadPoolExecutor(max_workers=1)
         try:
             used: list[torch.cuda.Event | None] = [None, None]
-            for pieces in self.gathered():
-                ahead.append(thread.submit(self._prepare, list(pieces), used[0]))
+            batches = map(list, self.gathered())
+            while group := [*islice(batches, self.together)]:
+                sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
+                ahead.append((thread.submit(self._prepare, [*chain(*group)], used[0]), sizes))
                 if len(ahead) > 1:
-                    yield self._finish(*self._wait_for(ahead.popleft()))
+                    yield from self._batches(*ahead.popleft())
                     used = [used[1], self._what_is_queued()]
             while ahead:
-                yield self._finish(*self._wait_for(ahead.popleft()))
+                yield from self._batches(*ahead.popleft())
         finally:  # also where a run is interrupted
             thread.shutdown(cancel_futures=True)
 
@@ -87,6 +95,10 @@ class DeviceLoader(PieceLoader):
         finally:
             pieces.batches = batches
             self.dataset.unreadable.take()  # which counts when a batch has them
+
+    def _batches(self, group: Future, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        images, targets = self._finish(*self._wait_for(group))
+        return zip(images.split(sizes), targets.split(sizes))
 
     def _wait_for(self, batch: Future):
         start = time.perf_counter()

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from ..config import Config, ConfigError
 from ..processes import warn
 from .decoder import SECONDS
-from .device_loader import DeviceLoader, decoder_is_missing
+from .device_loader import PIXELS_TOGETHER, DeviceLoader, decoder_is_missing
 from .draws import DrawingTransform
-from .encoded import SMALL, collate_encoded, is_small
+from .encoded import collate_encoded, is_small
 from .host_loader import HostLoader
 from .images import UnreadableSplitError
 from .kept import KeptImages
@@ -120,9 +120,10 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     pixels = typical_pixels(dataset) if draw else math.inf
     small = is_small(pixels)
     streaming = streams(dataset)
+    together = max(1, int(PIXELS_TOGETHER // (batch_size * pixels))) if small else 1
     in_a_piece = batch_size if streaming else min(batch_size, PIECE)
-    piece_bytes = in_a_piece * (3 * SMALL if small else image_bytes)
-    settings = choose_settings(workers, device, batch_size, pieces, piece_bytes, bool(draw), small)
+    piece_bytes = in_a_piece * (int(4.5 * pixels) if small else image_bytes)  # half as much again
+    settings = choose_settings(workers, device, together * batch_size, pieces, piece_bytes, bool(draw), small)
     if streaming:
         dataset.transform = transform
         dataset.set_loader_cfg(num_workers=settings.workers)
@@ -151,7 +152,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         return HostLoader(*place)
     repeats = is_training and batches.repeats > 1  # so that it would take epochs to meet all images
     ahead = 3 * pixels if repeats and pixels < math.inf else None
-    return DeviceLoader(*place, transform=draw, kept=kept, typical_bytes=ahead)
+    return DeviceLoader(*place, together=together, transform=draw, kept=kept, typical_bytes=ahead)
 
 
 def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
