@@ -117,7 +117,7 @@ class DeviceLoader(PieceLoader):
         return event
 
     def _prepare(self, pieces: list[EncodedBatch], used: torch.cuda.Event | None):
-        """When it began, the batch, its images uint8, and which of its files were not decoded."""
+        """When it began, the batch, its images uint8 and targets, and which of its files were not decoded."""
         if used:
             used.synchronize()
         begun = time.perf_counter()
@@ -127,9 +127,10 @@ class DeviceLoader(PieceLoader):
             failed = self._decode_and_transform(batch, images)
             if batch.ready:
                 images[to_device(batch.ready_rows, self.device)] = torch.cat(batch.ready).to(self.device)
+            targets = to_device(batch.targets, self.device)
         if self.stream:
             self.stream.synchronize()  # until then the files are read
-        return begun, batch, images, failed
+        return begun, batch, images, targets, failed
 
     def _decode_and_transform(self, batch: EncodedBatch, images: Tensor) -> list[int]:
         """Puts what becomes of a batch's files into `images`. Returns which of them were not decoded."""
@@ -186,13 +187,15 @@ class DeviceLoader(PieceLoader):
             crops, batch.operations[files], batch.arguments[files], transform.fill, transform.interpolation
         )
 
-    def _finish(self, batch: EncodedBatch, images: Tensor, failed: list[int]) -> tuple[Tensor, Tensor]:
+    def _finish(self, batch: EncodedBatch, images: Tensor, targets: Tensor, failed: list[int]) -> tuple[Tensor, Tensor]:
         if self.stream:
-            images.record_stream(torch.cuda.current_stream(self.device))
+            for tensor in (images, targets):
+                tensor.record_stream(torch.cuda.current_stream(self.device))
         for i in failed:  # here and not in the thread, since it draws from the process's generators
-            image, batch.targets[batch.rows[i]] = self.dataset.finish(tuple(batch.keys[i].tolist()))
-            images[int(batch.rows[i])] = image.to(self.device)
-        return images, to_device(batch.targets, self.device)
+            row = int(batch.rows[i])
+            image, targets[row] = self.dataset.finish(tuple(batch.keys[i].tolist()))
+            images[row] = image.to(self.device)
+        return images, targets
 
 
 def _groups(pixels: np.ndarray) -> list[np.ndarray]:

@@ -30,6 +30,9 @@ class EncodedImage:
     version: tuple[int, int] = (0, 0)  # of the file: another one if it has changed
 
 
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
 def is_small(pixels: Any) -> Any:
     """Whether a worker decodes an image of so many pixels, a number or an array."""
     return pixels <= SMALL
@@ -63,7 +66,7 @@ class EncodedBatch:
     operations: np.ndarray  # (files, turns) of the operations
     arguments: np.ndarray  # (files, turns, ARGUMENTS)
     ready_rows: np.ndarray
-    files: list[Tensor]  # their bytes; out of a worker those of all, one after the other, in one tensor
+    files: list[Tensor]  # their bytes; out of a worker those of all, one after the other, in one tensor, if any
     ready: list[Tensor]  # images (n, 3, H, W) uint8
 
 
@@ -99,7 +102,7 @@ def collate_encoded(samples: list[tuple[EncodedImage | Tensor, int]], size: tupl
         operations=operations,
         arguments=arguments,
         ready_rows=np.array(list(ready), dtype=np.int64),
-        files=[data],
+        files=[data] if len(data) else [],
         ready=[torch.stack(list(ready.values()))] if ready else [],
     )
     into_shared_memory(*batch.files, *batch.ready)
@@ -123,15 +126,16 @@ def join_pieces(pieces: Sequence[EncodedBatch]) -> EncodedBatch:
         joined[name] = np.zeros((len(joined["rows"]), turns, *arrays[0].shape[2:]), arrays[0].dtype)
         for place, array in zip(np.split(joined[name], np.cumsum([len(array) for array in arrays])), arrays):
             place[:, : array.shape[1]] = array
-    files = [file for piece in pieces for data in piece.files for file in _separate(data, piece.lengths.tolist())]
+    files = [file for piece in pieces for file in _separate(piece)]
     return EncodedBatch(**joined, files=files, ready=[images for piece in pieces for images in piece.ready])
 
 
-def _separate(data: Tensor, lengths: list[int]) -> Iterator[Tensor]:
-    """Files that are one after the other in `data`.
+def _separate(piece: EncodedBatch) -> Iterator[Tensor]:
+    """The files of a piece. Those of no bytes, whose images the device has kept, are one tensor.
 
-    Those of no bytes, whose images the device has kept, are one tensor: making or freeing one hands the interpreter
-    to another thread, and one for each image took a quarter of the host's time.
+    Making or freeing a tensor hands the interpreter to another thread, and one for each image took a quarter of the
+    host's time.
     """
-    nothing, files = data[:0], iter(data.split([length for length in lengths if length]))
-    return (next(files) if length else nothing for length in lengths)
+    lengths = piece.lengths.tolist()
+    files = iter(piece.files[0].split([length for length in lengths if length]) if piece.files else ())
+    return (next(files) if length else NO_BYTES for length in lengths)

@@ -112,7 +112,9 @@ class EpochMeter:
 
 
 class Bottleneck:
-    """Says once, when a run has got under way, what its GPUs wait for, if they do.
+    """Says once, when a run has got under way, what its host's time goes into, if it keeps the GPU waiting.
+
+    For how long is not known: a GPU that waits a little after every step is busy most of the time.
 
     Args:
         interval: Steps from one look at an epoch to the next.
@@ -144,15 +146,18 @@ class Bottleneck:
         host, workers = seconds - data - gpu, data - thread
         longest = max(host, workers, thread)
         if longest == host:
-            what = "what the host does"
+            what = "what it does itself"
             remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
         elif longest == thread:
-            what = f"the host's thread that decodes and augments images ({how_loaded})"
+            what = f"waiting for its thread that decodes and augments images ({how_loaded})"
             remedy = "--no-augment-on-device"
         else:
-            what = f"images ({how_loaded})"
+            what = f"waiting for images ({how_loaded})"
             remedy = "more --workers, files that a GPU decodes (baseline JPEGs) or a faster disk"
-        _logger.warning("the GPU waits for %s, %.0f%% of the time: %s may help", what, 100 * longest / seconds, remedy)
+        share = 100 * longest / seconds
+        _logger.warning(
+            "the GPU waits for the host, whose time goes into %s (%.0f%%): %s may help", what, share, remedy
+        )
 
 
 def peak_memory() -> int:
