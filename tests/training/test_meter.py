@@ -165,7 +165,7 @@ def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, step, said):
     )
 
 
-def test_the_host_is_two_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock, monkeypatch):
+def test_the_host_is_four_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock, monkeypatch):
     waited_for = []
 
     class Event:
@@ -185,15 +185,15 @@ def test_the_host_is_two_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock,
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     meter = EpochMeter()
-    for step in range(5):
+    for step in range(7):
         clock.now += 1
         note(meter, [1.0], [1.0])
-        assert waited_for == list(range(step - 1))
-    assert meter.times == (5 + 3 * 7, 0, 3 * 7, 0)
+        assert waited_for == list(range(step - 3))
+    assert meter.times == (7 + 3 * 7, 0, 3 * 7, 0)
     meter.collect()
-    assert waited_for == [0, 1, 2, 3, 4]
-    assert meter.times == (5 + 5 * 7, 0, 5 * 7, 2 * 7)
-    assert meter.summary(8)["gpu_wait_percent"] == pytest.approx(100 * 35 / 40)
+    assert waited_for == [0, 1, 2, 3, 4, 5, 6]
+    assert meter.times == (7 + 7 * 7, 0, 7 * 7, 4 * 7)
+    assert meter.summary(8)["gpu_wait_percent"] == pytest.approx(100 * 49 / 56)
 
 
 def fill_memory(rank):

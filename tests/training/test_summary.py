@@ -95,7 +95,7 @@ def test_the_picture_shows_what_changes_by_epoch_and_marks_the_best(tmp_path, mo
     assert struct.unpack(">II", png[16:24]) == (1200, 950)
 
 
-def test_the_picture_takes_a_twentieth_of_a_run_at_most_and_is_of_all_its_epochs(tmp_path, monkeypatch):
+def test_the_picture_takes_a_hundredth_of_a_run_at_most_and_is_of_all_its_epochs(tmp_path, monkeypatch):
     now, drawn = [0.0], []
 
     def plot(history):
@@ -105,12 +105,12 @@ def test_the_picture_takes_a_twentieth_of_a_run_at_most_and_is_of_all_its_epochs
 
     monkeypatch.setattr("vil.training.summary.plot_history", plot)
     monkeypatch.setattr("vil.training.summary.time.monotonic", lambda: now[0])
-    report = Reporter(tmp_path, Config(epochs=40), {}, "1 x cpu")
+    report = Reporter(tmp_path, Config(epochs=150), {}, "1 x cpu")
     history: list = []
-    for epoch in range(1, 41):
+    for epoch in range(1, 151):
         now[0] += 5
         report(history := [*history, row(epoch)])
-    assert drawn == [1, 13, 25, 37, 40]
+    assert drawn == [1, 61, 121, 150]
 
 
 def test_an_epoch_and_the_end_of_a_run_are_a_line_each(tmp_path):

@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 TIMES = ("seconds", "waited", "waited_for_gpu", "waited_at_looks")  # of an `EpochMeter`
 IDLE = 0.02  # of the time: a host that waits less for its GPU, but for when it looks at losses, keeps it waiting
-AHEAD = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, while images do not pile up
+AHEAD = 4  # steps that the host may be ahead of a GPU: enough to keep it busy, while images do not pile up
 
 
 class EpochMeter:

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 class Reporter:
     """Writes config.yaml and info.txt when a run starts, summary.csv and curve.png when it is given a new row.
 
-    `setup` is what was chosen for the machine, in a line. The picture takes at most a twentieth of a run's time.
+    `setup` is what was chosen for the machine, in a line. The picture takes at most a hundredth of a run's time.
 
     Without matplotlib there is no curve.png. Training goes on where writing fails: all of it is in the checkpoint, and
     comes with the next row.
@@ -71,7 +71,7 @@ class Reporter:
                 begun = time.monotonic()
                 write_atomically(self.folder / "curve.png", plot_history(history))
                 ended = time.monotonic()
-                self.draws_again = ended + 20 * (ended - begun)  # epochs of a few images are short
+                self.draws_again = ended + 100 * (ended - begun)  # epochs of a few images are short
         except OSError as error:
             _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
         for log in self.logs:
