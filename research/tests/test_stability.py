@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import timm
 import torch
 
 from research import stability
@@ -17,6 +18,16 @@ def test_images_are_those_of_their_seed_and_classes_of_every_seed():
     assert not torch.equal(first, other)
     assert not torch.equal(first, streams[0].next()[0])  # they never repeat
     assert torch.equal(streams[0].textures, streams[2].textures)
+
+
+def test_the_norm_of_the_gradient_is_that_of_fp32_whatever_the_loss_is_scaled_by(monkeypatch):
+    monkeypatch.setattr(stability.timm, "create_model", partial(timm.create_model, depth=2))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**10))
+    norms = [
+        stability.train("vil_tiny", stability.Images(0, 2, 32, 1.0, torch.device("cpu")), 1, dtype).gradient_norms
+        for dtype in (None, torch.float16)
+    ]
+    torch.testing.assert_close(*norms, rtol=0.02, atol=0)
 
 
 def test_steps_that_overflow_are_skipped_and_counted_and_an_infinite_loss_is_noticed(monkeypatch):

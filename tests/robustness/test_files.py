@@ -12,12 +12,12 @@ from time import monotonic, sleep
 
 import pytest
 from faults import before
-from processes import Forked, become, draw_nothing, run, train_command
+from processes import Forked, become, draw_nothing, in_processes, run, train_command
 
 import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
-from vil.output import _Lossy
+from vil.output import _Lossy, outlive_output
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
@@ -95,8 +95,11 @@ def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
     with FolderLock(tmp_path / "run"):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
         monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # for the second
+        half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
+        half.write_text("half of a checkpoint")
         with pytest.raises(FolderInUseError, match=message):
             FolderLock(tmp_path / "run")
+        assert half.exists()  # the holder is just writing it
         with FolderLock(tmp_path / "other"):
             pass
     with FolderLock(tmp_path / "run"):  # that is over
@@ -159,6 +162,20 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
     with open(os.devnull, "w") as closed:
         pass
     print("more", file=_Lossy(closed), flush=True)
+
+
+def close_and_go_on(rank):
+    for number in (1, 2):
+        os.close(number)
+    sys.stdout = sys.stderr = None  # as Python has it
+    outlive_output()
+    return [os.get_inheritable(number) for number in (1, 2)]
+
+
+def test_streams_that_were_closed_are_open_in_what_a_run_starts_as_well():
+    """Or files would take their numbers there."""
+    (ended,) = in_processes(1, close_and_go_on)
+    assert ended.value == [True, True]
 
 
 def train_in_a_terminal(command, terminal):

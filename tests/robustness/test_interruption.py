@@ -251,6 +251,18 @@ def test_a_job_goes_back_to_the_queue_where_it_was_preempted_not_where_its_run_f
     assert (tmp_path / "scontrol.txt").exists() == requeued
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_waits_for_its_run_whatever_notice_it_gets_and_goes_back_to_the_queue(tmp_path, monkeypatch, number):
+    run = f'trap "exit {PREEMPTED}" USR1; touch {tmp_path}/begun; while kill -0 $PPID; do sleep 0.01; done'
+    stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS | {"srun": run})
+    job = subprocess.Popen(["bash", str(ROOT / "scripts/slurm.sh")])
+    while not ((tmp_path / "begun").exists() and signal.SIGUSR1 in signals(job.pid, "SigCgt")):
+        assert job.poll() is None
+    job.send_signal(number)
+    assert job.wait(60) == PREEMPTED
+    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
+
+
 @pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
 def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypatch, script, number):
     """Slurm's own commands by stand-ins; a launcher without a store that anybody on the network could write to."""

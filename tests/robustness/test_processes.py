@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import pickle
+import signal
 import time
 
 import pytest
@@ -111,6 +112,20 @@ def test_no_process_leaves_before_all_have_come_to_the_end():
     assert [(status, errors) for _, status, errors in ended] == [(0, "")] * 3
     (_, first_left), _, (last_arrived, _) = (e.value for e in ended)
     assert first_left >= last_arrived
+
+
+def press_ctrl_c(rank):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt), processes.hearing_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+        return "went on"
+    return "interrupted"
+
+
+def test_a_ctrl_c_that_nobody_handles_interrupts_the_thread_that_waits_and_no_other():
+    (ended,) = in_processes(1, press_ctrl_c)
+    assert (ended.value, ended.errors) == ("interrupted", "")
 
 
 def restart(rank, count):
