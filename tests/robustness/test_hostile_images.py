@@ -13,6 +13,7 @@ import resource
 import struct
 import sys
 import tarfile
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -293,6 +294,23 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     monkeypatch.setattr(guard.sys, "executable", "false")
     with pytest.raises(RuntimeError, match="the program that decodes images does not start: false "):
         images.read_image(io.BytesIO(gif))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, where there are threads
+def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it():
+    """As loaders' workers are, beside a thread of vil.predict."""
+    gif, asked, answered = encode(RGB, "GIF"), threading.Event(), threading.Event()
+    slow = SimpleNamespace(read=lambda count: asked.set() or (answered.wait() and gif))
+    with ThreadPoolExecutor(1) as pool:
+        decoded = pool.submit(guard.decode_guarded, slow, len(gif))
+        assert asked.wait(60)
+        forked = multiprocessing.get_context("fork").Process(target=images.read_image, args=[io.BytesIO(gif)])
+        forked.start()
+        forked.join(30)
+        answered.set()
+    forked.kill()
+    assert (forked.exitcode, decoded.result().size) == (0, (32, 24))
 
 
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
