@@ -9,8 +9,8 @@ import functools
 import io
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
@@ -37,23 +37,27 @@ PIXELS_TOGETHER = 2**20  # of small images' batches, prepared at a time: it take
 
 
 class DeviceLoader(PieceLoader):
-    """Batches of files that the device decodes and transforms, in a thread and on a stream of their own.
+    """Batches of files that the device decodes and transforms, on a stream of their own.
 
     It prepares a group of batches when the model is done with the third one before it: what is ahead of the model fills
     memory.
 
     Args:
         together: Batches of a group.
+        threaded: Whether a thread prepares them: it can wait for a decoder, but with small images, of which the host
+            launches more than the device has to do, it would only contend with the caller for the interpreter.
         transform: The one that drew for the images.
         kept: Where decoded images stay, and the workers' keys come from.
         typical_bytes: Of a decoded image, if there are to be images in `kept` before the first batch.
     """
 
     def __init__(
-        self, *args, together: int, transform: DrawingTransform, kept: KeptImages, typical_bytes: float | None = None
-    ):
+        self, *args, together: int, threaded: bool, transform: DrawingTransform, kept: KeptImages,
+        typical_bytes: float | None = None,
+    ):  # fmt: skip
         super().__init__(*args)
-        self.together, self.transform, self.kept, self.typical_bytes = together, transform, kept, typical_bytes
+        self.together, self.threaded, self.transform = together, threaded, transform
+        self.kept, self.typical_bytes = kept, typical_bytes
         # of high priority: small kernels go in between those of the model, and not behind them
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
@@ -61,14 +65,15 @@ class DeviceLoader(PieceLoader):
         if self.typical_bytes and self.kept.choose_room(self.typical_bytes):
             self._read_ahead()
         self.typical_bytes = None
-        ahead: deque[tuple[Future, list[int]]] = deque()
-        thread = ThreadPoolExecutor(max_workers=1)
+        ahead: deque[tuple[Callable, list[int]]] = deque()
+        thread = ThreadPoolExecutor(max_workers=1)  # which starts when it has something to do
         try:
             used: list[torch.cuda.Event | None] = [None, None]
             batches = map(list, self.gathered())
             while group := [*islice(batches, self.together)]:
                 sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
-                ahead.append((thread.submit(self._prepare, [*chain(*group)], used[0]), sizes))
+                prepare = functools.partial(self._prepare, [*chain(*group)], used[0])
+                ahead.append((thread.submit(prepare).result if self.threaded else prepare, sizes))
                 if len(ahead) > 1:
                     yield from self._batches(*ahead.popleft())
                     used = [used[1], self._what_is_queued()]
@@ -96,13 +101,13 @@ class DeviceLoader(PieceLoader):
             pieces.batches = batches
             self.dataset.unreadable.take()  # which counts when a batch has them
 
-    def _batches(self, group: Future, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, group: Callable, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         images, targets = self._finish(*self._wait_for(group))
         return zip(images.split(sizes), targets.split(sizes))
 
-    def _wait_for(self, batch: Future):
+    def _wait_for(self, group: Callable):
         start = time.perf_counter()
-        begun, *prepared = batch.result()
+        begun, *prepared = group()
         end = time.perf_counter()
         for_gpu, for_thread = self.waits
         self.waits = for_gpu + max(0.0, begun - start), for_thread + end - max(begun, start)

@@ -152,7 +152,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
         return HostLoader(*place)
     repeats = is_training and batches.repeats > 1  # so that it would take epochs to meet all images
     ahead = 3 * pixels if repeats and pixels < math.inf else None
-    return DeviceLoader(*place, together=together, transform=draw, kept=kept, typical_bytes=ahead)
+    return DeviceLoader(*place, together=together, threaded=not small, transform=draw, kept=kept, typical_bytes=ahead)
 
 
 def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
