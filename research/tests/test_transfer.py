@@ -211,7 +211,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
         small_benchmark(other)
 
 
-def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights, monkeypatch):
+def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights, tmp_path, monkeypatch):
     trained = []
 
     class Recorder:
@@ -225,6 +225,8 @@ def test_both_ways_are_trained_alike_but_for_the_start(small_benchmark, weights,
 
         def run(self):
             config, _ = trained[-1]
+            if before := trained[:-1]:  # which are in the file by now
+                assert len(json.loads((tmp_path / "found.json").read_text())["runs"]) == len(before)
             reached = dict(eval_top1=99.0, eval_top1_ema=1000 * config.lr, eval_loss=0.0, eval_loss_ema=4.0)
             self.history = [dict.fromkeys([*reached, "train_loss"], 50.0), reached | dict(train_loss=5.0)]
 

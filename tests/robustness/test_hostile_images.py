@@ -13,6 +13,7 @@ import resource
 import struct
 import sys
 import tarfile
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -295,6 +296,23 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
         images.read_image(io.BytesIO(gif))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, where there are threads
+def test_a_process_that_is_forked_while_an_image_is_decoded_does_not_wait_for_it():
+    """As loaders' workers are, beside a thread of vil.predict."""
+    gif, asked, answered = encode(RGB, "GIF"), threading.Event(), threading.Event()
+    slow = SimpleNamespace(read=lambda count: asked.set() or (answered.wait() and gif))
+    with ThreadPoolExecutor(1) as pool:
+        decoded = pool.submit(guard.decode_guarded, slow, len(gif))
+        assert asked.wait(60)
+        forked = multiprocessing.get_context("fork").Process(target=images.read_image, args=[io.BytesIO(gif)])
+        forked.start()
+        forked.join(30)
+        answered.set()
+    forked.kill()
+    assert (forked.exitcode, decoded.result().size) == (0, (32, 24))
+
+
 def test_threads_that_decode_at_once_get_a_picture_each_of_their_own(monkeypatch):
     """As those of vil.predict."""
     monkeypatch.setattr(decoder, "SECONDS", 3)
@@ -316,11 +334,14 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     (root / "one.jpg").write_bytes(SMALL_JPEG)
     links["bee/second.jpg"] = one = "../../one.jpg"
     followed = {"bee/first.jpg": one, "beetle": "../more/inner", "cat": "../more", "bee/notes.txt": "/etc/passwd"}
+    (root / "two.jpg").write_bytes(SMALL_JPEG)
+    (root / "more" / "2.jpg").symlink_to("../two.jpg")  # behind a link
     for name, target in (links | followed).items():
         (root / "train" / name).symlink_to(target)
     dataset = open_split(str(root), "", "train")
     names = {dataset.filename(i) for i in range(len(dataset))}
-    assert names == {f"ant/{i}.png" for i in range(12)} | (linked := {"bee/first.jpg", "beetle/1.jpg", "cat/1.jpg"})
+    linked = {"bee/first.jpg", "beetle/1.jpg", "cat/1.jpg", "cat/2.jpg"}
+    assert names == {f"ant/{i}.png" for i in range(12)} | linked
     assert [message[: message.index(": ")] for message in caplog.messages] == [
         f"11 links in '{root}/train' are left out, such as 'ant/again'"
     ]
