@@ -229,7 +229,8 @@ class Speed:
 
 @torch.inference_mode()
 def measure_speed(model: nn.Module, images: Tensor, precision: AbstractContextManager, seconds: float = 1.0) -> Speed:
-    """Runs a model, alone, on one batch again and again for so long, after one call to warm up."""
+    """Evaluates a model, alone, on one batch again and again for so long, after one call to warm up."""
+    model.eval()
     on_gpu = images.device.type == "cuda"
 
     def call() -> None:
