@@ -133,13 +133,14 @@ def loader_for_evaluation(folder, device, **options):
 def test_a_gpu_that_decodes_augments_jpegs_and_a_cpu_where_it_is_asked_to(
     photo_folder, said, device, wanted, kind, monkeypatch
 ):
-    """The workers decode small ones of them."""
+    """The workers decode small ones of them, and no thread prepares these."""
     here = "in the training process"
     for make in (loader_for_training, loader_for_evaluation):
         for small, place in ((0, "and augmenting on the device"), (2**20, f"{here} and augmenting on the device")):
             monkeypatch.setattr(encoded, "SMALL", small)
             loader = make(photo_folder, device, augment_on_device=wanted)
             assert type(loader) is kind
+            assert getattr(loader, "threaded", None) == (not small if kind is DeviceLoader else None)
             assert loader.loader.pin_memory == (device == CUDA and kind is HostLoader)
             place = place if kind is DeviceLoader else f"and augmenting {here}"
             assert describe(loader) == f"no workers, decoding {place}"

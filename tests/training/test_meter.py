@@ -106,7 +106,7 @@ def measure(rank):
     train(meter, clock, 1, wait=(1.0, 3.0)[rank], work=(3.0, 1.0)[rank], loss=(0.1, 0.2)[rank], norm=(1.0, 4.0)[rank])
     meter.collect()
     bottleneck = Bottleneck(1)
-    bottleneck.look(meter, "", for_model=float(rank), for_thread=0.0)
+    bottleneck.look(meter, "", for_model=float(rank), for_preparation=0.0)
     row = meter.summary(global_batch_size=16) | dict(looked=bottleneck.before[1])
     processes.leave_processes()
     return row
@@ -124,21 +124,21 @@ def test_means_are_over_all_processes():
 
 def looked(clock, steps, caplog):
     """The lines about epochs of steps, each so many seconds for data, for the host's work and for the GPU."""
-    bottleneck, for_model, for_thread = Bottleneck(5), 0.0, 0.0
+    bottleneck, for_model, for_preparation = Bottleneck(5), 0.0, 0.0
     with caplog.at_level("WARNING"):
         for epoch in steps:
             meter = EpochMeter()
-            for i, (data, model, thread, host, gpu) in enumerate(epoch, start=1):
-                meter.seconds += data + model + thread + host + gpu
-                meter.waited += data + model + thread
-                for_model, for_thread = for_model + model, for_thread + thread
+            for i, (data, model, preparation, host, gpu) in enumerate(epoch, start=1):
+                meter.seconds += data + model + preparation + host + gpu
+                meter.waited += data + model + preparation
+                for_model, for_preparation = for_model + model, for_preparation + preparation
                 meter.waited_for_gpu += gpu
                 meter.losses.append(0.0)
                 if i % 5 == 0:
                     meter.seconds += 1
                     meter.waited_for_gpu += 1
                     meter.waited_at_looks += 1
-                bottleneck.look(meter, "3 workers", for_model, for_thread)
+                bottleneck.look(meter, "3 workers", for_model, for_preparation)
     return caplog.messages
 
 
@@ -149,7 +149,7 @@ def looked(clock, steps, caplog):
         ((1, 0, 1, 5, 0.0), r"what it does itself \(69%\): --cuda-graphs, .*"),
         (
             (1, 0, 4, 3, 0.0),
-            r"waiting for its thread that decodes and augments images \(3 workers\) \(49%\): --no-augment-on-device",
+            r"preparing images \(3 workers\) \(49%\): --no-augment-on-device",
         ),
         ((6, 0, 0, 2, 0.2), None),  # it always has work, for which the host waits
         ((4, 2, 0, 2, 0), None),  # or its images

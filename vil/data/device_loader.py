@@ -109,8 +109,8 @@ class DeviceLoader(PieceLoader):
         start = time.perf_counter()
         begun, *prepared = group()
         end = time.perf_counter()
-        for_gpu, for_thread = self.waits
-        self.waits = for_gpu + max(0.0, begun - start), for_thread + end - max(begun, start)
+        for_model, for_preparation = self.waits
+        self.waits = for_model + max(0.0, begun - start), for_preparation + end - max(begun, start)
         return prepared
 
     def _what_is_queued(self) -> torch.cuda.Event | None:

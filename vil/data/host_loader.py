@@ -25,7 +25,7 @@ class PieceLoader:
 
     def __init__(self, loader: DataLoader, batches, device: torch.device, settings: LoaderSettings):
         self.loader, self.batches, self.device, self.settings = loader, batches, device, settings
-        self.waits = 0.0, 0.0  # seconds in which the next batch waited for the model, and for a thread, in all
+        self.waits = 0.0, 0.0  # seconds for which the next batch waited for the model, and to be prepared, in all
 
     def __len__(self) -> int:
         return len(self.loader if self.batches is None else self.batches)

@@ -124,32 +124,34 @@ class Bottleneck:
         self.interval, self.found = interval, False
         self.before: tuple[EpochMeter, list[float]] | None = None
 
-    def look(self, meter: EpochMeter, how_loaded: str, for_model: float, for_thread: float) -> None:
+    def look(self, meter: EpochMeter, how_loaded: str, for_model: float, for_preparation: float) -> None:
         """The first look at an epoch is at a start, the next may find something. Called after each step.
 
         Args:
             how_loaded: Who loads the images, in a few words.
             for_model: Seconds of the waiting for images, in all, in which these waited for the model to go on.
-            for_thread: Those in which they waited for a thread of this process.
+            for_preparation: Those in which this process decoded and augmented them.
         """
         if self.found or meter.steps % self.interval:
             return
-        times = sum_over_processes(torch.tensor([*meter.times, for_model, for_thread], dtype=torch.float64)).tolist()
+        times = sum_over_processes(
+            torch.tensor([*meter.times, for_model, for_preparation], dtype=torch.float64)
+        ).tolist()
         before, self.before = self.before, (meter, times)
         if before is None or before[0] is not meter:
             return
         self.found = True
-        seconds, data, gpu, at_looks, model, thread = (now - then for now, then in zip(times, before[1]))
+        seconds, data, gpu, at_looks, model, preparation = (now - then for now, then in zip(times, before[1]))
         # a host that waits for a GPU keeps it busy
         if not is_first_process() or gpu - at_looks + model >= IDLE * seconds:
             return
-        host, workers = seconds - data - gpu, data - thread
-        longest = max(host, workers, thread)
+        host, workers = seconds - data - gpu, data - preparation
+        longest = max(host, workers, preparation)
         if longest == host:
             what = "what it does itself"
             remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
-        elif longest == thread:
-            what = f"waiting for its thread that decodes and augments images ({how_loaded})"
+        elif longest == preparation:
+            what = f"preparing images ({how_loaded})"
             remedy = "--no-augment-on-device"
         else:
             what = f"waiting for images ({how_loaded})"
