@@ -120,7 +120,8 @@ def test_speed_is_that_of_calls_after_the_first(monkeypatch):
             self.calls += 1
             clock.now += 10.0 if self.calls == 1 else 0.25  # the first call compiles
             assert torch.is_autocast_enabled("cpu")
-            assert torch.is_inference_mode_enabled() and not self.training
+            assert torch.is_inference_mode_enabled()
+            assert not self.training
             return super().forward(images)
 
     model, precision = Slow(4, 4), torch.autocast("cpu", torch.bfloat16)
