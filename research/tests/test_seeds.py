@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import math
+import platform
 import shutil
 import signal
 import sys
@@ -492,3 +493,10 @@ def test_curves_are_drawn_by_epochs_and_by_the_time_of_training(monkeypatch):
         expected = [[[scale, seed], [2 * scale, 9]] for scale in scales for seed in (1, 2)]
         assert [line.get_xydata().tolist() for line in axis.lines] == expected
     assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == MODELS
+
+
+def test_a_machine_that_lists_no_processors_has_one_none_the_less(monkeypatch, tmp_path):
+    monkeypatch.setattr(seeds, "CPU_INFO", tmp_path / "cpuinfo")
+    assert seeds.machine()["processor"] == platform.processor()  # as on macOS
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: One\n\nprocessor\t: 1\nmodel name\t: Two\n")
+    assert seeds.machine()["processor"] == "One"
