@@ -71,6 +71,7 @@ CURVES = (
     "eval_top1_ema",
 )  # fmt: skip
 EVALUATED_AT_ONCE = 250
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -438,8 +439,8 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""  # Linux has it
+    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 

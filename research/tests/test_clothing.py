@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from research import clothing, transfer
@@ -33,7 +34,7 @@ def names(images, split):
 @pytest.fixture
 def study(photographs, monkeypatch, capsys):
     """The results of the program, with runs that reach what their learning rate says, and what each was given."""
-    given = []
+    given, asked = [], []
 
     def train_on(images, words, folder, run):
         splits = {path.name for path in images.iterdir()}
@@ -41,6 +42,7 @@ def study(photographs, monkeypatch, capsys):
         return dict(top1=1000 * run.setting + run.seed + 10 * ("--pretrained-path" in words))
 
     def features(probe, way, seed):
+        asked.append((way, seed))
         rows = [path.relative_to(probe.data) for path in sorted(probe.data.glob("*/*/*.png"))]
         hats = [(path.parent.name == "hat") != (path.parts[0] == "validation") for path in rows]  # there it is deceived
         return {path: np.array([float(hat) + seed, 1.0]) for path, hat in zip(rows, hats)}
@@ -55,7 +57,7 @@ def study(photographs, monkeypatch, capsys):
     before = len(given)
     clothing.main()  # goes on with what is missing, which is nothing
     assert len(given) == before
-    return json.loads(out.read_text()), given, capsys.readouterr().out
+    return json.loads(out.read_text()) | dict(asked=asked), given, capsys.readouterr().out
 
 
 def test_settings_are_chosen_on_validation_and_judged_on_test_from_the_same_draws(study, photographs):
@@ -85,6 +87,33 @@ def test_settings_are_chosen_on_validation_and_judged_on_test_from_the_same_draw
     probes = [run for run in results["runs"] if run["way"].startswith("linear")]
     assert {(run["rehearse"], run["top1"]) for run in probes} == {(True, 0.0), (False, 100.0)}
     assert {run["way"] for run in probes} == {"linear, seen", "linear, drawn", "linear, random"}
+    weights = [("linear, seen", 0), ("linear, drawn", 0), *(("linear, random", seed) for seed in (0, 1, 100))]
+    assert sorted(results["asked"]) == sorted(weights)  # each of them once
+
+
+def test_results_of_other_images_are_not_added_to(study, photographs):
+    image = photographs / "data" / "test" / "hat" / "00.png"
+    image.write_bytes(image.read_bytes() + b"\0")
+    with pytest.raises(SystemExit, match="clothing.json has results of another images"):
+        clothing.main()
+
+
+def test_features_are_of_every_image_as_it_is_evaluated_and_of_the_ways_weights(photographs, monkeypatch):
+    class Mean(torch.nn.Module):
+        def forward(self, x):
+            return x.mean((2, 3))
+
+    built = []
+    monkeypatch.setattr(transfer, "frozen", lambda *words, **named: built.append((*words[:3], named)) or Mean())
+    files = {"seen": Path("seen.safetensors"), "drawn": Path("drawn.safetensors")}
+    probe = clothing.Probe(photographs / "data", files, "cpu")
+    found = probe.features("linear, drawn", 0)
+    probe.features("linear, random", 7)
+    how = dict(img_size=224)
+    assert built == [("vil_tiny", "drawn.safetensors", 0, how), ("vil_tiny", None, 7, how)]
+    assert len(found) == 2 * (30 + 2 + 3)
+    reds = [found[Path("train", "hat", f"{i:02}.png")] for i in (0, 29)]  # which are i of 255 all over
+    np.testing.assert_allclose(reds[1] - reds[0], [29 / 255 / 0.229, 0, 0], atol=1e-5)
 
 
 def test_a_probe_learns_from_the_images_that_training_gets(photographs):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import signal
 import threading
 import time
@@ -412,6 +413,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
     write_fractals(stopped, options)
     assert files(stopped) == files(whole)
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
+    assert len(drawn) == 2  # of each folder once: its classes are in a file
     assert not (stopped / ".unfinished").exists()
     assert json.loads((stopped / "fractals.json").read_text())["images"] == 18
     monkeypatch.setattr(fractals, "render_images", None)  # nothing is made any more
@@ -450,15 +452,17 @@ def test_after_an_error_no_more_is_written(tmp_path, drawn, monkeypatch, where):
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
     resource = pytest.importorskip("resource")
-    options = Fractals(**SMALL | dict(size=128, clutter=3))
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | dict(size=128, clutter=3)).items()]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))  # of a file, of which a part is written as on a disk
     try:
-        with pytest.raises(OSError, match=r"train.c000\d.0000\d\.jpg"):
-            write_fractals(tmp_path / "out", options)
+        with pytest.raises(SystemExit):
+            fractals.main([str(tmp_path / "out"), *words, "--device=cpu"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    write_fractals(tmp_path / "out", options)
+    error = capsys.readouterr().err
+    assert re.search(r"error: .*train.c000\d.0000\d\.jpg.*\. The same command goes on with what is complete\n$", error)
+    fractals.main([str(tmp_path / "out"), *words, "--device=cpu"])
     written = files(tmp_path / "out")
     assert len(written) == 18
     assert min(map(len, written.values())) < 6000 < max(map(len, written.values()))
@@ -487,6 +491,7 @@ def test_other_options_need_another_folder(tmp_path, drawn, capsys):
         ("--size=3", "size is 3 but must be at least 16"),
         ("--size=5000", "size is 5000 but must be at most 4096"),
         ("--colours=-0.1", "colours is -0.1 but must be between 0 and 1"),
+        ("--seed=-1", "seed is -1 but must be at least 0"),
         ("--test-per-class=-1", "test_per_class is -1 but must be at least 0"),
         ("--device=cuda", "device 'cuda': there is none that PyTorch can use on this machine; try --device cpu"),
         ("--device=meta", "device 'meta': there is none that PyTorch can use"),

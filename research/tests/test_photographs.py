@@ -1,8 +1,11 @@
 """The study of photographs: its cells in the order of the protocol, what is counted and when, its statistics."""
 
 import gzip
+import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,7 +16,7 @@ import pytest
 import yaml
 from fixtures import CLASSES
 
-from research import photographs, seeds, tiny_imagenet
+from research import photographs, predictions, seeds, tiny_imagenet
 from research.compare import holm, welch
 from research.photographs import Cell
 from research.predictions import Judged
@@ -98,6 +101,8 @@ TEST = {
 def test_test_images_are_counted_when_the_last_run_is_there():
     runs = with_seeds(searched(), **STEADY)
     runs[-1]["curves"]["images_per_second"] = [10.0, 500.0, 500.0]  # on a GPU that is throttled
+    (alone,) = (run for run in runs if run["stage"] == "compiled")
+    alone["curves"]["images_per_second"], alone["machine"] = [10.0, 4000.0], dict(gpu=None)  # its two epochs
     judged = judged_as(runs, TEST)
     for table in (photographs.models_table, photographs.differences_table):
         early = table(runs[:-1], judged_as(runs[:-1], TEST))
@@ -110,7 +115,11 @@ def test_test_images_are_counted_when_the_last_run_is_there():
     assert vil[4:6] == [f"{mean(TEST[VIL]):.2f} ± {stdev(TEST[VIL]):.2f}", "46.10 45.20 45.90 46.40 45.50"]
     assert vil[6:8] == ["50.08 ± 0.08", "51.08 ± 0.08"]
     assert vil[8:] == ["10.0 (H)", "1,000 (H)"]  # 600,000 images
-    assert (deit[8:], compiled[8:]) == (["10.0 (H)", "1,000 (H)"], ["2.5 (H)", "4,000 (H)"])
+    assert (deit[8:], compiled[8:]) == (["10.0 (H)", "1,000 (H)"], ["2.5 (CPU)", "4,000 (CPU)"])
+    backwards = photographs.models_table(runs[::-1], judged)  # as runs beside each other may end
+    assert backwards == photographs.models_table(runs, judged)
+    before = photographs.models_table(with_seeds(searched()), None)  # of which no time of a study follows
+    assert before.splitlines()[-1].endswith("| nan (H) | 4,000 (H) |")
 
 
 def test_differences_are_by_welchs_test_and_holms_correction():
@@ -145,9 +154,12 @@ def test_an_extension_adds_an_estimate_when_it_is_whole_and_changes_nothing_else
 @pytest.fixture
 def stubbed(tmp_path, image_folder, monkeypatch):
     """A folder and the arguments of a study on small images, whose runs train nothing; and the words that each got."""
-    for split, name in (("train", "train"), ("choose", "val"), ("test", "val")):
-        (tmp_path / "images").mkdir(exist_ok=True)
+    (tmp_path / "images").mkdir()
+    for split, name in (("train", "train"), ("choose", "val")):
         (tmp_path / "images" / split).symlink_to(image_folder / name)
+    shutil.copytree(image_folder / "val", tmp_path / "images" / "test")
+    for name in CLASSES:  # six of each, where there are seven to choose on
+        (tmp_path / "images" / "test" / name / "0.png").unlink()
     config = dict(data_dir=str(tmp_path / "images"), val_split="choose", img_size=16, epochs=30, global_batch_size=16)
     config["model_kwargs"] = dict(depth=1, patch_size=8)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
@@ -156,9 +168,12 @@ def stubbed(tmp_path, image_folder, monkeypatch):
     def train(options, model, seed, words, folder, deadline, gpus):
         if deadline.passed:
             return
+        assert signal.getsignal(signal.SIGTERM) == deadline._pass
         started.append((model, seed, words[:2] if words[0] == "--epochs" else [], float(words[-1])))
-        if model == VIM and words[-1] == "0.002":
-            raise SystemExit("vim_tiny-100 ended with status 1: the gradient's norm is nan at step 3 of epoch 2")
+        if reason := {(VIM, "0.002"): "gradient's norm is nan", (DEIT, "0.0005"): "loss is -inf"}.get(
+            (model, words[-1])
+        ):
+            raise SystemExit(f"{model}-100 ended with status 1: {500 * '.'} the {reason} at step 3 of epoch 2")
         path = folder / f"{model}-{seed}"
         path.mkdir(parents=True)
         (path / "config.yaml").write_text(json.dumps(config | dict(epochs=1, num_classes=4)))
@@ -202,9 +217,10 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((root / "out.json").read_text())
     diverged = [run for run in found["runs"] if "diverged" in run]
-    assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(VIM, 0.002, 0.0)]
+    assert [(run["model"], run["lr"], run["top1"]) for run in diverged] == [(DEIT, 0.0005, 0.0), (VIM, 0.002, 0.0)]
+    assert diverged[1]["diverged"].endswith("the gradient's norm is nan at step 3 of epoch 2")
     rows = gzip.decompress((root / "out.csv.gz").read_bytes()).decode().splitlines()
-    assert (len(rows), rows[0].count(",")) == (29, 1 + 36)
+    assert (len(rows), rows[0].count(",")) == (25, 1 + 36)  # the images of `test`
     assert "| vil_tiny | 2" in (shown := capsys.readouterr().out)
     assert "25.00 ± 0.00" in shown  # a quarter of the images is of the class that all are taken for
 
@@ -213,14 +229,41 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     with pytest.raises(SystemExit):
         call("--minutes", "0")
     assert "not done yet: seeds-0.001/vim_tiny-19" in capsys.readouterr().err
-    call()  # on another machine: the last run alone
+    (root / "images").rename(root / "elsewhere")
+    call(*(words := ["--data-dir", str(root / "elsewhere")]))  # on another machine: the last run alone
     assert started[49:] == [(VIM, 19, [], 0.001)]
     assert len(json.loads((root / "out.json").read_text())["runs"]) == 49
 
+    (root / "elsewhere" / "test" / "ant" / "1.png").unlink()
+    with pytest.raises(SystemExit, match="out.json is of runs with other images"):
+        call(*words)
     config = root / "small.yaml"
     config.write_text(config.read_text().replace("epochs: 30", "epochs: 3"))
     with pytest.raises(SystemExit, match="out.json is of runs with other config"):
-        call()
+        call(*words)
+    with pytest.raises(SystemExit, match="study.json is of runs with other config"):
+        call(*words, "--earlier", str(root / "none.json"))
+
+
+def test_results_that_are_half_written_are_gone_on_with(stubbed, monkeypatch, capsys):
+    _, command, started = stubbed
+    monkeypatch.setattr(sys, "argv", command)
+    write = seeds.write_atomically
+
+    def stop(path, content):
+        write(path, content)
+        if len(started) > 13:  # the first run that is judged: of its two files one is there
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        for module in (photographs, predictions):
+            patch.setattr(module, "write_atomically", stop)
+        with pytest.raises(OSError, match="no space"):
+            photographs.main()
+    monkeypatch.setattr(sys, "argv", [*command, "--minutes", "0"])
+    with pytest.raises(SystemExit):
+        photographs.main()
+    assert "not done yet: seeds-0.001/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("reason", "runs"), [("no space left on device", 0), ("the loss is nan at step 3", 13)])
@@ -274,9 +317,14 @@ def test_tiny_imagenet_is_split_by_names_and_travels_in_parts(tmp_path, monkeypa
     for name, data in found.items():
         _, label, file = name.split("/")
         assert data == content[f"train/{label}/images/{file}"]
-    assert len([name for name in found if name.startswith("choose/n01/")]) == 50
+    names = sorted((f"n01_{i}.JPEG" for i in range(60)), key=lambda n: hashlib.sha256(f"0 {n}".encode()).hexdigest())
+    assert {f"choose/n01/{name}" for name in names[:50]} == {name for name in found if name.startswith("choose/n01/")}
     with pytest.raises(SystemExit, match="parts exists"):
         tiny_imagenet.main()
+    for words in (["mv", "tiny/val", "tiny/test"], ["commit", "-qm", "moved"]):
+        subprocess.run([*git, *words], check=True)
+    with pytest.raises(SystemExit, match="has no val/val_annotations.txt: give a repository of Tiny ImageNet"):
+        tiny_imagenet.files_of(source)
 
 
 @pytest.mark.parametrize("works", [False, True])

@@ -7,6 +7,8 @@ import queue
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -75,7 +77,15 @@ def test_all_runs_share_their_examples_and_are_tested_on_others():
     (shown, queries), (asked, _) = recall.examples_of(a_run(**equal), CPU)
     assert shown.shape == asked.shape == (64, 4)
     assert not {tuple(row) for row in shown.tolist()} & {tuple(row) for row in asked.tolist()}
-    assert torch.equal(recall.examples_of(a_run(**equal, seed=1, mixer="mamba"), CPU)[0][1], queries)
+    (_, again), (same, _) = recall.examples_of(a_run(**equal, seed=1, mixer="mamba"), CPU)
+    assert torch.equal(again, queries)
+    assert torch.equal(same, asked)
+
+
+def test_examples_are_drawn_piece_by_piece_and_none_again():
+    pairs, queries = recall_examples(8_200, 8, 2, 0, CPU, vocabulary=32)
+    assert len(pairs) == len(queries) == 8_200
+    assert not torch.equal(pairs[:8, ::2], pairs[8_192:, ::2])
 
 
 def test_pairs_that_do_not_fit_are_refused():
@@ -165,12 +175,12 @@ def test_the_causal_mixer_is_one_direction_of_the_packages_block(mixer, width):
 def test_the_convolutions_kernels_are_silu_of_conv1d_with_its_gradients(dtype, shape, taps):
     """On a CPU, in Triton's interpreter."""
     torch.manual_seed(0)
-    u = torch.randn(shape, dtype=dtype, requires_grad=True)
+    u = torch.randn(shape[0], shape[2], shape[1], dtype=dtype).mT.requires_grad_()  # with gaps, as its gradient
     weight, bias = torch.randn(shape[2], taps, requires_grad=True), torch.randn(shape[2], requires_grad=True)
     exact = [t.detach().double().requires_grad_() for t in (u, weight, bias)]
     of_conv = F.conv1d(exact[0].mT, exact[1].unsqueeze(1), exact[2], padding=taps - 1, groups=shape[2])
     expected = F.silu(of_conv[..., : shape[1]]).mT
-    dv = torch.randn(shape).to(dtype)
+    dv = torch.randn(*shape[:2], 1).to(dtype).expand(shape)
     gradients = torch.autograd.grad(expected, exact, dv.double())
     rounding = 1e-5 if dtype == torch.float32 else 0.01
     for function in (causal_conv.silu_by_kernels, causal_conv.silu_of_shifted_products):
@@ -250,8 +260,8 @@ def test_a_run_learns_what_it_is_shown_and_stops_there(mixer):
 
 def test_the_first_epoch_is_adamw_on_the_batches_in_their_order():
     """Against a loop without graphs, flat gradients and rates on a device."""
-    run = trained(a_run(epochs=2))
-    pairs, queries = recall_examples(64, 16, 2, 0, CPU)
+    run = trained(a_run(epochs=2, train_examples=70), count=70)  # of which the last fill no batch
+    pairs, queries = recall_examples(70, 16, 2, 0, CPU)
     torch.manual_seed(0)
     model = RecallModel("longhorn", 16, 16)
     optimizer = torch.optim.AdamW(model.parameters(), 1.0, weight_decay=0.1)
@@ -314,6 +324,47 @@ def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer
         trained(other, state=tmp_path / "run.safetensors")
 
 
+def test_a_run_that_is_killed_goes_on_from_what_was_saved_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall, "STEPS_A_TURN", 3)
+    monkeypatch.setattr(recall, "SECONDS_BETWEEN_SAVES", -1)
+    shown, path = recall_examples(64, 16, 2, 0, CPU), tmp_path / "run.safetensors"
+    killed = a_run(epochs=4)
+    for _ in recall.train(killed, lambda _: (shown, shown), CPU, math.inf, path):
+        if len(killed.accuracy) == 2:
+            break
+    run = trained(a_run(epochs=4), state=path)
+    assert run.accuracy == trained(a_run(epochs=4)).accuracy
+    assert [sitting["epochs"] for sitting in run.sittings] == [2, 2]
+
+
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_no_run_begins_when_the_time_is_up_and_progress_is_told_before_the_first_epoch(monkeypatch, capsys):
+    now, done = [0.0], queue.Queue()
+
+    def train(run, *_):
+        for _ in range(run.seed + 1):
+            now[0] += 40
+            yield
+
+    monkeypatch.setattr(recall, "train", train)
+    monkeypatch.setattr(recall, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    recall.work(0, "cpu", [[a_run(seed=seed) for seed in range(4)]], done, 2, 60.0, None)
+    assert [run and run.seed for run in done.queue] == [0, 1, None]
+    assert "longhorn 0.01 0: 0, 0%; longhorn 0.01 1: 0, 0%; 2 wait" in capsys.readouterr().out
+
+
+def test_a_worker_that_fails_ends_the_call(monkeypatch):
+    results = mock.Mock(get=mock.Mock(side_effect=[queue.Empty, AssertionError("nobody will answer")]))
+    workers = mock.Mock(join=mock.Mock(side_effect=RuntimeError("in a worker")))
+    context = mock.Mock(Queue=lambda: results)
+    monkeypatch.setattr(
+        recall, "multiprocessing", mock.Mock(get_context=lambda _: context, spawn=lambda *_, **__: workers)
+    )
+    with pytest.raises(RuntimeError, match="in a worker"):
+        recall.train_all([a_run()], "cpu", 1, 1.0, None, None)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @torch._dynamo.config.patch(recompile_limit=8)  # recall.work sets it; pytest's monkeypatch would leave it deleted
 def test_dropout_follows_from_the_run_whatever_runs_beside_it(device, monkeypatch):
@@ -349,6 +400,11 @@ def test_what_is_finished_is_not_run_again_and_what_was_begun_comes_first(tmp_pa
     begun.touch()
     todo = recall.to_do(runs, [a_run(accuracy=[1.0, 2.0])], out)
     assert [(run.mixer, run.seed) for run in todo] == [("mamba", 1), ("mamba", 0), ("longhorn", 1)]
+
+
+def test_a_run_ends_above_what_it_stops_at():
+    at, above = (a_run(stop_at=50.0, accuracy=[top], loss=[1.0], gradient_norm=[1.0]) for top in (50.0, 50.1))
+    assert (at.ended, above.ended) == (False, True)
 
 
 def test_files_are_merged_by_their_runs(tmp_path):
@@ -392,6 +448,30 @@ def test_the_command_goes_on_until_all_is_done(tmp_path, monkeypatch, capfd):
     assert "2 runs, of which 0 are to do" in capfd.readouterr().out
 
 
+def test_the_state_of_a_run_is_there_until_its_results_are(tmp_path, monkeypatch):
+    out, ended = tmp_path / "out.json", dict(accuracy=[100.0], loss=[0.0], gradient_norm=[0.0])
+
+    def end(runs, device, at_a_time, minutes, out, done):
+        (state := recall.state_file(out, runs[0])).parent.mkdir()
+        state.touch()
+        done(replace(runs[0], **ended, sittings=[dict(seconds=1.0, epochs=1)]))
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(recall, "train_all", end)
+    monkeypatch.setattr(recall, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        run_main(monkeypatch, "--device", "cpu", "--out", out)
+    assert len(list(out.with_suffix(".states").iterdir())) == 1
+
+
+def test_a_length_that_zoology_has_not_needs_its_pairs_and_batch(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "--lengths", 64, 16, "--pairs", 2)
+    assert "for 16 tokens give --pairs and --batch" in capsys.readouterr().err
+
+
 def test_a_file_is_written_by_one_call_at_a_time(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     monkeypatch.setattr(recall, "run_all", lambda options, finished: write([a_run(accuracy=[1.0])], options.out))
@@ -432,9 +512,9 @@ def test_reports_come_from_several_files(tmp_path, monkeypatch, capsys):
 
 
 def study(**ends):
-    """Runs of two rates, with these accuracies at their ends."""
+    """Runs of two rates, with these accuracies at their ends, whatever was reached before."""
     return [
-        a_run(mixer=mixer, lr=lr, seed=seed, accuracy=[1.0, end], loss=[None if end == 0 else 1.0])
+        a_run(mixer=mixer, lr=lr, seed=seed, accuracy=[99.9, end], loss=[None if end == 0 else 1.0])
         for mixer, rates in ends.items()
         for lr, values in zip((1e-3, 1e-2), rates)
         for seed, end in enumerate(values)
@@ -503,5 +583,5 @@ def test_every_run_is_a_point_and_a_line(tmp_path, monkeypatch):
     points = [point for line in ends.lines if line.get_marker() == "o" for point in line.get_xydata().tolist()]
     assert sorted(y for _, y in points) == [4, 5, 60, 91, 93]
     assert Counter(round(x) for x, _ in points) == {0: 3, 1: 2}
-    assert len(curves.lines) == 5
+    assert [line.get_xydata().tolist() for line in curves.lines] == [[[1, 99.9], [2, y]] for y in (91, 93, 60, 4, 5)]
     assert [text.get_text() for text in ends.get_legend().get_texts()] == ["longhorn", "mamba"]

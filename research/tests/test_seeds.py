@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import math
+import platform
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import processes
 import pytest
 import yaml
+from figures import kept_figures
 from fixtures import CLASSES
 from processes import SMALL
 from scipy.stats import binomtest
@@ -34,7 +36,7 @@ MODELS = ["vil_tiny", "vim_tiny"]
 @pytest.fixture
 def kept(tmp_path, image_folder):
     """A folder, and the command line of a study with a run of each model that writes there."""
-    config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1)
+    config = dict(SMALL, data_dir=str(image_folder), epochs=2, workers=1, crop_pct=0.7)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
     command = ["seeds.py", "-c", tmp_path / "small.yaml", "--folder", tmp_path / "runs", "--models", *MODELS]
     command += ["--seeds", "1", "--test-split", "val", "--out", tmp_path / "out.json"]
@@ -60,6 +62,8 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     assert "not done yet: vil_tiny-0, vim_tiny-0" in capsys.readouterr().err
     assert not (root / "out.png").exists()
     monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=forked))
+    precisions, autocast = [], seeds.autocast
+    monkeypatch.setattr(seeds, "autocast", lambda *how: precisions.append(how[1:]) or autocast(*how))
     call(command, monkeypatch)
     for model in MODELS:  # whose last weights are judged
         (root / "runs" / f"{model}-0" / "best.pt").unlink()
@@ -74,6 +78,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
     for run in found["runs"]:
         path = root / "runs" / f"{run['model']}-0"
         saved = yaml.safe_load((path / "config.yaml").read_text())
+        assert {*precisions} == {(saved["amp"], saved["amp_dtype"])}
         arguments = dict(num_classes=4, img_size=16, **SMALL["model_kwargs"])
         model = load_model(run["model"], str(path / "last.pt"), **arguments).eval()
         cfg = model.pretrained_cfg
@@ -83,7 +88,7 @@ def test_a_study_goes_on_ends_once_and_is_added_to_by_another(kept, image_folder
         assert run["curves"]["eval_top1"] == [float(row["eval_top1"]) for row in summary]
         assert run["training_seconds"] == pytest.approx(sum(64 / float(row["images_per_second"]) for row in summary))
         numbers = {name: number for number, name in enumerate(CLASSES)}
-        how = dict(input_size=16, crop_pct=0.875, interpolation="bicubic", mean=cfg["mean"], std=cfg["std"])
+        how = dict(input_size=16, crop_pct=0.7, interpolation="bicubic", mean=cfg["mean"], std=cfg["std"])
         names, targets, logits = naive.saved_logits(model, f"{saved['data_dir']}/val", numbers, **how)
         assert [row["image"].split("/")[-1] for row in rows] == names
         assert [int(row["target"]) for row in rows] == targets.tolist()
@@ -125,8 +130,9 @@ saved = dict(epochs=2, num_classes=4, img_size=16, global_batch_size=16, model_k
 
 names = "lr train_loss grad_norm images_per_second eval_images_per_second eval_loss eval_top1 eval_top1_ema".split()
 
-def train(epochs):
-    (folder / "summary.csv").write_text("\\n".join([",".join(names), *epochs * [",".join("12345678")]]))
+def train(epochs):  # of which the first is the best, and has the highest numbers
+    rows = [",".join(str(number / epoch) for number in range(1, 9)) for epoch in range(1, epochs + 1)]
+    (folder / "summary.csv").write_text("\\n".join([",".join(names), *rows]))
 
 def stop(*_):
     (folder / "stopped").touch()
@@ -210,21 +216,24 @@ def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by,
 
 def test_a_run_that_something_else_stops_is_not_an_error(stubbed, monkeypatch):
     root, command = stubbed
-    (root / "train_imagenet.py").write_text("raise SystemExit(75)")
+    (root / "train_imagenet.py").write_text("print('stopped'); raise SystemExit(75)")
     with pytest.raises(SystemExit) as ended:
         call([*command, "--seeds", "1"], monkeypatch)
     assert ended.value.code == 75
-    (root / "train_imagenet.py").write_text("print('what is wrong'); raise SystemExit(3)")
-    with pytest.raises(SystemExit, match="vil_tiny-0 ended with status 3: what is wrong"):
+    (root / "train_imagenet.py").write_text("print(5000 * '.' + 'what is wrong'); raise SystemExit(3)")
+    with pytest.raises(SystemExit, match="vil_tiny-0 ended with status 3: .*what is wrong"):
         call([*command, "--seeds", "1"], monkeypatch)
+    assert (root / "runs" / "vil_tiny-0" / "log.txt").read_text().startswith("stopped\n.")
 
 
 def test_without_a_folder_nothing_is_promised(stubbed, monkeypatch, capsys):
     _, command = stubbed
     i = command.index("--folder")
     with pytest.raises(SystemExit):
-        call([*command[:i], *command[i + 2 :], "--minutes", "0"], monkeypatch)
-    assert "vil_tiny-4; without --folder nothing of them is kept" in capsys.readouterr().err
+        call([*command[:i], *command[i + 2 :], "vim_tiny", "--minutes", "0"], monkeypatch)
+    said = capsys.readouterr().err
+    assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # every seed of all models
+    assert "vim_tiny-4; without --folder nothing of them is kept" in said
 
 
 def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
@@ -232,22 +241,39 @@ def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
     command += ["--seeds", "1", "--out", str(root / "out.json")]
     call(command, monkeypatch)
     (root / "runs" / "vil_tiny-0" / "sessions.jsonl").unlink()
-    summary = root / "runs" / "vil_tiny-0" / "summary.csv"  # as without an average of the weights
-    summary.write_text("\n".join(line.rpartition(",")[0] for line in summary.read_text().splitlines()))
-    call(command, monkeypatch)
-    (run,) = json.loads((root / "out.json").read_text())["runs"]
-    assert (run["top1"], run["sessions"]) == (7.0, [])
-    assert run["curves"].keys() == {*seeds.CURVES} - {"eval_top1_ema"}
+    (root / "runs" / "vil_tiny-0-before").mkdir()  # which is no run
+    summary = root / "runs" / "vil_tiny-0" / "summary.csv"
+    head, *rows = summary.read_text().splitlines()
+    for lines in (
+        [line.rpartition(",")[0] for line in (head, *rows)],
+        [head, *(f"{row.rpartition(',')[0]}," for row in rows)],
+    ):
+        summary.write_text("\n".join(lines))  # as without an average of the weights
+        call(command, monkeypatch)
+        (run,) = json.loads((root / "out.json").read_text())["runs"]
+        assert (run["top1"], run["loss"], run["sessions"]) == (3.5, 3.0, [])  # of the last epoch, not of the best
+        assert run["curves"].keys() == {*seeds.CURVES} - {"eval_top1_ema"}
+    seconds = run["epoch_seconds"], run["training_seconds"], run["evaluation_seconds"]
+    assert seconds == pytest.approx((24, 64 / 4 + 64 / 2, 28 / 5 + 28 / 2.5))
     assert len(calls(root)) == 1
 
 
 def test_a_study_shares_gpus_by_its_jobs_and_processes(stubbed, monkeypatch):
-    taken = []
-    monkeypatch.setattr(seeds, "visible_gpus", lambda: ["0", "1", "2", "3"])
-    monkeypatch.setattr(seeds, "train", lambda *arguments: taken.append(arguments[-1].get_nowait()))
+    started = []
+
+    def start(command, env, **_):
+        started.append((env["CUDA_VISIBLE_DEVICES"], command[1:5]))
+        return SimpleNamespace(poll=lambda: 75, wait=lambda: 75)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
+    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(Popen=start))
     with pytest.raises(SystemExit):
         call([*stubbed[1], "--seeds", "2", "--jobs", "2", "--processes", "2"], monkeypatch)
-    assert sorted(taken) == ["0,1", "2,3"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert sorted(started) == [("4,5", launcher), ("GPU-6,7", launcher)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(seeds.torch.cuda, "device_count", lambda: 2)
+    assert seeds.visible_gpus() == ["0", "1"]
 
 
 def test_a_model_needs_neither_size_nor_arguments():
@@ -265,9 +291,16 @@ def test_a_run_that_cannot_start_leaves_its_gpus_to_others(stubbed, monkeypatch)
     monkeypatch.setattr(seeds.subprocess, "Popen", no_memory)
     (root / "small.yaml").write_text("epochs: 1")  # without model_kwargs
     options = SimpleNamespace(config=root / "small.yaml", processes=None, jobs=1)
+    deadline = seeds.Deadline(9)
+    assert 9 * 60 - 5 < deadline.time - time.monotonic() <= 9 * 60
     with pytest.raises(OSError, match="no memory"):
-        seeds.train(options, "vil_tiny", 0, [], root / "runs", seeds.Deadline(1), gpus)
+        seeds.train(options, "vil_tiny", 0, [], root / "runs", deadline, gpus)
     assert gpus.get_nowait() == "3"
+
+
+def test_what_cannot_be_opened_is_one_line(stubbed, monkeypatch):
+    with pytest.raises(SystemExit, match="^error: .*nosuch"):
+        call([*stubbed[1], "--test-split", "nosuch"], monkeypatch)
 
 
 def enlarge(path):
@@ -276,6 +309,10 @@ def enlarge(path):
 
 def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed, monkeypatch):
     root, command = stubbed
+    command[command.index("--folder") + 1] = str(root / "below" / "runs")  # of which nothing is there
+    with pytest.raises(SystemExit):
+        call([*command, "--minutes", "0"], monkeypatch)
+    command[command.index("--folder") + 1] = str(root / "runs")
     command += ["--seeds", "1"]
     call([*command, "--lr", "1e-3"], monkeypatch)
     with pytest.raises(SystemExit, match="study.json is of runs with other options: .*'1e-3'.* not .*'1e-5'.*--folder"):
@@ -367,6 +404,23 @@ def test_a_split_is_known_by_the_names_and_sizes_of_its_files(tar, tmp_path):
     assert len({first, *(digest(str(i), other) for i, other in enumerate(others))}) == 4
 
 
+def test_a_split_without_a_list_of_files_is_known_by_their_number():
+    class Streamed(list):
+        reader = None
+
+    assert seeds.digest_of(Streamed("abc")) == "3 images"
+
+
+def test_predictions_are_read_as_they_were_written_and_have_no_date(tmp_path):
+    judged = Judged(np.array([1, 0]), np.array([[1, 2], [0, 3]]), ["a/x, y.png", 'b/"1".png'], ["m-0", "m-1"])
+    judged.write(tmp_path / "found.csv.gz")
+    found = Judged.read(tmp_path / "found.csv.gz")
+    assert (found.images, found.runs) == (judged.images, judged.runs)
+    assert found.targets_N.tolist() == [1, 0]
+    assert found.predicted_NM.tolist() == [[1, 2], [0, 3]]
+    assert (tmp_path / "found.csv.gz").read_bytes()[4:8] == bytes(4)  # where gzip has the time
+
+
 def test_predictions_of_the_same_images_are_joined_by_the_names_of_runs():
     def judged(images, runs, *predicted):
         return Judged(np.zeros(2, dtype=int), np.array(predicted), images, runs)
@@ -427,3 +481,22 @@ def test_a_table_has_means_and_differences_of_the_first_model():
     half = 2.8546 * math.sqrt(19 / 9)
     assert vim[6].startswith(f"+1.33 ({4 / 3 - half:+.2f} to {4 / 3 + half:+.2f}), p = 0.4")
     assert deit[2:] == ["80.00", "80.00", "9.00", "", " "]
+
+
+def test_curves_are_drawn_by_epochs_and_by_the_time_of_training(monkeypatch):
+    figures, seconds = kept_figures(monkeypatch), {"vil_tiny": 3.0, "vim_tiny": 5.0}
+    runs = [
+        dict(model=m, epoch_seconds=s, curves=dict(eval_top1=[seed, 9])) for m, s in seconds.items() for seed in (1, 2)
+    ]
+    seeds.plot(runs)
+    for axis, scales in zip(figures[0].axes, ((1, 1), (3, 5)), strict=True):
+        expected = [[[scale, seed], [2 * scale, 9]] for scale in scales for seed in (1, 2)]
+        assert [line.get_xydata().tolist() for line in axis.lines] == expected
+    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == MODELS
+
+
+def test_a_machine_that_lists_no_processors_has_one_none_the_less(monkeypatch, tmp_path):
+    monkeypatch.setattr(seeds, "CPU_INFO", tmp_path / "cpuinfo")
+    assert seeds.machine()["processor"] == platform.processor()  # as on macOS
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: One\n\nprocessor\t: 1\nmodel name\t: Two\n")
+    assert seeds.machine()["processor"] == "One"

@@ -1,10 +1,13 @@
 """The study of training under AMP: its images, and what it counts."""
 
 import math
+import sys
 from functools import partial
 
+import pytest
 import timm
 import torch
+from figures import kept_figures
 
 from research import stability
 
@@ -48,3 +51,47 @@ def test_a_difference_of_losses_needs_both_runs_and_no_number_of_steps():
     assert stability.farthest(runs, "bf16") == 2.5
     assert math.isnan(stability.farthest(runs, "fp16"))
     assert math.isnan(stability.farthest({"bf16": runs["bf16"]}, "bf16"))
+
+
+def test_the_rate_rises_to_its_peak_and_the_norm_is_that_of_all_gradients(monkeypatch):
+    rates, norms = [], []
+
+    class Recorder(torch.optim.AdamW):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"].item())
+            squares = [p.grad.square().sum() for group in self.param_groups for p in group["params"]]
+            norms.append(sum(squares).sqrt())
+            return super().step(closure)
+
+    monkeypatch.setattr(stability.timm, "create_model", partial(timm.create_model, depth=1))
+    monkeypatch.setattr(torch.optim, "AdamW", Recorder)
+    run = stability.train("vil_tiny", stability.Images(0, 2, 32, 1.0, torch.device("cpu")), 4, None)
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    torch.testing.assert_close(run.gradient_norms, torch.stack(norms), rtol=1e-3, atol=0)
+
+
+def test_the_table_has_distances_from_fp32_in_units_of_the_noise(monkeypatch, tmp_path, capsys):
+    """The noise is 0.5, half of it the distance of bf16, which is not finite."""
+
+    def train(model, seed, steps, dtype):
+        finite = dtype != torch.bfloat16
+        losses = torch.linspace(4, 0.1, steps) + 0.5 * seed - 0.25 * (not finite)
+        return stability.Run(losses, torch.tensor([1.0, 2.0, 9.0, math.inf]), 1, finite, 3.0)
+
+    figures = kept_figures(monkeypatch)
+    monkeypatch.setattr(stability, "Images", lambda seed, *_: seed)
+    monkeypatch.setattr(stability, "train", train)
+    words = ["--models", "vil_tiny", "--steps", "40", "--device", "cpu", "--picture", str(tmp_path / "curves.png")]
+    monkeypatch.setattr(sys, "argv", ["stability.py", *words])
+    with pytest.raises(SystemExit, match="not finite"):
+        stability.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| vil_tiny")]
+    assert rows == [  # the last loss is the mean of two steps
+        "| vil_tiny | fp32 | 4.000 | 0.150 | 0.000 | 0.00 | 2.00, 9.00 | 1 | yes | 3 |",
+        "| vil_tiny | fp32, other images | 4.500 | 0.650 | 0.500 | 1.00 | 2.00, 9.00 | 1 | yes | 3 |",
+        "| vil_tiny | bf16 | 3.750 | -0.100 | 0.250 | 0.50 | 2.00, 9.00 | 1 | NO | 3 |",
+        "| vil_tiny | fp16 | 4.000 | 0.150 | 0.000 | 0.00 | 2.00, 9.00 | 1 | yes | 3 |",
+    ]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for axis in figures[0].axes:
+        assert [line.get_xdata()[[0, -1]].tolist() for line in axis.lines] == [[2, 40]] * 4

@@ -114,6 +114,8 @@ def test_only_interpreted_triton_takes_tensors_on_a_cpu(monkeypatch):
                 longhorn_scan(x, x, k, k, backend=name)
             with pytest.raises(ValueError, match=f"the {name} backend needs tensors on a GPU; x is on cpu"):
                 selective_scan(x, x, A, k, k, backend=name)
+            with pytest.raises(ValueError, match=f"the {name} backend needs tensors on a GPU; x is on cpu"):
+                backends.resolve(name, x.device)  # as an operator asks that is called by itself
         assert backends.choose("auto", x, 4, 1) == "cpu"
     assert backends.choose("triton", x, 4, 1) == "triton"
 
@@ -141,6 +143,7 @@ def test_the_first_backend_that_the_machine_can_run_is_taken(machine):
         assert [backends.resolve(name, device) for name in ("auto", "cuda", "triton")] == ["cuda", "cuda", "triton"]
         machine(hip="6.2")
         assert [backends.resolve(name, device) for name in ("auto", "triton")] == ["triton", "triton"]
+        assert backends.backend_for(torch.device("mps")) == "reference"  # which has kernels of nobody
     machine(missing="no NVRTC here")
     with pytest.warns(UserWarning, match="no NVRTC here. The triton backend takes over"):
         assert backends.backend_for(device) == "triton"

@@ -208,7 +208,9 @@ def without_numba(monkeypatch):
 
 def test_without_numba_the_reference_runs_and_says_so_once(without_numba):
     x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 4)
-    with pytest.warns(UserWarning, match="the cpu backend cannot run: numba is missing; .*The reference takes over"):
+    with pytest.warns(
+        UserWarning, match=r"the cpu backend cannot run: numba is missing; .*The reference takes over\.$"
+    ):
         y = longhorn_scan(x, x, k, k)
     assert torch.equal(y, longhorn_scan(x, x, k, k, backend="reference"))
     with warnings.catch_warnings():

@@ -236,6 +236,29 @@ def test_what_a_killed_process_leaves_is_removed_once_it_is_old(folder, compiled
     assert sorted(f.name for f in folder.iterdir() if f.suffix != ".sealed") == [".notes.tmp", "notes.txt", "tmpnotes"]
 
 
+def test_what_another_process_has_removed_before_stands_in_nobodys_way(folder, compiled, monkeypatch):
+    folder.mkdir(mode=0o700)
+    left, unlink = folder / ".scan.sealed.0123456789abcdef.tmp", os.unlink
+    left.touch()
+    os.utime(left, (0, 0))
+
+    def too_late(*path, **where):
+        unlink(*path, **where)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "unlink", too_late)
+    assert code() == code() == compiled[0]
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="does not list what is open")
+def test_nothing_is_left_open(folder):
+    code(8)
+    before = len(os.listdir("/dev/fd"))
+    code(8)
+    code(16)
+    assert len(os.listdir("/dev/fd")) == before
+
+
 def test_a_place_for_no_cache_costs_only_time(folder, compiled, monkeypatch):
     for place in ("/dev/null", "/dev/null/below", "/proc/nothing/below"):
         monkeypatch.setenv("VIL_CACHE_DIR", place)

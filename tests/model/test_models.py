@@ -598,6 +598,7 @@ def test_registered_with_timm():
             LonghornMixer if "vil" in name else MambaMixer,
         )
         assert model.num_features == model.head_hidden_size == model.embed_dim == 32
+        assert model(torch.empty(2, 3, 48, 48, device="meta")).shape == (2, 7)
         with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             small(name, pretrained=True)
         assert model.num_prefix_tokens == 0  # before the patches, which code for timm's models would cut off
