@@ -7,12 +7,14 @@ import signal
 import subprocess
 import threading
 import time
+from collections import UserList
 from types import SimpleNamespace
 
 import pytest
 import torch
 from faults import signals
 from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
+from timm.data.dataset import IterableImageDataset
 
 from vil.config import ConfigError
 from vil.data import workers
@@ -21,6 +23,7 @@ from vil.data.readers import ImageReader
 from vil.data.splits import open_split
 
 MIB = 2**20
+STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
 
 
 @pytest.fixture
@@ -182,9 +185,15 @@ def started(image_folder):
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 
-    def make(count=1, batch_size=5):
+    def make(count=1, batch_size=5, streams=False):
         split = open_split(str(image_folder), "", "val")
-        return evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1), new()
+        if streams:
+            split = IterableImageDataset("", reader=UserList([*split]))
+            split.set_loader_cfg = lambda num_workers: None
+        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1)
+        if streams:
+            next(iter(loader))  # with which its workers start
+        return loader, new()
 
     yield make
     for worker in new():
@@ -224,9 +233,10 @@ def outlive(worker):
     time.sleep(60)
 
 
-def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started):
+@STREAMS
+def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, streams):
     """PyTorch raises its error in whatever the main thread is at."""
-    loader, (worker,) = started()
+    loader, (worker,) = started(streams=streams)
     next(iter(loader))
     with pytest.raises(ConfigError, match="fewer --workers"):
         outlive(worker)
@@ -245,13 +255,14 @@ def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
         next(iter(started()[0]))
 
 
-def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch):
+@STREAMS
+def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams):
     """A scheduler signals every process of a job, and then images are still needed."""
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
     try:  # then PyTorch starts threads in a worker, before anything of ours runs there
         torch.set_num_threads(threads + 2)
-        loader, (worker,) = started(batch_size=2)
+        loader, (worker,) = started(batch_size=2, streams=streams)
     finally:
         torch.set_num_threads(threads)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint({signal.SIGTERM, signal.SIGUSR1})
