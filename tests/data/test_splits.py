@@ -282,6 +282,8 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     for name in "fghij":
         (train / name).mkdir()
     (train / "bird" / "notes.txt").write_text("none yet")
+    (train / "bird" / "egg" / ".ipynb_checkpoints").mkdir()
+    shutil.copy(train / "ant" / "0.png", train / "bird" / "egg" / ".ipynb_checkpoints")  # which is passed over
     with pytest.raises(ConfigError, match=r"no images: 'bird', 'f', 'g', 'h', 'i', \.{4} Copy"):
         open_splits(config)
     for name in ("bird", *"fghij"):
