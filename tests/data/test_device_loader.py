@@ -98,6 +98,16 @@ def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
     assert [image is None or tuple(image.shape) for image in images] == [(3, 40, 60), True, (3, 40, 60)]
 
 
+def test_batches_without_a_file_for_the_device_are_the_workers(pictures, device, monkeypatch):
+    monkeypatch.setattr(encoded, "SMALL", 0)
+    of_device, of_host = (
+        joined(evaluation_loader(open_split(str(pictures), "", "val"), DATA_CONFIG, device, 0, 4, 0, 1, on_device))
+        for on_device in (True, False)
+    )
+    assert torch.equal(of_device[0], of_host[0])
+    assert of_device[1] == of_host[1]
+
+
 def test_images_do_not_depend_on_processes(photo_folder, device):
     images, targets = joined(on_device(photo_folder, device)[0])
     shares = [joined(on_device(photo_folder, device, rank, 12)[0]) for rank in range(12)]

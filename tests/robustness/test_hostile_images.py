@@ -265,6 +265,21 @@ def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits
     assert alarms == [2 * decoder.SECONDS, 0] * 2
 
 
+def test_a_decoder_heeds_no_scheduler_takes_one_thread_and_says_little(monkeypatch):
+    ignored, replies = [], io.BytesIO()
+    monkeypatch.setattr(decoder.signal, "signal", lambda number, _: ignored.append(number.name))
+    monkeypatch.setattr(decoder, "_limit_memory", lambda: None)
+    if features.check("avif"):
+        monkeypatch.setattr("PIL.AvifImagePlugin.DEFAULT_MAX_THREADS", 64)
+    decoder.serve(io.BytesIO(), replies)
+    assert set(ignored) == {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"}
+    assert replies.getvalue() == b"\n"
+    assert not features.check("avif") or sys.modules["PIL.AvifImagePlugin"].DEFAULT_MAX_THREADS == 1
+    monkeypatch.setattr(decoder, "decode", lambda _: {}["\udcff" * 9999])
+    size, error = decoder._decoded(b"")
+    assert (size, len(error)) == ((0, 0), 1000)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit is kept there")
 @pytest.mark.parametrize("most", [resource.RLIM_INFINITY, 2**62, 2**20], ids=["none", "more", "less"])
 def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
@@ -624,6 +639,9 @@ def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
             decoder.open_image(io.BytesIO(panorama))
     with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
         decoder.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
+    monkeypatch.undo()
+    halves = {256: 4096, 257: 4096, 259: 8, 322: 4096, 323: 2048, 324: 0, 325: len(BOMB)}  # as large as the image needs
+    assert decoder.open_image(io.BytesIO(tiff(BOMB, halves))).size == (4096, 4096)
 
 
 # shards
