@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pictures import encode, tensor
+from pictures import CPU, encode, tensor
 from PIL import Image
 
 from vil.data import nvjpeg
@@ -103,16 +103,63 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
     assert taken == [3 * 48 * 64]
 
 
+@pytest.fixture
+def library(monkeypatch):
+    """Stands in for nvJPEG and a GPU: a list of what was asked for, and the answers, which are success else."""
+    asked, answers = [], {}
+
+    def create(backend, *_):
+        return answers.get(asked.append(backend) or backend, 0)
+
+    def initialize(handle, state, count, *_):
+        return answers.get(asked.append(count) or count, 0)
+
+    calls = dict(nvjpegCreateEx=create, nvjpegDecodeBatchedInitialize=initialize)
+    calls |= dict.fromkeys(("nvjpegJpegStateCreate", "nvjpegDecodeBatched"), lambda *_: 0)
+    monkeypatch.setattr(nvjpeg, "_library", lambda: SimpleNamespace(**calls))
+    monkeypatch.setattr(Decoder, "_sizes", lambda self, pointers, lengths: np.full((len(pointers), 2), 8))
+    queue = SimpleNamespace(synchronize=lambda: None, record=lambda: None, cuda_stream=0)
+    faked = dict(device=nullcontext, init=lambda: None, Event=lambda **_: queue, current_stream=lambda: queue)
+    for name, value in faked.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return asked, answers
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "error"),
+    [
+        ({}, [3], None), ({3: 7}, [3, 2], None), ({3: 7, 2: 9}, [3, 2], "nvJPEG: implementation not supported"),
+        ({3: 5}, [3], "nvJPEG: allocator failure"), ({3: 99}, [3], "nvJPEG: status 99"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_gpu_without_decoders_of_its_own_decodes_by_its_cores(library, answers, asked, error):
+    library[1].update(answers)
+    with pytest.raises(DecodingError, match=error) if error else nullcontext():
+        Decoder(CPU)
+    assert library[0] == asked
+
+
+def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_again(library):
+    decode, file = Decoder(CPU), bytes_of(b"file")
+    library[1][2] = 5
+    assert [image.shape for image in decode([file]) + decode([file])] == [(3, 8, 8)] * 2
+    with pytest.raises(DecodingError, match="allocator failure"):
+        decode([file, file])
+    decode([file])
+    assert library[0] == [nvjpeg.HARDWARE, 1, 2, 1]
+
+
 def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
     from cuda import pathfinder
 
     def missing(name):
-        raise pathfinder.DynamicLibNotFoundError(f"no {name} here")
+        raise pathfinder.DynamicLibNotFoundError(f"no {name}\nhere" + " or there" * 99)
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
     for cached in (nvjpeg._path, nvjpeg._library, nvjpeg._quick_library):
         cached.cache_clear()
     with pytest.raises(
-        DecodingError, match=r"nvJPEG is missing \(no nvjpeg here\): pip install 'cuda-toolkit\[nvjpeg\]'"
+        DecodingError, match=r"nvJPEG is missing \(no nvjpeg here or .{82}\): pip install 'cuda-toolkit\[nvjpeg\]'"
     ):
         Decoder(torch.device("cuda", 0))
