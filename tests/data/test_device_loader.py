@@ -51,7 +51,7 @@ def on_device(folder, device, rank=0, world_size=1, **options):
     "options",
     [
         {}, dict(SMALL=0, PIECE=7, aug_repeats=3, seed=9), dict(SMALL=2**24, TOGETHER=2**30, global_batch_size=12),
-        dict(aa=None), dict(aa="3a"), dict(aa="original"),
+        dict(aa=None), dict(aa="3a", SMALL=2**24, TOGETHER=1), dict(aa="original"),
         dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None, color_jitter=0.9, hflip=1.0),
         dict(aa="rand-m5-n3-p0.8-tweights"), dict(scale=(0.5, 0.6), ratio=(2.0, 2.5)),
     ],

@@ -66,6 +66,10 @@ def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command(monkeypatch, tmp_path / "more", "--train-per-class", 200)
     assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, tmp_path / "more")
+    assert "error: the digits are scikit-learn's: pip install scikit-learn (" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()
 
 

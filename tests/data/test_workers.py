@@ -17,7 +17,7 @@ from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
 from timm.data.dataset import IterableImageDataset
 
 from vil.config import ConfigError
-from vil.data import workers
+from vil.data import decoder, loaders, workers
 from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.readers import ImageReader
 from vil.data.splits import open_split
@@ -185,12 +185,12 @@ def started(image_folder):
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 
-    def make(count=1, batch_size=5, streams=False):
+    def make(count=1, batch_size=5, streams=False, on_device=None):
         split = open_split(str(image_folder), "", "val")
         if streams:
             split = IterableImageDataset("", reader=UserList([*split]))
             split.set_loader_cfg = lambda num_workers: None
-        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1)
+        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1, on_device)
         if streams:
             next(iter(loader))  # with which its workers start
         return loader, new()
@@ -201,12 +201,13 @@ def started(image_folder):
         worker.join()
 
 
-def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, monkeypatch):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, monkeypatch, on_device):
     parent, usage = os.getpid(), shutil.disk_usage
     free = lambda folder: usage(folder) if os.getpid() == parent else SimpleNamespace(free=100)  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", free)
     with pytest.raises(ConfigError) as caught:
-        list(started()[0])
+        list(started(on_device=on_device)[0])
     message = str(caught.value)
     assert message.startswith(f"{workers.SHARED_MEMORY} is full: 0 MiB free")
     assert "--shm-size=8g; --workers 0 needs none" in message
@@ -248,7 +249,8 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 
 def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
-    monkeypatch.setattr("vil.data.loaders.STALLED", 0.2)
+    assert loaders.STALLED > workers.PIECE * decoder.SECONDS  # of files that each take all the time they may
+    monkeypatch.setattr(loaders, "STALLED", 0.2)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # and then it ends the worker
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
     with pytest.raises(RuntimeError, match="timed out after 0.2 seconds"):
@@ -292,6 +294,7 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
+    assert not any(tensor.is_shared() for batch in loader for tensor in batch)  # what a caller keeps
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
     found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0, 0)]

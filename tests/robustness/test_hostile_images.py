@@ -718,9 +718,10 @@ def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, d
     assert not (tmp_path / "ran").exists()
 
 
-def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
+def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, monkeypatch, pillow):
     """What they say themselves starts nothing, and opens no file elsewhere."""
     import webdataset
+    from webdataset.gopen import gopen_schemes
 
     config = write_shards(tmp_path, {})
     info = json.loads((tmp_path / "_info.json").read_text())
@@ -728,6 +729,8 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
     files += [f"pipe:touch {tmp_path}/ran", f"|touch {tmp_path}/ran", str(tmp_path / "train-0.tar")]
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
+    monkeypatch.setattr(webdataset.utils, "enforce_security", False)  # as in a worker that is not forked
+    monkeypatch.delitem(gopen_schemes, "local-shards")
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert len(targets) == 8
     for url in (f"pipe:touch {tmp_path}/ran", "/etc/passwd", "file:/etc/passwd"):
@@ -745,6 +748,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
         (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' is no regular file in "),
         (dict(num_samples=61), "cannot have 61 samples, but at most 60: see _info.json"),
         (dict(num_samples="many"), "cannot have 'many' samples, but at most 60"),
+        (dict(num_samples=-1), "cannot have -1 samples, but at most 60"),
         (dict(filenames=7), "cannot open the split 'validation' of "),
         (dict(note="x" * 9000), "cannot open the split 'train' of "),
     ],
@@ -759,7 +763,9 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
     whole = json.loads((tmp_path / "shards" / "_info.json").read_text())
     whole["splits"]["validation"] |= dict(num_samples=60, filenames=["train-0.tar", "validation-0.tar"])
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
-    assert len(open_splits(config)[1]) == 60
+    (tmp_path / "link").symlink_to("shards")
+    for data_dir in (config.data_dir, str(tmp_path / "link")):
+        assert len(open_splits(dataclasses.replace(config, data_dir=data_dir))[1]) == 60
     whole["splits"]["validation"] |= info
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=message):
@@ -848,14 +854,14 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     ],
 )
 def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, message, pillow):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         open_split(None, dataset, "train")
 
 
 def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.splits.class_names", lambda _: {})
-    assert open_split("/cache", "hfds/x/y", "test", seed=3) == ("hfds/x/y", dict(root="/cache", split="test", seed=3))
+    assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
     assert tuple(Image.ID) == decoder.FORMATS  # which they open in this process, too
 
 
