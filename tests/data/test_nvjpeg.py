@@ -1,5 +1,6 @@
 """nvJPEG as it is called here, against Pillow."""
 
+import ctypes
 import io
 import threading
 from contextlib import nullcontext
@@ -105,8 +106,8 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
 
 @pytest.fixture
 def library(monkeypatch):
-    """Stands in for nvJPEG and a GPU: a list of what was asked for, and the answers, which are success else."""
-    asked, answers = [], {}
+    """Stands in for nvJPEG and a GPU: what was asked for, the answers, which are success else, and where pixels go."""
+    asked, answers, destinations = [], {}, []
 
     def create(backend, *_):
         return answers.get(asked.append(backend) or backend, 0)
@@ -114,15 +115,22 @@ def library(monkeypatch):
     def initialize(handle, state, count, *_):
         return answers.get(asked.append(count) or count, 0)
 
-    calls = dict(nvjpegCreateEx=create, nvjpegDecodeBatchedInitialize=initialize)
-    calls |= dict.fromkeys(("nvjpegJpegStateCreate", "nvjpegDecodeBatched"), lambda *_: 0)
-    monkeypatch.setattr(nvjpeg, "_library", lambda: SimpleNamespace(**calls))
-    monkeypatch.setattr(Decoder, "_sizes", lambda self, pointers, lengths: np.full((len(pointers), 2), 8))
+    def size_of(handle, pointer, length, components, subsampling, widths, heights):
+        heights[0], widths[0] = 8 + length, 5
+        return 0
+
+    def decode(handle, state, pointers, lengths, images, stream):
+        destinations[:] = np.frombuffer(ctypes.string_at(images, 2 * nvjpeg.DESTINATION.itemsize), nvjpeg.DESTINATION)
+        return 0
+
+    calls = dict(nvjpegCreateEx=create, nvjpegDecodeBatchedInitialize=initialize, nvjpegJpegStateCreate=lambda *_: 0)
+    monkeypatch.setattr(nvjpeg, "_library", lambda: SimpleNamespace(nvjpegDecodeBatched=decode, **calls))
+    monkeypatch.setattr(nvjpeg, "_quick_library", lambda: SimpleNamespace(nvjpegGetImageInfo=size_of))
     queue = SimpleNamespace(synchronize=lambda: None, record=lambda: None, cuda_stream=0)
     faked = dict(device=nullcontext, init=lambda: None, Event=lambda **_: queue, current_stream=lambda: queue)
     for name, value in faked.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    return asked, answers
+    return asked, answers, destinations
 
 
 @pytest.mark.parametrize(
@@ -142,12 +150,21 @@ def test_a_gpu_without_decoders_of_its_own_decodes_by_its_cores(library, answers
 
 def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_again(library):
     decode, file = Decoder(CPU), bytes_of(b"file")
-    library[1][2] = 5
-    assert [image.shape for image in decode([file]) + decode([file])] == [(3, 8, 8)] * 2
+    library[1][3] = 5
+    for _ in range(2):
+        decode([file] * 2)
     with pytest.raises(DecodingError, match="allocator failure"):
-        decode([file, file])
-    decode([file])
-    assert library[0] == [nvjpeg.HARDWARE, 1, 2, 1]
+        decode([file] * 3)
+    decode([file] * 2)
+    assert library[0] == [nvjpeg.HARDWARE, 2, 3, 2]
+
+
+def test_each_plane_of_an_image_has_a_place_of_its_own(library):
+    images = Decoder(CPU)([bytes_of(b"file"), bytes_of(b"another")])
+    assert [image.shape for image in images] == [(3, 12, 5), (3, 15, 5)]
+    for image, destination in zip(images, library[2], strict=True):
+        assert destination["channels"].tolist() == [*(plane.data_ptr() for plane in image), 0]
+        assert destination["pitches"].tolist() == [5, 5, 5, 0]
 
 
 def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
