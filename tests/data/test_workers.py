@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import UserList
@@ -176,6 +177,23 @@ def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(mach
     assert chosen(wanted=0) == (0, None)
 
 
+def test_with_little_shared_memory_workers_decode_what_they_would(machine, shared_memory):
+    machine(16)
+    shared_memory(200)
+    made = workers.choose_settings(None, CUDA, 256, 1000, 10 * MIB, on_device=True, decode=True)
+    assert str(made) == "8 workers, decoding in the workers and augmenting on the device"
+
+
+def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machine, monkeypatch, tmp_path):
+    """As on macOS."""
+    machine(16)
+    monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path / "none")
+    assert chosen() == (14, 2)
+    monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
+    workers.into_shared_memory(image := torch.zeros(3, dtype=torch.uint8))
+    assert image.is_shared()
+
+
 # processes
 
 
@@ -213,9 +231,11 @@ def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, mon
     assert "--shm-size=8g; --workers 0 needs none" in message
     assert "\n" not in message
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * MIB))
+    workers.into_shared_memory(image := torch.zeros(3 * MIB, dtype=torch.uint8))
+    assert not image.is_shared()  # out of no worker
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
-        workers.into_shared_memory(torch.zeros(3 * MIB, dtype=torch.uint8))
+        workers.into_shared_memory(image)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +298,19 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(timeout=60)
     assert worker.exitcode == 0
+
+
+def test_a_worker_whose_parent_dies_as_it_starts_ends(monkeypatch):
+    alive, notices = iter((True, False)), iter((None, None))
+    parent = SimpleNamespace(is_alive=lambda: next(alive))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: next(notices))
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(signal, name, lambda *_: None)
+    with pytest.raises(SystemExit, match="^1$"):
+        workers._heed_the_parent_alone()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

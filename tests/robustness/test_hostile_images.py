@@ -299,7 +299,13 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(threading, "Timer", lambda *arguments: steps.append("clock") or timer(*arguments))
         expected = of_process.decode(slow, len(gif))
+        patched.setattr(threading, "Timer", lambda *arguments: of_process._child.kill() or timer(*arguments))
+        with pytest.raises(images.UnfitImageError, match="its decoder ended with status -9"):
+            of_process.decode(io.BytesIO(gif), len(gif))
     assert steps == ["read", "clock"]
+    assert images.read_image(io.BytesIO(gif)) == expected
+    if sys.platform == "linux":  # what libraries say of files from strangers is not for the terminal
+        assert os.readlink(f"/proc/{of_process._child.pid}/fd/2") == os.devnull
     of_process._child.kill()  # as a system without memory may
     of_process._child.wait()
     assert of_process.decode(io.BytesIO(gif + b"more"), len(gif)) == expected  # which has grown
@@ -311,6 +317,9 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
     assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="does not start"):
+        patched.setattr(sys, "path", [])  # where this process would find no Pillow, either
+        images.read_image(io.BytesIO(gif))
     monkeypatch.setattr(guard.sys, "executable", "false")
     with pytest.raises(RuntimeError, match="the program that decodes images does not start: false "):
         images.read_image(io.BytesIO(gif))
@@ -517,6 +526,20 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
     lines = (tmp_path / "log").read_text().splitlines()
     names = ("a line", "eps", "floats", "nothing")
     assert sorted(line.split("'")[1] for line in lines) == [f"bee/{name}.jpg" for name in names]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_one_process_has_met_the_others_know(caplog):
+    """In another epoch another worker has the file."""
+    unreadable, late = images.Unreadable(2), guard.LateImageError("not decoded")
+    forked = multiprocessing.get_context("fork").Process(target=unreadable.add, args=(1, "name", late))
+    forked.start()
+    forked.join()
+    with pytest.raises(guard.LateImageError):
+        unreadable.refuse_late(1)
+    unreadable.add(1, "name", late)
+    assert (unreadable.count, named(caplog)) == (2, [])
 
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
