@@ -291,7 +291,7 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     """timm would leave it out, and number the classes behind it otherwise."""
     shutil.copytree(image_folder, tmp_path / "images")
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
-    for name in (".cache", "bird/egg"):
+    for name in (".cache", "__MACOSX", "bird/egg"):
         (train / name).mkdir(parents=True)
     (train / "link").symlink_to(train.parent / "empty")  # a warning names it
     (train.parent / "empty").mkdir()
