@@ -22,6 +22,7 @@ from vil.data import decoder, loaders, workers
 from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.readers import ImageReader
 from vil.data.splits import open_split
+from vil.processes import SCHEDULERS_SIGNALS
 
 MIB = 2**20
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
@@ -263,6 +264,18 @@ def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, 
         outlive(worker)
 
 
+def test_pytorchs_handler_is_wrapped_once_by_the_main_thread(monkeypatch):
+    handlers = [print]
+    monkeypatch.setattr(signal, "getsignal", lambda _: handlers[-1])
+    monkeypatch.setattr(signal, "signal", lambda _, handler: handlers.append(handler))
+    (thread := threading.Thread(target=workers._name_lost_workers)).start()
+    thread.join()
+    assert handlers == [print]  # Python lets no other thread do that
+    for _ in range(2):
+        workers._name_lost_workers()
+    assert len(handlers) == 2
+
+
 def test_an_error_of_other_code_is_not_one_of_the_workers():
     with pytest.raises(RuntimeError, match="of the model"), workers.lost_workers_named():
         raise RuntimeError("of the model")
@@ -301,16 +314,17 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams)
 
 
 def test_a_worker_whose_parent_dies_as_it_starts_ends(monkeypatch):
-    alive, notices = iter((True, False)), iter((None, None))
+    alive, notices, masks = iter((True, False)), iter((None, None)), []
     parent = SimpleNamespace(is_alive=lambda: next(alive))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: next(notices))
-    for name in ("signal", "pthread_sigmask"):
-        monkeypatch.setattr(signal, name, lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
     with pytest.raises(SystemExit, match="^1$"):
         workers._heed_the_parent_alone()
+    assert masks == [(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)]  # also where it is not forked with them blocked
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
