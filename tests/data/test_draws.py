@@ -14,7 +14,7 @@ from vil.data.seeds import seed_everything
 
 FILL = (124, 116, 104)
 POLICIES = "3a-mstd2 original originalr-mstd0.5 v0 v0r rand-m9-n4-t3a-inc1 rand-m9-mstd0.5-inc1 "
-POLICIES += "rand-m5-n3-p0.8-tweights rand-m7-mstd101-mmax20 rand-n3-t3aw rand-m15-mmax20-t3a"
+POLICIES += "rand-m5-n3-p0.8-tweights rand-m7-mstd101-mmax20 rand-n3-t3aw"
 
 
 def timm_transform(**options):
