@@ -51,7 +51,7 @@ def on_device(folder, device, rank=0, world_size=1, **options):
     "options",
     [
         {}, dict(SMALL=0, PIECE=7, aug_repeats=3, seed=9), dict(SMALL=2**24, TOGETHER=2**30, global_batch_size=12),
-        dict(aa=None), dict(aa="3a"), dict(aa="original"),
+        dict(aa=None), dict(aa="3a", SMALL=2**24, TOGETHER=1), dict(aa="original"),
         dict(workers=2, train_interpolation="bilinear", hflip=0.0), dict(aa=None, color_jitter=0.9, hflip=1.0),
         dict(aa="rand-m5-n3-p0.8-tweights"), dict(scale=(0.5, 0.6), ratio=(2.0, 2.5)),
     ],
@@ -96,6 +96,16 @@ def test_one_file_that_the_device_refuses_leaves_it_the_others(device):
     files = [encode(PHOTO), damage_tables(encode(PHOTO)), encode(PHOTO.convert("L"))]
     images = device_loader.decode([torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files], device)
     assert [image is None or tuple(image.shape) for image in images] == [(3, 40, 60), True, (3, 40, 60)]
+
+
+def test_batches_without_a_file_for_the_device_are_the_workers(pictures, device, monkeypatch):
+    monkeypatch.setattr(encoded, "SMALL", 0)
+    of_device, of_host = (
+        joined(evaluation_loader(open_split(str(pictures), "", "val"), DATA_CONFIG, device, 0, 4, 0, 1, on_device))
+        for on_device in (True, False)
+    )
+    assert torch.equal(of_device[0], of_host[0])
+    assert of_device[1] == of_host[1]
 
 
 def test_images_do_not_depend_on_processes(photo_folder, device):

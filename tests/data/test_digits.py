@@ -40,6 +40,7 @@ def test_a_quarter_of_every_digit_is_held_out_from_all_draws():
         assert counts(train).tolist() == [5] * 10
     assert all(len(first & second) < 10 for i, (first, _) in enumerate(draws) for second, _ in draws[:i])
     assert sets(5, seed=3) == draws[3]
+    assert sets(5) not in draws  # which are the first
     assert draws[0][0] <= sets(20, seed=0)[0]  # more of the same
 
 
@@ -65,6 +66,10 @@ def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command(monkeypatch, tmp_path / "more", "--train-per-class", 200)
     assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, tmp_path / "more")
+    assert "error: the digits are scikit-learn's: pip install scikit-learn (" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()
 
 

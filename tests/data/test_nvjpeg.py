@@ -1,5 +1,6 @@
 """nvJPEG as it is called here, against Pillow."""
 
+import ctypes
 import io
 import threading
 from contextlib import nullcontext
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pictures import encode, tensor
+from pictures import CPU, encode, tensor
 from PIL import Image
 
 from vil.data import nvjpeg
@@ -103,16 +104,79 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
     assert taken == [3 * 48 * 64]
 
 
+@pytest.fixture
+def library(monkeypatch):
+    """Stands in for nvJPEG and a GPU: what was asked for, the answers, which are success else, and where pixels go."""
+    asked, answers, destinations = [], {}, []
+
+    def create(backend, *_):
+        return answers.get(asked.append(backend) or backend, 0)
+
+    def initialize(handle, state, count, *_):
+        return answers.get(asked.append(count) or count, 0)
+
+    def size_of(handle, pointer, length, components, subsampling, widths, heights):
+        heights[0], widths[0] = 8 + length, 5
+        return 0
+
+    def decode(handle, state, pointers, lengths, images, stream):
+        destinations[:] = np.frombuffer(ctypes.string_at(images, 2 * nvjpeg.DESTINATION.itemsize), nvjpeg.DESTINATION)
+        return 0
+
+    calls = dict(nvjpegCreateEx=create, nvjpegDecodeBatchedInitialize=initialize, nvjpegJpegStateCreate=lambda *_: 0)
+    monkeypatch.setattr(nvjpeg, "_library", lambda: SimpleNamespace(nvjpegDecodeBatched=decode, **calls))
+    monkeypatch.setattr(nvjpeg, "_quick_library", lambda: SimpleNamespace(nvjpegGetImageInfo=size_of))
+    queue = SimpleNamespace(synchronize=lambda: None, record=lambda: None, cuda_stream=0)
+    faked = dict(device=nullcontext, init=lambda: None, Event=lambda **_: queue, current_stream=lambda: queue)
+    for name, value in faked.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return asked, answers, destinations
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "error"),
+    [
+        ({}, [3], None), ({3: 7}, [3, 2], None), ({3: 7, 2: 9}, [3, 2], "nvJPEG: implementation not supported"),
+        ({3: 5}, [3], "nvJPEG: allocator failure"), ({3: 99}, [3], "nvJPEG: status 99"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_gpu_without_decoders_of_its_own_decodes_by_its_cores(library, answers, asked, error):
+    library[1].update(answers)
+    with pytest.raises(DecodingError, match=error) if error else nullcontext():
+        Decoder(CPU)
+    assert library[0] == asked
+
+
+def test_after_a_batch_for_which_there_was_no_memory_the_decoder_is_prepared_again(library):
+    decode, file = Decoder(CPU), bytes_of(b"file")
+    library[1][3] = 5
+    for _ in range(2):
+        decode([file] * 2)
+    with pytest.raises(DecodingError, match="allocator failure"):
+        decode([file] * 3)
+    decode([file] * 2)
+    assert library[0] == [nvjpeg.HARDWARE, 2, 3, 2]
+
+
+def test_each_plane_of_an_image_has_a_place_of_its_own(library):
+    images = Decoder(CPU)([bytes_of(b"file"), bytes_of(b"another")])
+    assert [image.shape for image in images] == [(3, 12, 5), (3, 15, 5)]
+    for image, destination in zip(images, library[2], strict=True):
+        assert destination["channels"].tolist() == [*(plane.data_ptr() for plane in image), 0]
+        assert destination["pitches"].tolist() == [5, 5, 5, 0]
+
+
 def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
     from cuda import pathfinder
 
     def missing(name):
-        raise pathfinder.DynamicLibNotFoundError(f"no {name} here")
+        raise pathfinder.DynamicLibNotFoundError(f"no {name}\nhere" + " or there" * 99)
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
     for cached in (nvjpeg._path, nvjpeg._library, nvjpeg._quick_library):
         cached.cache_clear()
     with pytest.raises(
-        DecodingError, match=r"nvJPEG is missing \(no nvjpeg here\): pip install 'cuda-toolkit\[nvjpeg\]'"
+        DecodingError, match=r"nvJPEG is missing \(no nvjpeg here or .{82}\): pip install 'cuda-toolkit\[nvjpeg\]'"
     ):
         Decoder(torch.device("cuda", 0))

@@ -5,6 +5,7 @@ tests/robustness/test_hostile_images.py has those that are broken.
 
 import io
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -50,15 +51,24 @@ def test_colours_at_a_quarter_of_the_size_are_not_for_the_hardware(sampling):
     header = Image.open(io.BytesIO(jpeg))
     assert header.layer[0][1:3] == (sampling >> 4, sampling & 15)
     assert is_plain_jpeg(bytes(jpeg), header) == (sampling not in (0x41, 0x14))
-    assert not is_plain_jpeg(bytes(jpeg[:-1]), header)  # cut off
+    for thumbnail in (b"", b"\xff\xd9"):
+        assert not is_plain_jpeg(bytes(jpeg[:2]) + thumbnail + bytes(jpeg[2:-1]), header)  # cut off
     header.layers = 6  # as of two frames
     assert not is_plain_jpeg(bytes(jpeg), header)
 
 
-def test_a_split_is_judged_by_files_from_all_over_it(photo_folder):
+def test_a_split_is_judged_by_files_from_all_over_it(photo_folder, tmp_path):
     found = readers._sample(range(1000))
     assert len(found) == 32
     assert (found[0], found[-1]) == (0, 961)
     images = open_split(str(photo_folder), "", "val")
     pixels = [math.prod(Image.open(path).size) for path, _ in images.reader.samples]
     assert readers.typical_pixels(images) == sum(pixels) / len(pixels)
+    (folder := tmp_path / "odd" / "a").mkdir(parents=True)
+    for i, kind in enumerate(("JPEG", "PNG", "JPEG", "GIF", "JPEG")):
+        (folder / f"{i}.jpg").write_bytes(encode(PHOTO.resize((9, 9)) if kind == "GIF" else PHOTO, format=kind))
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "gone.jpg").symlink_to("nowhere")
+    images = open_split(str(tmp_path), "", "odd")
+    assert readers.has_jpegs(images)  # three of five: a pipe and a link that leads nowhere are named when they are read
+    assert readers.typical_pixels(images) == math.prod(PHOTO.size)  # of what may be opened here, without a guard

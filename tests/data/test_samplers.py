@@ -159,7 +159,7 @@ def test_batches_come_in_pieces_and_none_before_they_are_wanted():
     assert [key for piece in pieces for key in piece] == [(index, 0, 7) for index in range(1, 250, 2)]
 
 
-def test_seeds_follow_from_their_key_and_reach_every_generator():
+def test_seeds_follow_from_their_key_and_reach_every_generator(monkeypatch):
     keys = [(0, 1), (1, 0), (0, 1, 0, 1), (0, 1, 0, 2), (0, 0, 1, 1), (7, 2**33)]
     for key in keys:
         assert derive_seed(*key) == np.random.SeedSequence(key).generate_state(1)[0]
@@ -168,3 +168,11 @@ def test_seeds_follow_from_their_key_and_reach_every_generator():
     drawn = random.random(), np.random.rand(), torch.rand(())
     seed_all(2**32 - 5)
     assert drawn == (random.random(), np.random.rand(), torch.rand(()))
+    seeded = []
+    for name in ("cuda", "xpu", "mps"):
+        monkeypatch.setattr(f"torch.{name}.manual_seed", lambda seed, name=name: seeded.append((name, seed)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    seed_everything(3)
+    assert seeded == [("xpu", 3), ("mps", 3)]  # a GPU that nobody uses is not started

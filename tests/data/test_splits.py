@@ -47,6 +47,8 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
             with tarfile.open(tmp_path / f"{name}.tar", "w") as file:
                 file.add(tmp_path / name, ".")
             shutil.rmtree(tmp_path / name)
+        else:
+            (tmp_path / f"{name}.tar").touch()  # beside which the folder counts
     images = open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
     assert describe_split(wanted, images) == f"{wanted}: 1 images" + " of 1 classes, from 1 of 'a' to 1 of 'a'" * (
@@ -128,6 +130,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     counts = folders.split_folder(source, tmp_path / "one", 0.5)
     assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=44, validation=43)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
+    assert (tmp_path / "one").stat().st_mode == source.stat().st_mode  # not that of a temporary folder
     one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
     assert one.keys() == two.keys()
     assert sorted(path.read_bytes() for path in one.values()) == sorted(before.values())
@@ -174,12 +177,14 @@ def test_splitting_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, err
     ("target", "share", "error"),
     [
         *(("split", share, "between 0 and 1, not ") for share in ("nan", "inf", "0", "1", "-1")),
-        ("pets", "0.2", "pets is in .*pets, of whose classes"), ("pets/split", "0.2", "split is in .*pets, of whose"),
+        ("pets", "0.2", "cats is in .*pets, of whose classes"), ("pets/split", "0.2", "split is in .*pets, of whose"),
+        ("cats/split", "0.2", "split is in .*pets, of whose"),
         ("full", "0.2", "there is something in .*full"), ("file/new", "0.2", r"\[Errno"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, capsys, target, share, error):
-    pets(tmp_path / "pets", 2)
+    pets(tmp_path / "cats", 2)
+    (tmp_path / "pets").symlink_to("cats")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "old").mkdir(parents=True)
     (tmp_path / "file").touch()
@@ -208,6 +213,18 @@ def test_classes_have_timms_numbers(tmp_path):
     assert [Path(file).stem for file, number in ours.samples if number == 0] == sorted(alike)
 
 
+def test_a_folder_that_may_not_be_read_is_passed_over(image_folder, monkeypatch):
+    scandir = os.scandir
+
+    def refuse(folder):
+        if os.path.basename(folder) == "bee":
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert [*class_names(open_split(str(image_folder), "", "val"))] == ["ant", "cat", "dog"]
+
+
 def test_a_class_may_be_called_as_a_split_is(tmp_path):
     for name in ("train", "validation"):
         (tmp_path / "val" / name).mkdir(parents=True)
@@ -216,8 +233,9 @@ def test_a_class_may_be_called_as_a_split_is(tmp_path):
 
 
 def test_a_split_that_is_not_there_is_named_with_what_is(image_folder, tmp_path):
-    with pytest.raises(ConfigError, match="data_dir is not given"):
-        open_splits(small_config(image_folder, data_dir=None))
+    for dataset, data_dir in (("", None), ("", ""), ("wds/x", None), ("wds/x", "")):  # and not the folder one is in
+        with pytest.raises(ConfigError, match="^data_dir is not given"):
+            open_splits(small_config(image_folder, data_dir=data_dir, dataset=dataset))
     with pytest.raises(ConfigError, match="data_dir .*nowhere is not a folder"):
         open_splits(small_config(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no split 'holdout' .*called holdout.; it has nothing"):
@@ -273,7 +291,7 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     """timm would leave it out, and number the classes behind it otherwise."""
     shutil.copytree(image_folder, tmp_path / "images")
     config, train = small_config(tmp_path / "images"), tmp_path / "images" / "train"
-    for name in (".cache", "bird/egg"):
+    for name in (".cache", "__MACOSX", "bird/egg"):
         (train / name).mkdir(parents=True)
     (train / "link").symlink_to(train.parent / "empty")  # a warning names it
     (train.parent / "empty").mkdir()
@@ -282,6 +300,8 @@ def test_a_class_folder_without_images_is_refused_by_name(image_folder, tmp_path
     for name in "fghij":
         (train / name).mkdir()
     (train / "bird" / "notes.txt").write_text("none yet")
+    (train / "bird" / "egg" / ".ipynb_checkpoints").mkdir()
+    shutil.copy(train / "ant" / "0.png", train / "bird" / "egg" / ".ipynb_checkpoints")  # which is passed over
     with pytest.raises(ConfigError, match=r"no images: 'bird', 'f', 'g', 'h', 'i', \.{4} Copy"):
         open_splits(config)
     for name in ("bird", *"fghij"):

@@ -5,22 +5,27 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections import UserList
 from types import SimpleNamespace
 
 import pytest
 import torch
 from faults import signals
 from pictures import CPU, CUDA, DATA_CONFIG, joined, training_set
+from timm.data.dataset import IterableImageDataset
 
 from vil.config import ConfigError
-from vil.data import workers
+from vil.data import decoder, loaders, workers
 from vil.data.loaders import evaluation_loader, micro_batches
 from vil.data.readers import ImageReader
 from vil.data.splits import open_split
+from vil.processes import SCHEDULERS_SIGNALS
 
 MIB = 2**20
+STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["folder", "stream"])
 
 
 @pytest.fixture
@@ -173,6 +178,23 @@ def test_too_little_shared_memory_for_one_worker_is_refused_with_what_helps(mach
     assert chosen(wanted=0) == (0, None)
 
 
+def test_with_little_shared_memory_workers_decode_what_they_would(machine, shared_memory):
+    machine(16)
+    shared_memory(200)
+    made = workers.choose_settings(None, CUDA, 256, 1000, 10 * MIB, on_device=True, decode=True)
+    assert str(made) == "8 workers, decoding in the workers and augmenting on the device"
+
+
+def test_without_a_folder_of_shared_memory_nobody_knows_how_much_there_is(machine, monkeypatch, tmp_path):
+    """As on macOS."""
+    machine(16)
+    monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path / "none")
+    assert chosen() == (14, 2)
+    monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
+    workers.into_shared_memory(image := torch.zeros(3, dtype=torch.uint8))
+    assert image.is_shared()
+
+
 # processes
 
 
@@ -182,9 +204,15 @@ def started(image_folder):
     before = set(multiprocessing.active_children())
     new = lambda: set(multiprocessing.active_children()) - before  # noqa: E731
 
-    def make(count=1, batch_size=5):
+    def make(count=1, batch_size=5, streams=False, on_device=None):
         split = open_split(str(image_folder), "", "val")
-        return evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1), new()
+        if streams:
+            split = IterableImageDataset("", reader=UserList([*split]))
+            split.set_loader_cfg = lambda num_workers: None
+        loader = evaluation_loader(split, DATA_CONFIG, CPU, count, batch_size, 0, 1, on_device)
+        if streams:
+            next(iter(loader))  # with which its workers start
+        return loader, new()
 
     yield make
     for worker in new():
@@ -192,20 +220,23 @@ def started(image_folder):
         worker.join()
 
 
-def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, monkeypatch):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, monkeypatch, on_device):
     parent, usage = os.getpid(), shutil.disk_usage
     free = lambda folder: usage(folder) if os.getpid() == parent else SimpleNamespace(free=100)  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", free)
     with pytest.raises(ConfigError) as caught:
-        list(started()[0])
+        list(started(on_device=on_device)[0])
     message = str(caught.value)
     assert message.startswith(f"{workers.SHARED_MEMORY} is full: 0 MiB free")
     assert "--shm-size=8g; --workers 0 needs none" in message
     assert "\n" not in message
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * MIB))
+    workers.into_shared_memory(image := torch.zeros(3 * MIB, dtype=torch.uint8))
+    assert not image.is_shared()  # out of no worker
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
-        workers.into_shared_memory(torch.zeros(3 * MIB, dtype=torch.uint8))
+        workers.into_shared_memory(image)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +255,25 @@ def outlive(worker):
     time.sleep(60)
 
 
-def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started):
+@STREAMS
+def test_a_worker_that_is_killed_while_nobody_waits_for_it_is_one_line(started, streams):
     """PyTorch raises its error in whatever the main thread is at."""
-    loader, (worker,) = started()
+    loader, (worker,) = started(streams=streams)
     next(iter(loader))
     with pytest.raises(ConfigError, match="fewer --workers"):
         outlive(worker)
+
+
+def test_pytorchs_handler_is_wrapped_once_by_the_main_thread(monkeypatch):
+    handlers = [print]
+    monkeypatch.setattr(signal, "getsignal", lambda _: handlers[-1])
+    monkeypatch.setattr(signal, "signal", lambda _, handler: handlers.append(handler))
+    (thread := threading.Thread(target=workers._name_lost_workers)).start()
+    thread.join()
+    assert handlers == [print]  # Python lets no other thread do that
+    for _ in range(2):
+        workers._name_lost_workers()
+    assert len(handlers) == 2
 
 
 def test_an_error_of_other_code_is_not_one_of_the_workers():
@@ -238,20 +282,22 @@ def test_an_error_of_other_code_is_not_one_of_the_workers():
 
 
 def test_a_worker_that_hangs_ends_the_run(started, monkeypatch):
-    monkeypatch.setattr("vil.data.loaders.STALLED", 0.2)
+    assert loaders.STALLED > workers.PIECE * decoder.SECONDS  # of files that each take all the time they may
+    monkeypatch.setattr(loaders, "STALLED", 0.2)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # and then it ends the worker
     monkeypatch.setattr(ImageReader, "__getitem__", lambda *_: time.sleep(1))
     with pytest.raises(RuntimeError, match="timed out after 0.2 seconds"):
         next(iter(started()[0]))
 
 
-def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch):
+@STREAMS
+def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch, streams):
     """A scheduler signals every process of a job, and then images are still needed."""
     monkeypatch.setattr("vil.data.loaders.STALLED", 60)
     threads = torch.get_num_threads()
     try:  # then PyTorch starts threads in a worker, before anything of ours runs there
         torch.set_num_threads(threads + 2)
-        loader, (worker,) = started(batch_size=2)
+        loader, (worker,) = started(batch_size=2, streams=streams)
     finally:
         torch.set_num_threads(threads)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint({signal.SIGTERM, signal.SIGUSR1})
@@ -265,6 +311,20 @@ def test_a_worker_heeds_its_parents_signals_alone(started, monkeypatch):
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(timeout=60)
     assert worker.exitcode == 0
+
+
+def test_a_worker_whose_parent_dies_as_it_starts_ends(monkeypatch):
+    alive, notices, masks = iter((True, False)), iter((None, None)), []
+    parent = SimpleNamespace(is_alive=lambda: next(alive))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: next(notices))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
+    with pytest.raises(SystemExit, match="^1$"):
+        workers._heed_the_parent_alone()
+    assert masks == [(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)]  # also where it is not forked with them blocked
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -281,6 +341,7 @@ def test_pieces_make_up_the_batches_of_workers_that_start_with_their_loader(imag
     for _ in range(2):
         assert [len(images) for images, _ in loader] == [9, 9, 9, 1]
         assert joined(loader)[1] == [number for number in range(4) for _ in range(7)]
+    assert not any(tensor.is_shared() for batch in loader for tensor in batch)  # what a caller keeps
     trained, keys = training_set(image_folder, workers=count, global_batch_size=16)
     expected = [trained.dataset.dataset.reader[index][1] for index, _ in keys]
     found = [targets for (_, targets), _ in micro_batches(trained, trained.batches, 0, 0)]

@@ -8,6 +8,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from vil.config import ConfigError
+from vil.data.splits import describe_split
 from vil.evaluation.imagenet import open_test_split, real_labels
 
 
@@ -31,6 +32,8 @@ def test_a_split_that_lacks_classes_has_the_numbers_that_were_learned(image_fold
     for split in ("val", "packed"):
         images, classes = open_test_split(str(tmp_path), "", split, 4, ["ant", "bee", "cat", "dog"])
         assert (classes, {images.reader[i][1] for i in range(len(images))}) == (None, {0, 2, 3})
+        if split == "val":
+            assert describe_split(split, images) == "val: 21 images of 3 classes, from 7 of 'dog' to 7 of 'ant'"
     with pytest.raises(ConfigError, match="has 3 classes but the model 4"):
         open_test_split(str(tmp_path), "", "val", 4, ["ant", "bee", "crow", "dog"])
 

@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import resource
+import signal
 import struct
 import sys
 import tarfile
@@ -265,6 +266,21 @@ def test_a_decoder_ends_by_itself_when_it_decodes_for_long_and_not_when_it_waits
     assert alarms == [2 * decoder.SECONDS, 0] * 2
 
 
+def test_a_decoder_heeds_no_scheduler_takes_one_thread_and_says_little(monkeypatch):
+    ignored, replies = [], io.BytesIO()
+    monkeypatch.setattr(decoder.signal, "signal", lambda number, _: ignored.append(number.name))
+    monkeypatch.setattr(decoder, "_limit_memory", lambda: None)
+    if features.check("avif"):
+        monkeypatch.setattr("PIL.AvifImagePlugin.DEFAULT_MAX_THREADS", 64)
+    decoder.serve(io.BytesIO(), replies)
+    assert set(ignored) == {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"}
+    assert replies.getvalue() == b"\n"
+    assert not features.check("avif") or sys.modules["PIL.AvifImagePlugin"].DEFAULT_MAX_THREADS == 1
+    monkeypatch.setattr(decoder, "decode", lambda _: {}["\udcff" * 9999])
+    size, error = decoder._decoded(b"")
+    assert (size, len(error)) == ((0, 0), 1000)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit is kept there")
 @pytest.mark.parametrize("most", [resource.RLIM_INFINITY, 2**62, 2**20], ids=["none", "more", "less"])
 def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
@@ -279,7 +295,20 @@ def test_a_decoders_limit_of_memory_is_within_the_systems(most, monkeypatch):
 
 def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     gif, of_process = encode(RGB, "GIF"), guard.of_process(os.getpid())
-    expected = images.read_image(io.BytesIO(gif))
+    steps, timer = [], threading.Timer
+    slow = SimpleNamespace(read=lambda count: steps.append("read") or gif)  # as from a disk far away
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Timer", lambda *arguments: steps.append("clock") or timer(*arguments))
+        expected = of_process.decode(slow, len(gif))
+        child = of_process._child
+        held = SimpleNamespace(read=lambda count: os.kill(child.pid, signal.SIGSTOP) or gif)
+        patched.setattr(threading, "Timer", lambda *arguments: child.kill() or timer(*arguments))
+        with pytest.raises(images.UnfitImageError, match="its decoder ended with status -9"):
+            of_process.decode(held, len(gif))
+    assert steps == ["read", "clock"]
+    assert images.read_image(io.BytesIO(gif)) == expected
+    if sys.platform == "linux":  # what libraries say of files from strangers is not for the terminal
+        assert os.readlink(f"/proc/{of_process._child.pid}/fd/2") == os.devnull
     of_process._child.kill()  # as a system without memory may
     of_process._child.wait()
     assert of_process.decode(io.BytesIO(gif + b"more"), len(gif)) == expected  # which has grown
@@ -291,6 +320,10 @@ def test_a_decoder_that_has_died_is_started_again(monkeypatch):
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert images.read_image(io.BytesIO(gif)) == expected
     assert (of_process._child, child.returncode) == (None, -9)  # and nothing of it is left
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "path", [])  # where this process would find no Pillow, either
+        with pytest.raises(RuntimeError, match="does not start"):
+            images.read_image(io.BytesIO(gif))
     monkeypatch.setattr(guard.sys, "executable", "false")
     with pytest.raises(RuntimeError, match="the program that decodes images does not start: false "):
         images.read_image(io.BytesIO(gif))
@@ -333,6 +366,7 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     links |= {"bee/out": outside, "bee/out.jpg": outside / "1.jpg", "bee/two.jpg": "../ant/1.png", "gnat": "../more"}
     (root / "one.jpg").write_bytes(SMALL_JPEG)
     links["bee/second.jpg"] = one = "../../one.jpg"
+    (root / "train" / "bee" / ".#one.jpg").symlink_to(one)  # as an editor makes it, and first by its name
     followed = {"bee/first.jpg": one, "beetle": "../more/inner", "cat": "../more", "bee/notes.txt": "/etc/passwd"}
     (root / "two.jpg").write_bytes(SMALL_JPEG)
     (root / "more" / "2.jpg").symlink_to("../two.jpg")  # behind a link
@@ -345,6 +379,9 @@ def test_links_are_not_followed_out_of_the_data_set_nor_twice(tmp_path, caplog):
     assert [message[: message.index(": ")] for message in caplog.messages] == [
         f"11 links in '{root}/train' are left out, such as 'ant/again'"
     ]
+    (tmp_path / "link").symlink_to(root)
+    by_link = open_split(str(tmp_path / "link"), "", "train")
+    assert {by_link.filename(i) for i in range(len(by_link))} == names
     (root / "test").symlink_to(outside)  # the split itself may lie elsewhere
     assert [path for path, _ in open_split(str(root), "", "test").reader.samples] == [f"{root}/test/1.jpg"]
     assert {str(path.relative_to(root / "train")) for path in viz.image_files([root / "train"])} == names - linked
@@ -464,8 +501,9 @@ def test_behind_a_long_row_of_broken_files_there_is_one_to_take(caplog):
 
 def test_a_split_without_a_readable_image_is_one_line_from_a_loaders_process(tmp_path):
     root = folder_of(tmp_path, {})
-    for path in root.glob("train/*/*"):
-        path.write_bytes(b"none")
+    for path in [*root.glob("train/*/*")]:
+        path.with_name(f"OSError: {path.name}").write_bytes(b"none")
+        path.unlink()
     before = set(multiprocessing.active_children())
     loader = loader_of(root, "training", workers=1)
     with pytest.raises(ConfigError) as caught:
@@ -493,6 +531,20 @@ def test_each_epoch_counts_its_own_and_a_file_is_named_once(tmp_path, workers):
     lines = (tmp_path / "log").read_text().splitlines()
     names = ("a line", "eps", "floats", "nothing")
     assert sorted(line.split("'")[1] for line in lines) == [f"bee/{name}.jpg" for name in names]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="loaders do not fork there")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_one_process_has_met_the_others_know(caplog):
+    """In another epoch another worker has the file."""
+    unreadable, late = images.Unreadable(2), guard.LateImageError("not decoded")
+    forked = multiprocessing.get_context("fork").Process(target=unreadable.add, args=(1, "name", late))
+    forked.start()
+    forked.join()
+    with pytest.raises(guard.LateImageError):
+        unreadable.refuse_late(1)
+    unreadable.add(1, "name", late)
+    assert (unreadable.count, named(caplog)) == (2, [])
 
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path, caplog):
@@ -624,6 +676,9 @@ def test_a_panorama_is_no_line_and_a_limit_is_within(monkeypatch):
             decoder.open_image(io.BytesIO(panorama))
     with pytest.raises(images.UnfitImageError, match="^1000x9 pixels, one side more than 100 times the other"):
         decoder.open_image(io.BytesIO(encode(np.zeros((9, 1000), np.uint8), "PNG")))
+    monkeypatch.undo()
+    halves = {256: 4096, 257: 4096, 259: 8, 322: 4096, 323: 2048, 324: 0, 325: len(BOMB)}  # as large as the image needs
+    assert decoder.open_image(io.BytesIO(tiff(BOMB, halves))).size == (4096, 4096)
 
 
 # shards
@@ -700,9 +755,10 @@ def test_a_command_for_a_shard_is_refused_by_name_and_not_run(tmp_path, place, d
     assert not (tmp_path / "ran").exists()
 
 
-def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
+def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, monkeypatch, pillow):
     """What they say themselves starts nothing, and opens no file elsewhere."""
     import webdataset
+    from webdataset.gopen import gopen_schemes
 
     config = write_shards(tmp_path, {})
     info = json.loads((tmp_path / "_info.json").read_text())
@@ -710,6 +766,8 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
     files += [f"pipe:touch {tmp_path}/ran", f"|touch {tmp_path}/ran", str(tmp_path / "train-0.tar")]
     (tmp_path / "_info.json").write_text(json.dumps(info))
     _, val, _ = open_splits(config)
+    monkeypatch.setattr(webdataset.utils, "enforce_security", False)  # as in a worker that is not forked
+    monkeypatch.delitem(gopen_schemes, "local-shards")
     targets = torch.cat([targets for _, targets in evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1)])
     assert len(targets) == 8
     for url in (f"pipe:touch {tmp_path}/ran", "/etc/passwd", "file:/etc/passwd"):
@@ -727,6 +785,7 @@ def test_shards_are_read_in_webdatasets_secure_mode(tmp_path, pillow):
         (dict(filenames=["pipe.tar"]), "the shard 'pipe.tar' is no regular file in "),
         (dict(num_samples=61), "cannot have 61 samples, but at most 60: see _info.json"),
         (dict(num_samples="many"), "cannot have 'many' samples, but at most 60"),
+        (dict(num_samples=-1), "cannot have -1 samples, but at most 60"),
         (dict(filenames=7), "cannot open the split 'validation' of "),
         (dict(note="x" * 9000), "cannot open the split 'train' of "),
     ],
@@ -741,7 +800,9 @@ def test_what_shards_say_of_themselves_is_checked(tmp_path, info, message, pillo
     whole = json.loads((tmp_path / "shards" / "_info.json").read_text())
     whole["splits"]["validation"] |= dict(num_samples=60, filenames=["train-0.tar", "validation-0.tar"])
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
-    assert len(open_splits(config)[1]) == 60
+    (tmp_path / "link").symlink_to("shards")
+    for data_dir in (config.data_dir, str(tmp_path / "link")):
+        assert len(open_splits(dataclasses.replace(config, data_dir=data_dir))[1]) == 60
     whole["splits"]["validation"] |= info
     (tmp_path / "shards" / "_info.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=message):
@@ -822,7 +883,6 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ("wds/x", "data_dir is not given"),
         ("torch/cifar10", r"dataset 'torch/cifar10' is none of wds/\.\.\., hfds/\.\.\., "),
         ("cifar10", r"dataset 'cifar10' is none of .*, tfds/\.\.\.: leave it out for folders and tar files"),
         ("hfds/", "dataset 'hfds/' is none of "),
@@ -830,14 +890,14 @@ def test_shuffled_samples_are_webdatasets_until_they_hold_too_much(tmp_path, mon
     ],
 )
 def test_a_dataset_that_cannot_be_opened_is_an_error_that_names_it(dataset, message, pillow):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         open_split(None, dataset, "train")
 
 
 def test_datasets_of_other_packages_are_timms(monkeypatch, pillow):
     monkeypatch.setattr("vil.data.splits.create_dataset", lambda *names, **options: (*names, options))
     monkeypatch.setattr("vil.data.splits.class_names", lambda _: {})
-    assert open_split("/cache", "hfds/x/y", "test", seed=3) == ("hfds/x/y", dict(root="/cache", split="test", seed=3))
+    assert open_split("/cache", "hfds/X/y", "test", seed=3) == ("hfds/X/y", dict(root="/cache", split="test", seed=3))
     assert tuple(Image.ID) == decoder.FORMATS  # which they open in this process, too
 
 

@@ -183,7 +183,7 @@ def _decoded(data: bytes) -> tuple[tuple[int, int], bytes]:
         found = image.size, image.tobytes()
     except Exception as error:  # decoders raise all kinds
         said = str(error) if isinstance(error, UnfitImageError) else repr(error)
-        found = (0, 0), said[:1000].encode(errors="backslashreplace")
+        found = (0, 0), said[:1000].encode()
     if hasattr(signal, "alarm"):
         signal.alarm(0)
     return found

@@ -134,7 +134,7 @@ _DRAW = {
 def _recorder(name: str):
     """A stand-in for timm's function of an operation: it notes the call in the place of the image."""
     if name == "Desaturate":
-        return lambda operations, factor, **_: [*operations, ("Color", (max(0.0, 1.0 - factor),))]
+        return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
     name = name.removesuffix("Increasing").removesuffix("Original")  # that is in the argument

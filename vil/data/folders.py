@@ -120,7 +120,7 @@ class _Found:
                 self.targets.add(place)
             with contextlib.suppress(OSError), os.scandir(folder) as entries:  # as os.walk does
                 for entry in entries:
-                    if entry.name.startswith(".") or entry.name == "__MACOSX":  # of editors, systems and archives
+                    if is_hidden(entry.name):
                         self.others["hidden"] += 1
                     elif entry.is_symlink():
                         self.links.append(entry.path)
@@ -150,6 +150,11 @@ class _Found:
 
     def _is_image(self, path: str) -> bool:
         return os.path.splitext(path)[1].lower() in self.suffixes
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name is one that editors, systems and archives give their files."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _is_in(path: str, folder: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .workers import PIECE, LoaderSettings, lost_workers_named
+from .workers import PIECE, LoaderSettings, lost_workers_named, start_workers
 
 
 class PieceLoader:
@@ -45,7 +45,8 @@ class PieceLoader:
 
     def _loaded(self) -> Iterator:
         with lost_workers_named():
-            yield from self.loader
+            # a stream's workers start with its first pass, and those of others have
+            yield from start_workers(self.loader) if self.batches is None else self.loader
 
 
 class HostLoader(PieceLoader):

@@ -46,7 +46,7 @@ class Decoder:
         with torch.cuda.device(device):
             torch.cuda.init()
             status = self._create(HARDWARE)
-            if status and STATUS[status] == "architecture mismatch":
+            if status == STATUS.index("architecture mismatch"):
                 status = self._create(GPU_HYBRID)
             _check(status)
             _check(self.library.nvjpegJpegStateCreate(self.handle, ctypes.byref(self.state)))

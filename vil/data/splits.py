@@ -13,7 +13,7 @@ from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ..config import DATASETS, Config, ConfigError
 from ..processes import warn
-from .folders import SPLIT_NAMES, FolderReader
+from .folders import SPLIT_NAMES, FolderReader, is_hidden
 from .images import restrict_pillow
 from .synthetic import SyntheticImages
 
@@ -83,13 +83,17 @@ def _refuse_empty_classes(images) -> None:
     if not isinstance(images.reader, FolderReader):  # the root of others is where they keep files, or none
         return
     folder, known = Path(images.reader.root), class_names(images)
-    folders = [e for e in folder.iterdir() if e.is_dir() and not e.is_symlink() and e.name[0] != "."]
-    others = [entry for entry in folders if entry.name not in known]
-    empty = sorted(e.name for e in others if not any(p.suffix.lower() in get_img_extensions() for p in e.rglob("*")))
+    folders = [e for e in folder.iterdir() if e.is_dir() and not e.is_symlink() and not is_hidden(e.name)]
+    empty = sorted(entry.name for entry in folders if entry.name not in known and not _has_images(entry))
     if empty:
         raise ConfigError(
             f"class folders of {str(folder)!r} have no images: {_quoted(empty)}. Copy the images or remove the folders"
         )
+
+
+def _has_images(folder: Path) -> bool:
+    images = (path for path in folder.rglob("*") if path.suffix.lower() in get_img_extensions())
+    return not all(any(map(is_hidden, path.relative_to(folder).parts)) for path in images)
 
 
 def open_splits(config: Config):

@@ -214,16 +214,17 @@ def _name_lost_workers() -> None:
     signal.signal(signal.SIGCHLD, handle)
 
 
-def start_workers(loader: DataLoader) -> None:
-    """Starts a loader's processes, which it keeps.
+def start_workers(loader: DataLoader) -> Iterator:
+    """A pass over what a loader loads. Its processes start with the first one, and it keeps them.
 
     A thread that enters Python, as those of autograd, holds a lock that Python below 3.12 takes into a fork and waits
     for then: so this is called before there are such threads.
     """
+    with _signals_blocked():
+        loaded = iter(loader)
     if loader.num_workers:
-        with _signals_blocked():
-            iter(loader)
         _name_lost_workers()
+    return loaded
 
 
 @contextmanager
