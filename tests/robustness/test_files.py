@@ -21,7 +21,7 @@ from vil.output import _Lossy, outlive_output
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
-    path, fsync, sizes = tmp_path / "summary.csv", os.fsync, []
+    path, fsync, sizes, opened = tmp_path / "summary.csv", os.fsync, [], os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or fsync(file))
     write_atomically(path, "one")
     assert sizes[0] == 3  # all of it is on the disk before it has its name
@@ -36,6 +36,7 @@ def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.csv"]
+    assert os.listdir("/proc/self/fd") == opened  # of which a run has a thousand
 
 
 def test_readers_see_one_of_the_contents_while_two_write(tmp_path):
@@ -92,7 +93,7 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
 def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 0.1)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    with FolderLock(tmp_path / "run"):
+    with (held := FolderLock(tmp_path / "run")):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
         monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # for the second
         half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
@@ -102,8 +103,11 @@ def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
         assert half.exists()  # the holder is just writing it
         with FolderLock(tmp_path / "other"):
             pass
-    with FolderLock(tmp_path / "run"):  # that is over
-        pass
+        (tmp_path / "run" / ".holder").unlink()  # or not yet written
+        with pytest.raises(FolderInUseError, match="run is in use: another process. End that run first"):
+            FolderLock(tmp_path / "run")
+    with FolderLock(tmp_path / "run"):
+        assert not held.lock.is_locked  # that is over
 
 
 def hold_and_crash(folder, ready):
