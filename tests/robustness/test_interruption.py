@@ -306,10 +306,9 @@ def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_pa
     monkeypatch.delenv("GPUS")
     monkeypatch.chdir(tmp_path)
     words = ["-c", "a b.yaml", "--resume", "other.pt"]  # which wins, as it comes last
-    for script, expected in (
-        ("slurm.sh", ["--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=first", f"--master-port={port}"]),
-        ("single_node.sh", ["--nproc-per-node=3", "--local-addr=127.0.0.1"]),
-    ):  # fmt: skip
+    of_two_nodes = ["--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=first", f"--master-port={port}"]
+    of_one = ["--nproc-per-node=3", "--local-addr=127.0.0.1"]
+    for script, expected in (("slurm.sh", of_two_nodes), ("single_node.sh", of_one)):
         assert subprocess.run(["bash", str(ROOT / "scripts" / script), *words], check=False).returncode == 3
         (place, *told) = torchrun.read_text().splitlines()
         assert place.split()[-1] == str(ROOT)

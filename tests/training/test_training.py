@@ -1,8 +1,10 @@
 """Training runs in one process: what they write, how they begin, go on and end, and what they refuse."""
 
+import contextlib
 import csv
 import gc
 import itertools
+import os
 import re
 import shutil
 import sys
@@ -24,6 +26,7 @@ from vil import checkpoint
 from vil.config import Config, load_config
 from vil.cuda_graphs import nothing_collected
 from vil.factory import create_model
+from vil.processes import FirstProcessError
 from vil.training.interruption import PreemptedError
 
 CPU = torch.device("cpu")
@@ -340,6 +343,11 @@ def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_no
         assert left() is None
         assert not gc.isenabled()
     assert gc.isenabled()
+    gc.disable()
+    with nothing_collected():
+        pass
+    assert not gc.isenabled()  # as before
+    gc.enable()
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
@@ -349,6 +357,25 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(train_imagenet, "Trainer", mistaken)
     with pytest.raises(KeyError, match="a mistake"):
         main(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(FirstProcessError("no room"), "error: no room\n"), (KeyError("a mistake"), "Traceback (most recent call last)")],
+)
+def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_path, capsys, error, said):
+    def train(*_):
+        print("epoch 1")
+        raise error
+
+    monkeypatch.setattr(train_imagenet, "train", train)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with open(tmp_path / "output", "w") as output, contextlib.redirect_stdout(output):
+        status, errors = main(monkeypatch, capsys)
+        assert (tmp_path / "output").read_text() == "epoch 1\n"
+    assert status == 1
+    assert errors.startswith(said)
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", True), ("1", False)])
