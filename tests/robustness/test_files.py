@@ -182,6 +182,16 @@ def test_streams_that_were_closed_are_open_in_what_a_run_starts_as_well():
     assert ended.value == [True, True]
 
 
+def print_a_name_that_is_no_text(rank):
+    outlive_output("stderr")
+    for stream in (sys.stdout, sys.stderr):
+        print("caf\udce9", file=stream)
+
+
+def test_names_of_files_that_are_no_text_are_printed_all_the_same():
+    assert [ended.errors for ended in in_processes(1, print_a_name_that_is_no_text)] == ["caf\\udce9\n" * 2]
+
+
 def train_in_a_terminal(command, terminal):
     os.setsid()
     os.open(terminal, os.O_RDWR)  # which becomes its own

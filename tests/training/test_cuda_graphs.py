@@ -36,9 +36,11 @@ class StandIn:
     """What `Replayed` takes of torch.cuda, on a CPU: a graph that is replayed calls the function."""
 
     def __init__(self, monkeypatch):
-        self.draws, self.mode, self.within = torch.zeros(1), 0, []
-        stream = SimpleNamespace(wait_stream=lambda _: None)
-        parts = dict(CUDAGraph=lambda: self, graph=self.capture, Stream=lambda: stream, current_stream=lambda: stream)
+        self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
+        main, aside = SimpleNamespace(name="main"), SimpleNamespace(name="aside")
+        for stream in (main, aside):
+            stream.wait_stream = lambda other: self.waits.append(other.name)
+        parts = dict(CUDAGraph=lambda: self, graph=self.capture, Stream=lambda: aside, current_stream=lambda: main)
         parts |= dict(stream=contextlib.nullcontext, get_rng_state=self.draws.clone, set_rng_state=self.draws.copy_)
         parts |= dict(get_sync_debug_mode=lambda: self.mode, set_sync_debug_mode=partial(setattr, self, "mode"))
         for name, part in parts.items():
@@ -71,6 +73,7 @@ def test_a_function_is_tried_out_captured_and_replayed(monkeypatch):
     replayed = gpu.replayed(int, changed=())
     assert gpu.within == [(0, True), ("error", True), ("capturing", False)]
     assert (gpu.mode, gpu.draws.item(), gpu.total.item()) == (0, 0, 9)
+    assert gpu.waits == ["main", "aside"]  # before it is tried out, and after
     for x in (torch.arange(3.0), torch.ones(3), torch.ones(5)):
         assert torch.equal(out := replayed(x), 2 * x)
         assert (out is replayed.outputs) == (len(x) == 3)
@@ -95,6 +98,29 @@ def test_memory_that_does_not_suffice_leaves_all_as_it_was(monkeypatch, caplog):
     with pytest.raises(torch.OutOfMemoryError):
         gpu.replayed(lambda: changed.zero_() is None or draw(), changed=[changed])
     assert (gpu.mode, gpu.draws.item(), changed.tolist(), caplog.messages) == (0, 0, [1, 1, 1], [])
+    assert gpu.waits == ["main", "aside"]
+
+
+def test_parts_that_fit_into_memory_make_up_the_batch(tmp_path, monkeypatch):
+    options = dict(synthetic=48, num_classes=4, global_batch_size=24, batch_size=12, img_size=16, workers=0)
+    run = Trainer(Config(**options, model_kwargs=dict(depth=1), output=str(tmp_path)), torch.device("cpu"), 0, 1)
+    tried: list = []
+
+    def tried_out(*_):
+        tried.append(run.at_once)
+        if run.at_once > most:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(run, "tried_out", tried_out)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: tried.append("let go"))
+    run.device = SimpleNamespace(type="cuda")
+    most = 5
+    run.fit_to_device((3, 16, 16), 4)
+    assert tried == [12, "let go", 6, "let go", 4]
+    assert run.accumulation == 24 // 4
+    most = 0
+    with pytest.raises(ConfigError, match="has too little memory to train vil_tiny on one image"):
+        run.fit_to_device((3, 16, 16), 4)
 
 
 class Step:
