@@ -282,7 +282,7 @@ def test_a_job_waits_for_its_run_whatever_notice_it_gets_and_goes_back_to_the_qu
     run += "while kill -0 $PPID; do sleep 0.01; done"
     stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS | {launcher: run})
     job = subprocess.Popen(["bash", str(ROOT / "scripts" / script)])
-    while not ((tmp_path / "begun").exists() and signal.SIGUSR1 in signals(job.pid, "SigCgt")):
+    while not ((tmp_path / "begun").exists() and {signal.SIGTERM, signal.SIGUSR1} & signals(job.pid, "SigCgt")):
         assert job.poll() is None
     job.send_signal(number)
     assert job.wait(60) == PREEMPTED
