@@ -17,7 +17,7 @@ from processes import Forked, become, draw_nothing, in_processes, run, train_com
 import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
-from vil.output import LostResultError, _Lossy, outlive_output, print_result
+from vil.output import LostResultError, _Lossy, check_outputs, outlive_output, print_result
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
@@ -78,6 +78,13 @@ def test_links_that_somebody_left_lead_nowhere(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError):
         write_atomically(folder / "last.pt", "three")
     assert precious.read_text() == "precious"
+
+
+def test_places_that_are_asked_for_are_tried_out_without_a_trace(tmp_path):
+    (before := tmp_path / "before.csv").write_text("of an earlier command")
+    check_outputs([before, tmp_path / "new" / "er" / "out.json"])
+    assert before.read_text() == "of an earlier command"
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"before.csv", "new", "new/er"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
