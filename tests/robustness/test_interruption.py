@@ -291,7 +291,9 @@ def test_a_job_waits_for_its_run_whatever_notice_it_gets_and_goes_back_to_the_qu
         assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
 
 
-WRITTEN_DOWN = """{ echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME $PWD; printf '%s\\n' "$@"; } > """
+# whether it begins a session, which a terminal's Ctrl-C and end do not reach, and what it is given
+WRITTEN_DOWN = 'session=$(cut -d " " -f 6 /proc/$$/stat); { echo $((session == $$)) $GLOO_SOCKET_IFNAME '
+WRITTEN_DOWN += """$NCCL_SOCKET_IFNAME $PWD; printf '%s\\n' "$@"; } > """
 
 
 @pytest.mark.parametrize(("job", "port"), [(9, 20009), (12_345_678, 25_678)])
@@ -314,7 +316,7 @@ def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_pa
         assert place.split()[-1] == str(ROOT)
         assert {*expected, "--max-restarts=3"} < set(told)
         assert told[-7:] == ["train_imagenet.py", "--resume", "auto", *words]
-    assert place.startswith("lo lo ")
+    assert place.startswith("1 lo lo ")
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=2"} < set(srun.read_text().splitlines())
 
 
