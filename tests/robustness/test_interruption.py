@@ -301,7 +301,7 @@ def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_pa
     srun, torchrun = tmp_path / "srun.txt", tmp_path / "torchrun.txt"
     commands = STAND_INS | {"srun": WRITTEN_DOWN + f"{srun}\n" + STAND_INS["srun"].replace("ID=0", "ID=1")}
     commands |= {"torchrun": WRITTEN_DOWN + f"{torchrun}; exit 3", "nvidia-smi": "echo GPU 0; echo GPU 1; echo GPU 2"}
-    commands["scontrol"] = commands["scontrol"].replace("echo 127.0.0.1", "echo first; echo second")
+    commands["scontrol"] = commands["scontrol"].replace("echo 127.0.0.1", "echo first; sleep 0.02; echo second")
     stand_in_for_slurm(tmp_path, monkeypatch, commands)
     for name, value in dict(NNODES=2, GPUS_ON_NODE=4, JOB_ID=job).items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
