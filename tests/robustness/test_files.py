@@ -180,6 +180,8 @@ def close_and_go_on(rank):
         os.close(number)
     sys.stdout = sys.stderr = None  # as Python has it
     outlive_output()
+    for stream in (sys.stdout, sys.stderr):
+        print("nobody hears this", file=stream)
     return [os.get_inheritable(number) for number in (1, 2)]
 
 

@@ -172,16 +172,19 @@ def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def get_a_signal_whose_answer_nobody_reads(rank):
+def get_a_signal_while_it_starts(rank, closed):
     sys.argv = ["train_imagenet.py", "--help"]
     with contextlib.suppress(SystemExit):
         runpy.run_path(str(ROOT / "train_imagenet.py"), run_name="__main__")
-    os.close(2)
+    if closed:
+        os.close(2)
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_run_that_starts_ends_with_its_status_where_nobody_reads_why():
-    assert [ended.status for ended in in_processes(1, get_a_signal_whose_answer_nobody_reads)] == [PREEMPTED]
+def test_a_run_that_starts_ends_with_its_status_and_one_line_if_somebody_reads_it():
+    for closed, lines in ((True, 0), (False, 1)):
+        ended = in_processes(2, get_a_signal_while_it_starts, closed)
+        assert [(status, errors.count("with nothing to save")) for _, status, errors in ended] == [(75, lines), (75, 0)]
 
 
 def assert_stopped(errors, last):

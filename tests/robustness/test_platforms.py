@@ -51,6 +51,9 @@ def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
     assert meter.peak_memory() == bytes_here
     monkeypatch.setitem(sys.modules, "resource", None)
     assert meter.peak_memory() == 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    assert meter.peak_memory() == 7  # of a GPU
 
 
 def test_losses_are_added_up_on_the_host_where_the_gpu_has_no_fp64(monkeypatch):
