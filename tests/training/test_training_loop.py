@@ -213,6 +213,12 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     run.rank = 1  # which writes nothing
     run.save()
     assert not (tmp_path / "run" / "last.pt").exists()
+    quiet: list = []
+    monkeypatch.setattr(train_imagenet, "tqdm", lambda **options: quiet.append(options["disable"]) or 1 / 0)
+    for run.rank in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            run.run()
+    assert quiet == [None, True]  # where somebody watches it is one bar
 
 
 def means_after(rank, folder, output, method):
