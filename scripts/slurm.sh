@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch from the repository}"
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # `head` would not hear all: an error
 export OMP_NUM_THREADS=1
 gpus=${SLURM_GPUS_ON_NODE:?ask for GPUs: sbatch --gpus-per-node=N}
 # a static rendezvous: the other one unpickles what anybody on the network may write (docs/security.md);

@@ -73,11 +73,11 @@ def test_the_tables_hold_what_differs_by_class_and_by_confusion(tmp_path):
 
 
 def test_names_in_tables_are_text_whatever_they_are(tmp_path):
-    names = ['=HYPERLINK("x")', "+1", "-1", "@x", " =1", "a\x1b[2J\n", 'b"c,d', "plain"]
+    names = ['=HYPERLINK("x")', "+1", "-1", "@x", " =1", "＝1", "＋1", "－1", "＠x", "a\x1b[2J\n", 'b"c,d', "plain"]
     targets = np.arange(len(names))
     best = np.stack([targets, (targets + 1) % len(names)], axis=1)[:, :, None]
     judged(targets, best).write_tables(tmp_path, dict(enumerate(names)))
-    shown = ["'" * (i < 5) + name.replace("\x1b", "?").replace("\n", "?") for i, name in enumerate(names)]
+    shown = ["'" * (i < 9) + name.replace("\x1b", "?").replace("\n", "?") for i, name in enumerate(names)]
     for table, column in (("classes", "name"), ("confusions", "name"), ("confusions", "predicted_name")):
         text = (tmp_path / f"{table}.csv").read_text()
         assert {row[column] for row in csv.DictReader(text.splitlines())} == {*shown}

@@ -63,9 +63,12 @@ def test_gpus_are_named_with_their_driver(monkeypatch, tmp_path):
     assert (facts["nccl"], facts["driver"]) == ("2.27.3", "580.1")
     assert (facts["gpu 0"], facts["gpu 1"]) == ("H200, sm_90, 140 GiB", "other, sm_91, 140 GiB")
     assert "gpu 2" not in facts
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # on Windows
+    monkeypatch.delattr(torch.cuda.nccl, "version")
+    assert "nccl" not in info.environment()
 
 
-def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
+def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, capfd):
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "vil"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -78,6 +81,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
     git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "around it")
     assert info.git_commit() == unknown  # installed inside a repository that does not know of it
     git(checkout, "init", "--quiet")
+    assert info.git_commit() == "unknown: git has no answer"  # that has no commit yet
     (package / "other").touch()
     git(checkout, "add", "vil")
     git(checkout, "commit", "--quiet", "-m", "with it")
@@ -89,10 +93,21 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch):
     os.utime(package / "other", (1, 1))
     assert info.git_commit() == head
     assert index.stat().st_mtime_ns == written  # nor locked
+    (monitor := tmp_path / "monitor").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran")
+    monitor.chmod(0o755)
+    git(checkout, "config", "core.fsmonitor", str(monitor))
+    assert info.git_commit() == head
+    assert not (tmp_path / "ran").exists()  # what the checkout would have git run
+    git(checkout, "config", "--unset", "core.fsmonitor")
+    git(checkout, "worktree", "add", "--quiet", str(tmp_path / "branch"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(info, "__file__", str(tmp_path / "branch" / "vil" / "info.py"))
+        assert info.git_commit() == head
     (package / "other").write_text("changed")
     assert info.git_commit() == head + "-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
     assert info.git_commit() == "unknown: git has no answer"
+    assert capfd.readouterr() == ("", "")  # of git
 
 
 def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):

@@ -17,11 +17,11 @@ from processes import Forked, become, draw_nothing, in_processes, run, train_com
 import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
-from vil.output import _Lossy, outlive_output
+from vil.output import LostResultError, _Lossy, check_outputs, outlive_output, print_result
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
-    path, fsync, sizes = tmp_path / "summary.csv", os.fsync, []
+    path, fsync, sizes, opened = tmp_path / "summary.csv", os.fsync, [], os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or fsync(file))
     write_atomically(path, "one")
     assert sizes[0] == 3  # all of it is on the disk before it has its name
@@ -36,6 +36,7 @@ def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.csv"]
+    assert os.listdir("/proc/self/fd") == opened  # of which a run has a thousand
 
 
 def test_readers_see_one_of_the_contents_while_two_write(tmp_path):
@@ -79,6 +80,13 @@ def test_links_that_somebody_left_lead_nowhere(tmp_path, monkeypatch):
     assert precious.read_text() == "precious"
 
 
+def test_places_that_are_asked_for_are_tried_out_without_a_trace(tmp_path):
+    (before := tmp_path / "before.csv").write_text("of an earlier command")
+    check_outputs([before, tmp_path / "new" / "er" / "out.json"])
+    assert before.read_text() == "of an earlier command"
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"before.csv", "new", "new/er"}
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
     old = os.umask(umask)
@@ -92,7 +100,7 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
 def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 0.1)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    with FolderLock(tmp_path / "run"):
+    with (held := FolderLock(tmp_path / "run")):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
         monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # for the second
         half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
@@ -102,8 +110,11 @@ def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
         assert half.exists()  # the holder is just writing it
         with FolderLock(tmp_path / "other"):
             pass
-    with FolderLock(tmp_path / "run"):  # that is over
-        pass
+        (tmp_path / "run" / ".holder").unlink()  # or not yet written
+        with pytest.raises(FolderInUseError, match="run is in use: another process. End that run first"):
+            FolderLock(tmp_path / "run")
+    with FolderLock(tmp_path / "run"):
+        assert not held.lock.is_locked  # that is over
 
 
 def hold_and_crash(folder, ready):
@@ -169,6 +180,8 @@ def close_and_go_on(rank):
         os.close(number)
     sys.stdout = sys.stderr = None  # as Python has it
     outlive_output()
+    for stream in (sys.stdout, sys.stderr):
+        print("nobody hears this", file=stream)
     return [os.get_inheritable(number) for number in (1, 2)]
 
 
@@ -176,6 +189,32 @@ def test_streams_that_were_closed_are_open_in_what_a_run_starts_as_well():
     """Or files would take their numbers there."""
     (ended,) = in_processes(1, close_and_go_on)
     assert ended.value == [True, True]
+
+
+def print_a_result_without_a_standard_output(rank):
+    os.close(1)
+    sys.stdout = None
+    outlive_output("stderr")
+    try:
+        print_result("top-1 76.4")
+    except LostResultError as error:
+        return str(error)
+
+
+def test_a_result_that_has_nowhere_to_go_is_an_error():
+    """As where a disk is full: `validate.py >&-` does not end as if all were well."""
+    (ended,) = in_processes(1, print_a_result_without_a_standard_output)
+    assert ended == ("the standard output did not take the result: not writable", 0, "")
+
+
+def print_a_name_that_is_no_text(rank):
+    outlive_output("stderr")
+    for stream in (sys.stdout, sys.stderr):
+        print("caf\udce9", file=stream)
+
+
+def test_names_of_files_that_are_no_text_are_printed_all_the_same():
+    assert [ended.errors for ended in in_processes(1, print_a_name_that_is_no_text)] == ["caf\\udce9\n" * 2]
 
 
 def train_in_a_terminal(command, terminal):

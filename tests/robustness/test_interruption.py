@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -60,10 +61,15 @@ def test_a_checkpoint_is_due_every_so_many_steps_counted_from_where_the_run_bega
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number):
+def test_a_schedulers_signal_makes_a_checkpoint_due_and_is_the_last_thing(number, monkeypatch):
+    def nobody_reads(*_):
+        raise BrokenPipeError
+
     before, timer = (CheckpointTimer(None, step=0) for _ in range(2))
     assert (timer.due(1), timer.stop) == (False, False)
-    os.kill(os.getpid(), number)
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "write", nobody_reads)
+        os.kill(os.getpid(), number)
     assert not timer.stop  # nothing happens in the middle of a step
     assert (timer.due(2), timer.stop) == (True, True)
     # a second Ctrl-C alone ends the process
@@ -166,6 +172,21 @@ def test_interrupted_before_it_trains_a_run_says_so_and_nothing_else(
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
+def get_a_signal_while_it_starts(rank, closed):
+    sys.argv = ["train_imagenet.py", "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(str(ROOT / "train_imagenet.py"), run_name="__main__")
+    if closed:
+        os.close(2)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_that_starts_ends_with_its_status_and_one_line_if_somebody_reads_it():
+    for closed, lines in ((True, 0), (False, 1)):
+        ended = in_processes(2, get_a_signal_while_it_starts, closed)
+        assert [(status, errors.count("with nothing to save")) for _, status, errors in ended] == [(75, lines), (75, 0)]
+
+
 def assert_stopped(errors, last):
     """With a sentence that says what the last checkpoint holds."""
     assert errors.count("stopped by a signal: ") == 1, errors[-3000:]
@@ -251,16 +272,55 @@ def test_a_job_goes_back_to_the_queue_where_it_was_preempted_not_where_its_run_f
     assert (tmp_path / "scontrol.txt").exists() == requeued
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_job_waits_for_its_run_whatever_notice_it_gets_and_goes_back_to_the_queue(tmp_path, monkeypatch, number):
-    run = f'trap "exit {PREEMPTED}" USR1; touch {tmp_path}/begun; while kill -0 $PPID; do sleep 0.01; done'
-    stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS | {"srun": run})
-    job = subprocess.Popen(["bash", str(ROOT / "scripts/slurm.sh")])
-    while not ((tmp_path / "begun").exists() and signal.SIGUSR1 in signals(job.pid, "SigCgt")):
+@pytest.mark.parametrize(
+    ("script", "number"),
+    [("slurm.sh", signal.SIGTERM), ("slurm.sh", signal.SIGUSR1)]
+    + [("single_node.sh", number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
+)
+def test_a_job_waits_for_its_run_whatever_notice_it_gets_and_goes_back_to_the_queue(
+    tmp_path, monkeypatch, script, number
+):
+    launcher, passed_on, status = ("srun", "USR1", PREEMPTED) if script == "slurm.sh" else ("torchrun", "TERM", 1)
+    run = f'trap "sleep 0.1; touch {tmp_path}/saved; exit {status}" {passed_on}; touch {tmp_path}/begun; '
+    run += "while kill -0 $PPID; do sleep 0.01; done"
+    stand_in_for_slurm(tmp_path, monkeypatch, STAND_INS | {launcher: run})
+    job = subprocess.Popen(["bash", str(ROOT / "scripts" / script)])
+    while not ((tmp_path / "begun").exists() and {signal.SIGTERM, signal.SIGUSR1} & signals(job.pid, "SigCgt")):
         assert job.poll() is None
     job.send_signal(number)
     assert job.wait(60) == PREEMPTED
-    assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
+    assert (tmp_path / "saved").exists()
+    if script == "slurm.sh":
+        assert (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n"
+
+
+# whether it begins a session, which a terminal's Ctrl-C and end do not reach, and what it is given
+WRITTEN_DOWN = 'session=$(cut -d " " -f 6 /proc/$$/stat); { echo $((session == $$)) $GLOO_SOCKET_IFNAME '
+WRITTEN_DOWN += """$NCCL_SOCKET_IFNAME $PWD; printf '%s\\n' "$@"; } > """
+
+
+@pytest.mark.parametrize(("job", "port"), [(9, 20009), (12_345_678, 25_678)])
+def test_jobs_launch_a_process_for_each_gpu_of_all_nodes_as_they_are_told(tmp_path, monkeypatch, job, port):
+    srun, torchrun = tmp_path / "srun.txt", tmp_path / "torchrun.txt"
+    commands = STAND_INS | {"srun": WRITTEN_DOWN + f"{srun}\n" + STAND_INS["srun"].replace("ID=0", "ID=1")}
+    commands |= {"torchrun": WRITTEN_DOWN + f"{torchrun}; exit 3", "nvidia-smi": "echo GPU 0; echo GPU 1; echo GPU 2"}
+    commands["scontrol"] = commands["scontrol"].replace("echo 127.0.0.1", "echo first; sleep 0.02; echo second")
+    stand_in_for_slurm(tmp_path, monkeypatch, commands)
+    for name, value in dict(NNODES=2, GPUS_ON_NODE=4, JOB_ID=job).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.delenv("GPUS")
+    monkeypatch.chdir(tmp_path)
+    words = ["-c", "a b.yaml", "--resume", "other.pt"]  # which wins, as it comes last
+    of_two_nodes = ["--node-rank=1", "--nnodes=2", "--nproc-per-node=4", "--master-addr=first", f"--master-port={port}"]
+    of_one = ["--nproc-per-node=3", "--local-addr=127.0.0.1"]
+    for script, expected in (("slurm.sh", of_two_nodes), ("single_node.sh", of_one)):
+        assert subprocess.run(["bash", str(ROOT / "scripts" / script), *words], check=False).returncode == 3
+        (place, *told) = torchrun.read_text().splitlines()
+        assert place.split()[-1] == str(ROOT)
+        assert {*expected, "--max-restarts=3"} < set(told)
+        assert told[-7:] == ["train_imagenet.py", "--resume", "auto", *words]
+    assert place.startswith("1 lo lo ")
+    assert {"--kill-on-bad-exit=1", "--cpus-per-task=2"} < set(srun.read_text().splitlines())
 
 
 @pytest.mark.parametrize(("script", "number"), [("single_node.sh", signal.SIGINT), ("slurm.sh", signal.SIGUSR1)])
@@ -277,7 +337,7 @@ def test_the_scripts_stop_with_everything_saved(image_folder, tmp_path, monkeypa
         errors = press(process)
     else:  # as Slurm does before the time limit, for B: to the script alone
         options = re.findall("^#SBATCH (.*)", (ROOT / "scripts" / script).read_text(), re.M)
-        assert {"--signal=B:USR1@300", "--requeue"} < set(options)
+        assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} < set(options)
         process.send_signal(number)
         errors = process.communicate(timeout=120)[1]
     assert_stopped(errors, last)

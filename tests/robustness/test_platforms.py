@@ -51,6 +51,19 @@ def test_peak_memory_is_in_bytes_on_a_mac_and_unknown_on_windows(monkeypatch):
     assert meter.peak_memory() == bytes_here
     monkeypatch.setitem(sys.modules, "resource", None)
     assert meter.peak_memory() == 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    assert meter.peak_memory() == 7  # of a GPU
+
+
+def test_losses_are_added_up_on_the_host_where_the_gpu_has_no_fp64(monkeypatch):
+    came: list = []
+    monkeypatch.setattr(torch.Tensor, "is_mps", True)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: came.append(t.dtype) or t)
+    measured = meter.EpochMeter()
+    measured.add(torch.tensor(1.0), torch.tensor(2.0))
+    measured.collect()
+    assert came == [torch.float32]
 
 
 def test_a_file_is_written_where_folders_cannot_be_opened(tmp_path, monkeypatch):

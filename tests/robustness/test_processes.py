@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,21 +21,21 @@ def meet(rank):
     device, *place = processes.join_processes("cpu")
     value = torch.full((2,), 10.0**rank)
     total = processes.sum_over_processes(value)
-    rows = processes.interleave_over_processes(torch.full(((1, 3, 0)[rank],), rank))
+    rows = processes.interleave_over_processes(torch.full(((1, 3, 0)[rank],), LARGE + rank))
     outcomes = [str(device), place, dist.get_rank(), total.tolist(), value.tolist(), rows.tolist()]
 
     calls = []
     sent = {"rank": rank, "list": [1.5, "text", None, True], "tensor": torch.arange(3)}
     outcomes.append(str(processes.from_first_process(lambda: calls.append(rank) or sent)))
 
-    def refuse(reason):
+    def refuse(error):
         calls.append(rank)
-        raise ConfigError(reason)
+        raise error
 
-    for reason in (f"rank {rank} refuses", ""):
+    for error in (OSError(f"rank {rank} refuses"), ConfigError()):
         try:
-            processes.from_first_process(functools.partial(refuse, reason))
-        except (ConfigError, processes.FirstProcessError) as error:
+            processes.from_first_process(functools.partial(refuse, error))
+        except (type(error), processes.FirstProcessError) as error:
             outcomes.append(str(error))
     with contextlib.suppress(pickle.UnpicklingError):  # what could run code is not taken from a neighbour
         outcomes.append(processes.from_first_process(lambda: os.getcwd) is os.getcwd)
@@ -42,12 +43,14 @@ def meet(rank):
     return [*outcomes, calls, dist.is_initialized()]
 
 
+LARGE = 2**24 + 1  # which fp32 has not
 FROM_FIRST = "{'rank': 0, 'list': [1.5, 'text', None, True], 'tensor': tensor([0, 1, 2])}"
 
 
 def test_processes_add_up_and_hear_what_the_first_one_did():
     for rank, ended in enumerate(in_processes(3, meet)):
-        said = ["cpu", [rank, 3], rank, [111.0] * 2, [111.0] * 2, [0, 1, 1, 1], FROM_FIRST, "rank 0 refuses", ""]
+        said = ["cpu", [rank, 3], rank, [111.0] * 2, [111.0] * 2]
+        said += [[LARGE, *[LARGE + 1] * 3], FROM_FIRST, "rank 0 refuses", ""]
         assert ended.value == [*said, *([True, [0, 0, 0]] if rank == 0 else [[]]), False], ended.errors
         assert (ended.status, ended.errors) == (0, "")
 
@@ -62,6 +65,31 @@ def test_a_process_alone_meets_nobody():
     with pytest.raises(ZeroDivisionError):
         processes.from_first_process(lambda: 1 / 0)
     processes.leave_processes()
+    with ThreadPoolExecutor() as pool:  # of a thread that hears no signals
+        assert pool.submit(processes.join_processes, "cpu").result() == (torch.device("cpu"), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", None), ("cuda", "cpu:gloo,cuda:nccl"), ("cuda:0", "cpu:gloo,cuda:nccl")]
+)
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError(), "no reason is known"), (dist.DistNetworkError("nobody\nthere"), "nobody")]
+)
+def test_the_host_speaks_over_gloo_beside_its_gpu_and_says_in_a_line_whom_it_did_not_meet(
+    monkeypatch, device, backend, error, reason
+):
+    def meet_nobody(process):
+        assert (process.device, process.dist_backend) == (device, backend)
+        raise error
+
+    monkeypatch.setattr(processes, "init_distributed_device", meet_nobody)
+    with pytest.raises(ConfigError, match=f"do not meet; torchrun sets these: {reason}$"):
+        processes.join_processes(device)
+
+
+def test_a_run_may_take_longer_than_gloo_waits_for_a_message(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: (backend, timeout.days))
+    assert processes._Watch(0, 2).group == ("gloo", 1000)
 
 
 def die_in_the_middle(rank):
@@ -96,21 +124,29 @@ def test_a_process_that_notices_by_itself_has_the_time_to_say_so():
     assert "is gone" not in first.errors
 
 
-def leave_late(rank):
-    processes.GRACE = 0
+def join_and_leave_late(rank):
+    def watch(self, *place):
+        make_watch(self, *place)
+        time.sleep(rank / 4)
+        times.append(time.monotonic())
+
+    make_watch, processes._Watch.__init__, processes.GRACE = processes._Watch.__init__, watch, 0
+    times: list = []
     processes.join_processes("cpu")
+    times.append(time.monotonic())
     time.sleep(rank / 2)  # the last checkpoint, which one process writes
-    arrived = time.monotonic()
+    times.append(time.monotonic())
     processes.leave_processes()
-    left = time.monotonic()
+    times.append(time.monotonic())
     time.sleep(0.5)  # in which nobody takes for a loss that the others have left
-    return arrived, left
+    return times
 
 
-def test_no_process_leaves_before_all_have_come_to_the_end():
-    ended = in_processes(3, leave_late)
+def test_no_process_begins_before_all_have_joined_nor_leaves_before_all_have_come_to_the_end():
+    ended = in_processes(3, join_and_leave_late)
     assert [(status, errors) for _, status, errors in ended] == [(0, "")] * 3
-    (_, first_left), _, (last_arrived, _) = (e.value for e in ended)
+    (_, first_began, _, first_left), _, (last_joined, _, last_arrived, _) = (e.value for e in ended)
+    assert first_began >= last_joined
     assert first_left >= last_arrived
 
 
@@ -120,12 +156,12 @@ def press_ctrl_c(rank):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
         return "went on"
-    return "interrupted"
+    return "interrupted", signal.set_wakeup_fd(-1)
 
 
 def test_a_ctrl_c_that_nobody_handles_interrupts_the_thread_that_waits_and_no_other():
     (ended,) = in_processes(1, press_ctrl_c)
-    assert (ended.value, ended.errors) == ("interrupted", "")
+    assert (ended.value, ended.errors) == (("interrupted", -1), "")  # nobody writes to the pipe that is closed
 
 
 def restart(rank, count):

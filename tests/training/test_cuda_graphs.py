@@ -1,9 +1,13 @@
 """CUDA graphs in place of what they were captured from, and what happens where there can be none."""
 
 import contextlib
+import gc
 import logging
 import random
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from timm.utils import ModelEmaV3
@@ -16,10 +20,9 @@ from vil.cuda_graphs import Replayed, unchanged
 from vil.training.gradients import FlatGradients
 from vil.training.update import Update
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
 
 
 def as_it_is(x):
@@ -27,6 +30,97 @@ def as_it_is(x):
 
 
 CUDA = torch.device("cuda", 0)
+
+
+class StandIn:
+    """What `Replayed` takes of torch.cuda, on a CPU: a graph that is replayed calls the function."""
+
+    def __init__(self, monkeypatch):
+        self.draws, self.mode, self.within, self.waits = torch.zeros(1), 0, [], []
+        main, aside = SimpleNamespace(name="main"), SimpleNamespace(name="aside")
+        for stream in (main, aside):
+            stream.wait_stream = lambda other: self.waits.append(other.name)
+        parts = dict(CUDAGraph=lambda: self, graph=self.capture, Stream=lambda: aside, current_stream=lambda: main)
+        parts |= dict(stream=contextlib.nullcontext, get_rng_state=self.draws.clone, set_rng_state=self.draws.copy_)
+        parts |= dict(get_sync_debug_mode=lambda: self.mode, set_sync_debug_mode=partial(setattr, self, "mode"))
+        for name, part in parts.items():
+            monkeypatch.setattr(torch.cuda, name, part)
+
+    @contextlib.contextmanager
+    def capture(self, graph, capture_error_mode):
+        assert (graph, capture_error_mode) == (self, "thread_local")  # as the loader goes on
+        self.mode = "capturing"
+        yield
+        self.mode = 0
+
+    def step(self, draw, x):
+        """Changes what it sums up, and the state of the generator."""
+        self.within.append((self.mode, gc.isenabled()))
+        self.draws += 1
+        self.total += x.sum() + draw()
+        return 2 * x
+
+    def replayed(self, draw, **options):
+        self.total = torch.zeros(())
+        step = partial(self.step, draw)
+        replayed = Replayed(step, [torch.ones(3)], "the test", **options)
+        self.replay = lambda: replayed.outputs.copy_(step(*replayed.inputs))
+        return replayed
+
+
+def test_a_function_is_tried_out_captured_and_replayed(monkeypatch):
+    gpu = StandIn(monkeypatch)
+    replayed = gpu.replayed(int, changed=())
+    assert gpu.within == [(0, True), ("error", True), ("capturing", False)]
+    assert (gpu.mode, gpu.draws.item(), gpu.total.item()) == (0, 0, 9)
+    assert gpu.waits == ["main", "aside"]  # before it is tried out, and after
+    for x in (torch.arange(3.0), torch.ones(3), torch.ones(5)):
+        assert torch.equal(out := replayed(x), 2 * x)
+        assert (out is replayed.outputs) == (len(x) == 3)
+    gpu.within.clear()
+    gpu.replayed(int, tried=True)  # as the optimizer, which would move the weights
+    assert gpu.within == [("capturing", False)]
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_draws_of_the_host_are_no_part_of_a_graph(monkeypatch, caplog, draw):
+    replayed = StandIn(monkeypatch).replayed(draw)
+    reason = "no CUDA graph of the test, which goes on in eager mode: it draws random numbers on the host"
+    assert caplog.messages == [reason]
+    assert torch.equal(replayed(torch.arange(3.0)), 2 * torch.arange(3.0))
+
+
+def test_memory_that_does_not_suffice_leaves_all_as_it_was(monkeypatch, caplog):
+    def draw():
+        raise torch.OutOfMemoryError("no room")
+
+    gpu, changed = StandIn(monkeypatch), torch.ones(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu.replayed(lambda: changed.zero_() is None or draw(), changed=[changed])
+    assert (gpu.mode, gpu.draws.item(), changed.tolist(), caplog.messages) == (0, 0, [1, 1, 1], [])
+    assert gpu.waits == ["main", "aside"]
+
+
+def test_parts_that_fit_into_memory_make_up_the_batch(tmp_path, monkeypatch):
+    options = dict(synthetic=48, num_classes=4, global_batch_size=24, batch_size=12, img_size=16, workers=0)
+    run = Trainer(Config(**options, model_kwargs=dict(depth=1), output=str(tmp_path)), torch.device("cpu"), 0, 1)
+    tried: list = []
+
+    def tried_out(*_):
+        tried.append(run.at_once)
+        if run.at_once > most:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(run, "tried_out", tried_out)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: tried.append("let go"))
+    run.device = SimpleNamespace(type="cuda")
+    most = 5
+    run.fit_to_device((3, 16, 16), 4)
+    assert tried == [12, "let go", 6, "let go", 4]
+    assert run.accumulation == 24 // 4
+    most = 0
+    with pytest.raises(ConfigError, match="has too little memory to train vil_tiny on one image"):
+        run.fit_to_device((3, 16, 16), 4)
 
 
 class Step:
@@ -74,6 +168,7 @@ def computed_twice(x):
     return torch.utils.checkpoint.checkpoint(nn.functional.dropout, x, use_reentrant=False)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 5, 8)], ids=str)
 @pytest.mark.parametrize("between", [as_it_is, computed_twice])
 def test_a_graph_does_what_its_function_does(between, sizes):
@@ -86,6 +181,7 @@ def test_a_graph_does_what_its_function_does(between, sizes):
         assert step.calls == calls + sum(size != 8 for size in sizes)  # others than these were replayed
 
 
+@on_a_gpu
 def test_trying_out_leaves_no_trace():
     step = Step()
     before, (_, state) = [t.clone() for t in step.changed], (torch.manual_seed(5), torch.cuda.get_rng_state())
@@ -102,6 +198,7 @@ def drawn_by_the_host(x):
     return x * random.choice([1, 2])
 
 
+@on_a_gpu
 @pytest.mark.parametrize(
     ("between", "reason"),
     [(read_by_the_host, "synchronizing"), (drawn_by_the_host, "it draws random numbers on the host")],
@@ -120,6 +217,7 @@ def test_what_cannot_be_captured_goes_on_in_eager_mode_with_a_line_that_says_why
     torch.testing.assert_close(outcome(step, replayed), expected, rtol=1e-5, atol=1e-5)
 
 
+@on_a_gpu
 def test_too_little_memory_is_not_taken_for_something_else():
     with pytest.raises(torch.OutOfMemoryError):
         Replayed(lambda x: x.expand(2**50, 4).contiguous(), [torch.zeros(4, device="cuda")], "the test")
@@ -127,6 +225,7 @@ def test_too_little_memory_is_not_taken_for_something_else():
     assert torch.rand(3, device="cuda").isfinite().all()
 
 
+@on_a_gpu
 def test_what_is_unchanged_is_so_after_an_error_too():
     t = torch.ones(3, device="cuda")
     with contextlib.suppress(ZeroDivisionError), unchanged([t]):
@@ -135,6 +234,7 @@ def test_what_is_unchanged_is_so_after_an_error_too():
     assert t.tolist() == [1, 1, 1]
 
 
+@on_a_gpu
 @pytest.mark.parametrize("as_graph", [True, False])
 def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning_rate(as_graph):
     """With batch statistics in the average, and gradients that are clipped."""
@@ -170,6 +270,7 @@ def test_the_optimizers_step_is_pytorchs_and_timms_bit_for_bit_at_every_learning
     torch.testing.assert_close(*outcomes, rtol=0, atol=0)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cuda_graphs):
     """With the gradients of all, and one line that says how many."""
@@ -194,6 +295,7 @@ def test_a_run_trains_on_as_many_images_at_once_as_fit(tmp_path, monkeypatch, cu
     assert parts.meter.norms == pytest.approx(whole.meter.norms, rel=1e-2)  # of convolutions in TF32
 
 
+@on_a_gpu
 def test_a_gpu_without_room_for_one_image_is_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("no room")

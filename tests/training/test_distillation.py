@@ -91,6 +91,8 @@ def test_a_teacher_of_timms_answers_in_evaluation(image_folder, tmp_path, monkey
     monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *args, **kwargs: None)
     taught = trainer(image_folder, tmp_path, teacher="test_resnet", synthetic=64, num_classes=1000)
     assert not any(part.training for part in taught.teacher.model.modules())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert taught.teacher(torch.ones(1, 3, 16, 16)).dtype is torch.float32
     monkeypatch.setattr("vil.training.teacher._load", lambda *_: timm.create_model("test_resnet", num_classes=9))
     with pytest.raises(ConfigError, match="teacher test_resnet knows 9 classes, and the run has 4: "):
         trainer(image_folder, tmp_path, teacher="test_resnet")

@@ -156,13 +156,16 @@ def looked(clock, steps, caplog):
         ((0, 0, 0, 0.1, 9), None),
     ],
 )
-def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, step, said):
+def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, monkeypatch, step, said):
     start = [(50, 0, 0, 0, 0)] * 5  # of an epoch, when workers begin to load
     messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
     assert len(messages) == (said is not None)
     assert said is None or re.fullmatch(
         f"the GPU waits for the host, whose time goes into {said} may help", messages[0]
     )
+    monkeypatch.setenv("RANK", "1")  # one speaks for all
+    caplog.clear()
+    assert not looked(clock, [start, start + [step] * 10], caplog)
 
 
 def test_the_host_is_four_steps_ahead_of_a_gpu_and_notes_how_long_it_waits(clock, monkeypatch):

@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 import train_imagenet
 from train_imagenet import Trainer
-from vil import checkpoint
+from vil import checkpoint, files
 from vil.config import FIELDS, Config, ConfigError, load_config
 from vil.config.options import PHASE_OPTIONS
+from vil.files import FolderInUseError, FolderLock
 from vil.training import summary
 from vil.training.phases import check_phases
 
@@ -96,9 +97,13 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     class Bar(tqdm):
         def __init__(self, **options):
             super().__init__(**options)
+            with pytest.raises(FolderInUseError):  # from its first phase to its last
+                FolderLock(folders[-1])
             bars.append((options["initial"], options["total"]))
 
     bars: list = []
+    folders = [tmp_path / "run"]
+    monkeypatch.setattr(files, "PATIENCE", 0)
     monkeypatch.setattr(train_imagenet, "tqdm", Bar)
     first = Config(**OPTIONS | options | dict(output=str(tmp_path)))
     Trainer(first, CPU, 0, 1).run()
@@ -107,6 +112,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     others = dict(output=str(tmp_path / "elsewhere"), resume=str(last), pretrained_path=str(last))
     elsewhere = dataclasses.replace(first, **others)
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
+        folders.append(Path(config.output) / "run")
         train_imagenet.train(config, CPU, 0, 1)
         assert not trainers_left()
         assert bars[1:] == [(0, 128), (0, 64)]

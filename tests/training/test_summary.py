@@ -151,6 +151,9 @@ def test_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
     shutil.rmtree(tmp_path / "run")
     report(HISTORY)
     assert f"could not write the summary in {tmp_path / 'run'}" in caplog.text
+    (tmp_path / "run" / "curve.png").mkdir(parents=True)
+    report(HISTORY)
+    assert (tmp_path / "run" / "summary.csv").exists()  # without the picture
 
 
 def test_what_stands_where_a_run_writes_neither_holds_it_up_nor_ends_it(tmp_path, monkeypatch, no_pictures):
@@ -251,9 +254,9 @@ def test_a_resumed_run_goes_on_with_its_page_of_wandb(tmp_path, wandb, caplog):
 def test_the_epoch_that_a_killed_run_did_not_report_is_logged_when_it_goes_on(tmp_path, wandb):
     reporter(tmp_path)(HISTORY[:1])
     restored = [{name: float(value) for name, value in line.items()} for line in HISTORY]  # as of a checkpoint
-    for _ in range(2):
-        reporter(tmp_path).catch_up(restored[:2])
-    assert [rows for _, rows in wandb.pages] == [[(1, HISTORY[0])], [(2, restored[1])], []]
+    for epochs in (2, 2, 1):  # at last from the checkpoint before
+        reporter(tmp_path).catch_up(restored[:epochs])
+    assert [rows for _, rows in wandb.pages] == [[(1, HISTORY[0])], [(2, restored[1])], [], []]
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
 
 

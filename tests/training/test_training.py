@@ -1,8 +1,10 @@
 """Training runs in one process: what they write, how they begin, go on and end, and what they refuse."""
 
+import contextlib
 import csv
 import gc
 import itertools
+import os
 import re
 import shutil
 import sys
@@ -21,9 +23,11 @@ from timm.data import create_transform
 import train_imagenet
 from train_imagenet import DivergenceError, Trainer
 from vil import checkpoint
-from vil.config import Config, load_config
+from vil.config import Config, ConfigError, load_config
 from vil.cuda_graphs import nothing_collected
 from vil.factory import create_model
+from vil.processes import FirstProcessError
+from vil.training.building import build_model
 from vil.training.interruption import PreemptedError
 
 CPU = torch.device("cpu")
@@ -184,7 +188,9 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_resumes_and_
     before_the_end = checkpoint.read_checkpoint(last)
     assert len(before_the_end["history"]) == before_the_end["config"]["epochs"] - 1
     assert len(before_the_end["progress"]["losses"]) == TRAIN_IMAGES * len(CLASSES) // SMALL["global_batch_size"]
+    checkpoint.save_checkpoint(before_the_end | dict(num_images=0), last)  # of a version that did not say it
     trained(image_folder, tmp_path, resume="auto")
+    assert "training images, was" not in caplog.text
     assert f"going on after step 4 of 4 of epoch 2 of 2, from {last}" in caplog.text
     assert_same_end(last.parent, whole)
     before = last.read_bytes()
@@ -340,6 +346,20 @@ def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_no
         assert left() is None
         assert not gc.isenabled()
     assert gc.isenabled()
+    gc.disable()
+    with nothing_collected():
+        pass
+    assert not gc.isenabled()  # as before
+    gc.enable()
+
+
+@pytest.mark.parametrize("error", [AssertionError, AttributeError])
+def test_a_model_that_cannot_compute_blocks_again_is_refused(monkeypatch, error):
+    if error is AttributeError:  # of models that do not know of it
+        monkeypatch.delattr(timm.models.dla.DLA, "set_grad_checkpointing")
+    with pytest.raises(ConfigError, match="dla46_c cannot do with --grad-checkpointing: leave it out") as refused:
+        build_model(Config(model="dla46_c", grad_checkpointing=True), 4)
+    assert type(refused.value.__cause__) is error
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
@@ -349,6 +369,25 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(train_imagenet, "Trainer", mistaken)
     with pytest.raises(KeyError, match="a mistake"):
         main(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(FirstProcessError("no room"), "error: no room\n"), (KeyError("a mistake"), "Traceback (most recent call last)")],
+)
+def test_one_of_several_processes_ends_at_once_with_all_said(monkeypatch, tmp_path, capsys, error, said):
+    def train(*_):
+        print("epoch 1")
+        raise error
+
+    monkeypatch.setattr(train_imagenet, "train", train)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with open(tmp_path / "output", "w") as output, contextlib.redirect_stdout(output):
+        status, errors = main(monkeypatch, capsys)
+        assert (tmp_path / "output").read_text() == "epoch 1\n"
+    assert status == 1
+    assert errors.startswith(said)
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", True), ("1", False)])

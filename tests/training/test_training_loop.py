@@ -203,6 +203,8 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     bar = tqdm(file=io.StringIO(), total=56)
     run.train_one_epoch(0, bar)
     assert looks == [4, 7]
+    assert run.bottleneck.interval == 2  # steps
+    assert trainer(folder, tmp_path / "short", global_batch_size=56).bottleneck.interval == 1
     assert (bar.n, bar.postfix) == (56, f"loss={run.meter.losses[3]:.4f}, lr=4.00e-03")
     run.meter.add(torch.tensor(1.0), torch.tensor(torch.nan))
     run.timer.signalled = True
@@ -211,6 +213,12 @@ def test_the_loss_is_looked_at_every_so_many_steps_and_at_an_epochs_end(folder, 
     run.rank = 1  # which writes nothing
     run.save()
     assert not (tmp_path / "run" / "last.pt").exists()
+    quiet: list = []
+    monkeypatch.setattr(train_imagenet, "tqdm", lambda **options: quiet.append(options["disable"]) or 1 / 0)
+    for run.rank in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            run.run()
+    assert quiet == [None, True]  # where somebody watches it is one bar
 
 
 def means_after(rank, folder, output, method):
@@ -299,7 +307,12 @@ def test_best_is_the_best_of_models_and_averages_and_says_which(
     run = trainer(folder, tmp_path, epochs=5, model_ema=average is not None, checkpoint_interval="1")
     assert run.evaluator.models == [run.model, *([run.ema.module] if average else [])]
     run.evaluator = evaluate
+    written, save = [], checkpoint.save_checkpoint
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *c, **how: written.append(c[1].name) or save(*c, **how))
+    monkeypatch.setattr(train_imagenet.Reporter, "__call__", lambda _, history: written.append(f"{len(history)} rows"))
     run.run()
+    # a run that is killed between two of them lacks none
+    assert f"last.pt best.pt last.pt {epoch} rows last.pt" in " ".join([*written, "last.pt"])
     assert {row["eval_images_per_second"] for row in run.history} == {7.0}
     path = tmp_path / "run" / "best.pt"
     saved = torch.load(path, weights_only=True)
