@@ -47,7 +47,7 @@ def outlive_output(*names: str) -> None:
     os.close(descriptor)
     for name in names or ("stdout", "stderr"):
         setattr(sys, name, _Lossy(getattr(sys, name) or open(os.devnull, "w")))  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull)  # noqa: SIM115  which takes no result, so that its loss is an error
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -17,7 +17,7 @@ from processes import Forked, become, draw_nothing, in_processes, run, train_com
 import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
-from vil.output import LostResultError, _Lossy, check_outputs, outlive_output, print_result
+from vil.output import _Lossy, check_outputs, outlive_output
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
@@ -189,22 +189,6 @@ def test_streams_that_were_closed_are_open_in_what_a_run_starts_as_well():
     """Or files would take their numbers there."""
     (ended,) = in_processes(1, close_and_go_on)
     assert ended.value == [True, True]
-
-
-def print_a_result_without_a_standard_output(rank):
-    os.close(1)
-    sys.stdout = None
-    outlive_output("stderr")
-    try:
-        print_result("top-1 76.4")
-    except LostResultError as error:
-        return str(error)
-
-
-def test_a_result_that_has_nowhere_to_go_is_an_error():
-    """As where a disk is full: `validate.py >&-` does not end as if all were well."""
-    (ended,) = in_processes(1, print_a_result_without_a_standard_output)
-    assert ended == ("the standard output did not take the result: not writable", 0, "")
 
 
 def print_a_name_that_is_no_text(rank):
