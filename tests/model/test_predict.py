@@ -283,14 +283,17 @@ def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
         vil.predict("gone.pt", "photo.jpg")
 
 
-def test_defaults_are_those_of_the_function_and_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
+def test_defaults_are_those_of_the_function_and_ctrl_c_or_a_full_disk_end_the_command_in_a_line(monkeypatch, capsys):
     def stop(options):
         assert (options.topk, options.batch_size) == (5, 32)
         assert (vil.predict.__defaults__, vil.predict.__kwdefaults__) == ((5,), dict(batch_size=32))
-        raise KeyboardInterrupt
+        raise ends.pop()
 
+    ends = [OSError(28, "No space left on device", "x.csv"), KeyboardInterrupt()]
     monkeypatch.setattr(sys.modules[main.__module__], "predict_files", stop)
     monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", "any.pt", "photo.jpg"])
     with pytest.raises(SystemExit, match="130"):
         main()
     assert capsys.readouterr().err == "\nstopped\n"
+    with pytest.raises(SystemExit, match="^error: .*No space left on device: 'x.csv'$"):
+        main()

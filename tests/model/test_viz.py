@@ -387,6 +387,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         (["empty"], "--images: there are no images in empty"),
         (["missing.png"], "--images: .missing.png. cannot be read as an image: .*No such file"),
         (["text.png"], "--images: .text.png. cannot be read as an image"),
+        (["many", "--out", "text.png"], "File exists: 'text.png'"),
         (["many", "--count", 0], "--count must be at least 1, not 0"),
         (["many", "--blocks", 0, 1], "--blocks: there is no block 1; the model has 0 to 0"),
         (["many", "--blocks", -1], "--blocks: there is no block -1; the model has 0 to 0"),
