@@ -414,11 +414,12 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
 
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
-    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: "written")
+    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: export._logger.info("a stage") or "written")
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own
     for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
         command("--model", "vil_tiny", *words, "--out", "x.onnx")
         said = "" if words else "; of random weights, as no --checkpoint was given"
-        assert capsys.readouterr().out == f"written{said}\n"
+        assert capsys.readouterr() == (f"written{said}\n", "a stage\n")
     monkeypatch.setattr(command_line, "export_model", lambda *_, **__: (Path("gone") / "x.onnx").read_bytes())
     with pytest.raises(SystemExit, match="^error: .*No such file or directory: 'gone/x.onnx'$"):
         command("--model", "vil_tiny", "--out", "x.onnx")

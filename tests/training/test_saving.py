@@ -49,7 +49,7 @@ def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkey
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(os, "fsync", fail)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: Namespace(free=3 * 2**20))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", {tmp_path: Namespace(free=3 * 2**20)}.get)
     with pytest.raises(CheckpointError, match=r"\(3 MiB free .*: the disk is gone; the previous .*last.pt is intact"):
         save(last, 4, previous=previous)
     with pytest.raises(CheckpointError, match="could not write .*new.pt .*; there was none before. Make room"):
