@@ -315,7 +315,7 @@ def checkpoint_of_a_run(path, weights, **options):
         (["--images", "a/deep/0.png", "--count", "1"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
             ["--images", "a", "b", "--count", "4", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
-            ["a/deep/0.png", f"b/deep/{'0' * 30}.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
+            ["a/deep/0.png", f"b/deep/{'0' * 30}\n.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
         ),
     ],
 )  # fmt: skip
@@ -350,7 +350,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
     titles = [  # short enough for a picture beside others
-        f"{name[2:][-30:]}\n{NAMES[number][:30]} ({p:.1%})"
+        f"{name[2:][-30:]}".replace("\n", "?") + f"\n{NAMES[number][:30]} ({p:.1%})"
         for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
     ]
     scans = plot_scans(model, images[:count], shown[:count], titles, blocks)
