@@ -163,6 +163,7 @@ def test_calibration_is_scikit_learns():
     weights = [bin["images"] / 500 for bin in filled]
     assert error == pytest.approx(float(np.sum(weights * np.abs(accuracy - confidence)) * 100))
     assert calibration(np.array([0.75]), np.array([True]))[1] == 25
+    assert calibration(np.zeros(0), np.zeros(0, dtype=bool))[1] == 0
 
 
 def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, monkeypatch, tmp_path):
@@ -177,7 +178,7 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     targets[:9] = 40
     judged = Comparison.of(targets, best, np.full(best.shape, 0.5))
     monkeypatch.setattr("vil.evaluation.report.SIDE", 10)
-    words = "Validation", [MODEL | dict(images=28)], judged, {40: "a", 50: "b"}, []
+    words = "Validation", [MODEL | dict(images=28)], judged, {40: "a\n", 50: "b"}, []
     text = report_page(*words, images)
     shutil.make_archive(str(tmp_path / "val"), "tar", image_folder / "val")
     of_others = open_split(str(tmp_path), "", "val"), IterableImageDataset("", reader=[])
@@ -187,8 +188,8 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert of_stream.pictures == []  # whose images have no places
     assert of_stream.captions[0].split()[:2] == page.captions[0].split()[:2]
     _, classes, rows = page.tables
-    assert [classes[5], classes[-1]] == [["a", "9", "0.0", "-", "b (9)"], ["23", "1", "100.0", "100.0", ""]]
-    assert rows[:2] == [["class", "taken for", "images"], ["a", "b", "9"]]
+    assert [classes[5], classes[-1]] == [["a?", "9", "0.0", "-", "b (9)"], ["23", "1", "100.0", "100.0", ""]]
+    assert rows[:2] == [["class", "taken for", "images"], ["a?", "b", "9"]]
     assert rows[2:] == [[f"{i}", f"{i + 46}", "1"] for i in range(24, 27)]
     assert "a matrix is for 24 classes at most" in text
     assert len(re.findall("<figure>", text)) == 12

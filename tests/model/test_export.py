@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ from vil.kernels.scan.naive import longhorn, selective
 
 import vil  # noqa: F401  registers the models
 from vil import export
-from vil.block import BidirectionalMixer, LonghornDirection, LonghornMixer
-from vil.export import ExportError, export_model
+from vil.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixer
+from vil.export import ExportError, export_model, onnx_graph
 from vil.export import __main__ as command_line
 from vil.export.traced import scan_by_steps
 
@@ -169,6 +170,7 @@ def test_names_of_other_classes_than_the_heads_are_left_out():
     model.pretrained_cfg["label_names"] = [7, "a\nb", *"cdefgh"][: model.num_classes]
     assert export.describe(model, {})["label_names"] == ["7", "a?b", *"cdefgh"][: model.num_classes]
     model.pretrained_cfg["label_names"] = None
+    assert export.describe(model, dict(crop_pct=None)) == export.describe(model, {})
     with pytest.raises(ExportError, match=r"label_names in the metadata is for the model itself to say"):
         export_model(model, "weights.safetensors", metadata={"label_names": "ant, bee"})
     model.reset_classifier(0)
@@ -185,6 +187,17 @@ def test_each_kind_of_block_is_exported_once(tmp_path, monkeypatch):
     images = torch.randn(3, 3, 16, 24)
     (logits,) = onnxruntime.InferenceSession(path).run(None, {"images": images.numpy()})
     assert relative(torch.from_numpy(logits), model.double()(images.double()).detach()) < 1e-5
+
+
+def test_blocks_of_one_kind_differ_in_their_weights_alone():
+    model, kinds = small("vil_tiny", depth=4), {}
+    model.blocks[2].norm.eps = 0.1
+    for block in model.blocks:
+        onnx_graph.call(kinds, block, torch.zeros(1, 7, 32))
+    assert len(kinds) == 2
+    assert onnx_graph.is_known(block)
+    block.__class__ = type("Mine", (Block,), {})  # of whose forward nobody here knows
+    assert not onnx_graph.is_known(block)
 
 
 def test_models_of_any_dtype_mode_and_head_are_exported_as_in_evaluation(tmp_path):
@@ -312,6 +325,7 @@ def test_an_operator_of_this_package_in_the_graph_is_refused(tmp_path, monkeypat
     monkeypatch.setattr("vil.export.traced.mix", lambda mixer, h: type(mixer).forward(mixer, h))
     with pytest.raises(ExportError, match=r"the graph has the operator vil\.\w+\.default, which only this package"):
         export_model(small("vil_tiny", depth=1), tmp_path / "model.onnx")
+    assert logging.getLogger("onnxscript").level == logging.NOTSET  # quiet for that time alone
 
 
 class Sums(BidirectionalMixer):
@@ -400,11 +414,15 @@ def test_the_command_exports_features_of_a_checkpoint_with_classes(trained, comm
 
 def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "_model_of", lambda options: None)
-    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: "written")
+    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: export._logger.info("a stage") or "written")
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own
     for words in ([], ["--model-kwargs", "pretrained=true"], ["--checkpoint", "best.pt"]):
         command("--model", "vil_tiny", *words, "--out", "x.onnx")
         said = "" if words else "; of random weights, as no --checkpoint was given"
-        assert capsys.readouterr().out == f"written{said}\n"
+        assert capsys.readouterr() == (f"written{said}\n", "a stage\n")
+    monkeypatch.setattr(command_line, "export_model", lambda *_, **__: (Path("gone") / "x.onnx").read_bytes())
+    with pytest.raises(SystemExit, match="^error: .*No such file or directory: 'gone/x.onnx'$"):
+        command("--model", "vil_tiny", "--out", "x.onnx")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +431,7 @@ def test_the_command_says_when_weights_are_random(command, monkeypatch, capsys):
         (["--checkpoint", "none.pt"], "error: there is no checkpoint"),
         ([], "error: neither --model nor --checkpoint is given"),
         (["--model", "vil_tinny"], "did you mean 'vil_tiny'"),
-        (["--model", "vil_tiny", "--out", "model.txt"], "error: model.txt must end with .onnx"),
+        (["--checkpoint", "none.pt", "--out", "model.txt"], "error: model.txt must end with .onnx"),  # before it works
     ],
 )
 def test_what_the_command_cannot_do_is_a_line(words, message, command):

@@ -112,6 +112,11 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
 
 def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):
     assert vil.__version__ == importlib.metadata.version("vision-longhorn")
+    monkeypatch.setattr(vil, "__version__", vil.__version__)  # it is put back in the end
+    with monkeypatch.context() as not_installed:
+        find = importlib.metadata.version
+        not_installed.setattr(importlib.metadata, "version", lambda name: find(f"no {name}"))
+        assert importlib.reload(vil).__version__ == "unknown"
     monkeypatch.setattr("sys.argv", ["vil.info", "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(info.__file__, run_name="__main__")
@@ -125,6 +130,7 @@ def test_published_numbers_are_those_of_the_papers():
         "vim_tiny": (76.1, 93.0), "vim_small": (80.5, 95.1), "vim_base": (81.9, 95.8),
     }  # fmt: skip
     assert {name: published.published(name) for name in expected} == expected
+    assert published.published("vim_base.tag") == expected["vim_base"]
     assert published.published("deit_small") == published.published("resnet50") == (None, None)
     assert published.published_for("vil_base.tag") == published.published_for("deit_base") == {"ViM-base": (81.9, 95.8)}
     others = "resnet50", "vil_tiny_pooled", "deit_tiny_patch16_224.fb_in1k"  # which end in no size

@@ -1,7 +1,9 @@
 """vil.predict: what a model says of images, wherever they and it come from."""
 
 import csv
+import io
 import json
+import runpy
 import sys
 from functools import partial
 
@@ -68,12 +70,18 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     frozen = model.blocks[0].eval()
     found = vil.predict(model, str(path), topk=3)
     assert (model.training, frozen.training) == (True, False)
+    failing = model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        vil.predict(model, path)
+    failing.remove()
+    assert (model.training, frozen.training) == (True, False)
     assert [p.number for p in found] == order.tolist()
     assert [p.label for p in found] == [SHOWN[number] for number in order]
     np.testing.assert_allclose([p.probability for p in found], truth[order], rtol=1e-4)
     transparent = np.pad(pixels, [(0, 0), (0, 0), (0, 1)])
     others = [path, Image.fromarray(pixels), pixels, pixels.astype(np.uint16) << 8, transparent]
-    for other in [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]:
+    again = [*vil.predict(checkpoint, others, topk=3, batch_size=3), vil.predict(checkpoint, pixels, topk=3)]
+    for other in [*again, *vil.predict(model, np.stack([pixels, pixels]), topk=3)]:  # the last of several in an array
         assert [p.label for p in other] == [p.label for p in found]
         assert [p.probability for p in other] == pytest.approx([p.probability for p in found], rel=1e-5)
     assert len(vil.predict(model.eval(), path, topk=100)) == 7
@@ -82,6 +90,7 @@ def test_a_prediction_is_the_models_softmax_wherever_the_image_comes_from(checkp
     for change, tolerance in ((partial(torch.compile, backend="eager"), 1e-6), (torch.nn.Module.bfloat16, 0.02)):
         changed = {p.number: p.probability for p in vil.predict(change(model), path, topk=7)}
         assert [changed[p.number] for p in found] == pytest.approx([p.probability for p in found], abs=tolerance)
+        assert sum(changed.values()) == pytest.approx(1, abs=1e-5)
 
 
 def test_sixteen_bits_are_the_same_picture_in_any_form(checkpoint, tmp_path):
@@ -110,15 +119,17 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
 ):
     table, entries = tmp_path / "new/found.csv", tmp_path / "found.json"
     words = ["--checkpoint", str(checkpoint), str(photos), str(photos / "notes.txt"), "--topk", "2"]
-    words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries)]
+    words += ["--batch-size", "3", "--csv", str(table), "--json", str(entries), "--device", "cpu"]
     at_once, best, label = [], Classifier._best, Classifier._label
     monkeypatch.setattr(Classifier, "_best", lambda self, x, topk: at_once.append(len(x)) or best(self, x, topk))
     monkeypatch.setattr(
         Classifier, "_label", lambda self, n: label(self, n) if torch.is_inference_mode_enabled() else 0
     )
     monkeypatch.setattr(sys, "argv", ["vil.predict", *words])
-    with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
-        main()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["vil.predict"], "default_device", lambda: "meta")  # which nobody asks for
+        with pytest.raises(SystemExit, match=r"^2 of 9 images cannot be read$"):
+            main()
     printed, errors = capsys.readouterr()
     assert [name for name in ("broken.png", "notes.txt") if f"{photos / name}' cannot be read" in errors] == [
         "broken.png",
@@ -139,6 +150,22 @@ def test_the_command_prints_and_writes_each_image_and_names_those_that_cannot_be
             expected = dict(number=prediction.number, probability=pytest.approx(prediction.probability, rel=1e-4))
             assert entry == {"class": prediction.label, **expected}
     assert not read
+
+
+def test_tables_are_written_where_no_image_can_be_read_and_nobody_takes_the_lines_that_say_so(
+    checkpoint, photos, tmp_path, monkeypatch
+):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    words = ["--checkpoint", checkpoint, photos / "notes.txt", "--csv", tmp_path / "x.csv", "--json", tmp_path / "x"]
+    monkeypatch.setattr(sys, "argv", ["vil.predict", *map(str, words)])
+    monkeypatch.setattr(sys, "stderr", Closed())
+    monkeypatch.delitem(sys.modules, main.__module__)  # as in a process of its own
+    with pytest.raises(SystemExit, match=r"^1 of 1 images cannot be read$"):
+        runpy.run_module("vil.predict", run_name="__main__")
+    assert ((tmp_path / "x.csv").read_text(), (tmp_path / "x").read_text()) == ('"file"\n', "[]\n")
 
 
 def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicted(
@@ -236,6 +263,10 @@ def test_an_onnx_file_decides_what_a_checkpoint_may_decide(tmp_path):
         with pytest.raises(ConfigError, match=message) as refused:
             vil.predict(path, pixels)
         assert str(refused.value).isprintable()
+    model.graph.node[0].output[0] = model.graph.output[0].name = "embedding\x1b"
+    onnx.save(model, path)
+    with pytest.raises(ConfigError, match=r"given.onnx has embedding\? and no logits: it predicts no classes$"):
+        vil.predict(path, pixels)
 
 
 def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_path):
@@ -283,14 +314,17 @@ def test_a_model_without_classes_or_a_missing_checkpoint_is_said():
         vil.predict("gone.pt", "photo.jpg")
 
 
-def test_defaults_are_those_of_the_function_and_ctrl_c_ends_the_command_in_a_line(monkeypatch, capsys):
+def test_defaults_are_those_of_the_function_and_ctrl_c_or_a_full_disk_end_the_command_in_a_line(monkeypatch, capsys):
     def stop(options):
         assert (options.topk, options.batch_size) == (5, 32)
         assert (vil.predict.__defaults__, vil.predict.__kwdefaults__) == ((5,), dict(batch_size=32))
-        raise KeyboardInterrupt
+        raise ends.pop()
 
+    ends = [OSError(28, "No space left on device", "x.csv"), KeyboardInterrupt()]
     monkeypatch.setattr(sys.modules[main.__module__], "predict_files", stop)
     monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", "any.pt", "photo.jpg"])
     with pytest.raises(SystemExit, match="130"):
         main()
     assert capsys.readouterr().err == "\nstopped\n"
+    with pytest.raises(SystemExit, match="^error: .*No space left on device: 'x.csv'$"):
+        main()

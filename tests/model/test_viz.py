@@ -106,6 +106,8 @@ def test_a_trace_is_what_each_direction_reads_writes_and_keeps(name, images):
         read = read + relevance / relevance.sum((1, 2), keepdim=True) / 2
     torch.testing.assert_close(reading(model, images), read)
     assert read.sum((1, 2)).tolist() == pytest.approx([1, 1])
+    for trace in trace_scans(model.bfloat16(), images.bfloat16()):  # in which states would not add up
+        assert [values.dtype for values in (trace.relevance, trace.step, trace.state_norm)] == [torch.float32] * 3
 
 
 def test_maps_are_rows_of_patches_without_the_class_token():
@@ -176,7 +178,11 @@ def test_a_deletion_curve_is_the_probability_as_patches_are_hidden_by_the_mean_c
                 hidden[0, :, part[0], part[1]] = images[i].mean((1, 2))[:, None, None]
             expected.append(model(hidden).softmax(-1)[0, number].item())
         assert curve[i].tolist() == pytest.approx(expected)
-    assert deletion_curve(model, images, maps).shape == (2, 11)
+    curve, blank = deletion_curve(model, images, maps), images.mean((2, 3), keepdim=True).expand_as(images)
+    assert curve.shape == (2, 11)  # of 15 patches, all of which are hidden in the end
+    for step, seen in ((0, images), (10, blank)):
+        expected = model(seen).softmax(-1).gather(1, model(images).argmax(-1, keepdim=True))[:, 0]
+        torch.testing.assert_close(curve[:, step], expected.detach())
 
 
 def test_looking_leaves_the_model_as_it_was(images):
@@ -186,6 +192,7 @@ def test_looking_leaves_the_model_as_it_was(images):
     effective_receptive_field(model, images, "class")
     class_evidence(model, images)
     assert torch.equal(model(images), before)
+    assert not images.requires_grad
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(ValueError, match="the image is"):
         trace_scans(model, images[..., :8])
@@ -252,9 +259,12 @@ def test_the_picture_of_why_lays_the_maps_over_each_image_beside_its_curves():
             assert above.get_clim() == pytest.approx((-most if name == "signed" else 0, most))
             assert above.get_cmap().name == ("RdBu" if name == "signed" else "viridis")
             assert below.get_clim() == (0, 1)
+            assert 0 < above.get_alpha() < 1  # the picture is seen through it
         for line, (name, values) in zip(row[3].get_lines(), curves.items()):
             assert line.get_label() == name
             np.testing.assert_allclose(line.get_xydata(), [[10 * n, y] for n, y in enumerate(values[i].tolist())])
+        assert row[3].get_ylim() == (-0.03, 1.03)  # the same for all images
+    assert [text.get_text() for text in axes[3].get_legend().get_texts()] == [*curves]
     figure.savefig(io.BytesIO())
 
 
@@ -288,11 +298,15 @@ def test_the_picture_of_receptive_fields_spans_four_decades_of_each():
     assert all(type(axis.get_images()[0].norm) is LogNorm for axis in maps_of(figure))
 
 
+NAMES = [f"{number}, a name of many words, as ImageNet has them" for number in range(3)]
+
+
 def checkpoint_of_a_run(path, weights, **options):
     """What a run leaves of this model, with an average of its weights that is of no use here."""
     average = {name: torch.zeros_like(t) for name, t in weights.items()}
     config = {**vars(Config(**options)), "num_classes": 3}
-    save_checkpoint({"arch": options["model"], "config": config, "model": weights, "model_ema": average}, path)
+    state = {"arch": options["model"], "config": config, "model": weights, "model_ema": average, "label_names": NAMES}
+    save_checkpoint(state, path)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +315,7 @@ def checkpoint_of_a_run(path, weights, **options):
         (["--images", "a/deep/0.png", "--count", "1"], {}, ["a/deep/0.png"], [0, 2, 3]),
         (
             ["--images", "a", "b", "--count", "4", "--blocks", "1"], dict(crop_pct=0.5, interpolation="nearest"),
-            ["a/deep/0.png", "b/deep/0.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
+            ["a/deep/0.png", f"b/deep/{'0' * 30}\n.png", "a/deep/1.png", "b/deep/1.png", "a/deep/2.png"], [1],
         ),
     ],
 )  # fmt: skip
@@ -335,7 +349,10 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     asked, count = images[:4], min(2, len(files))
     with torch.no_grad():
         best = model(images[:count]).softmax(-1).max(-1)
-    titles = [f"{name[2:]}\n{number} ({p:.1%})" for name, p, number in zip(files, *map(torch.Tensor.tolist, best))]
+    titles = [  # short enough for a picture beside others
+        f"{name[2:][-30:]}".replace("\n", "?") + f"\n{NAMES[number][:30]} ({p:.1%})"
+        for name, p, number in zip(files, *map(torch.Tensor.tolist, best))
+    ]
     scans = plot_scans(model, images[:count], shown[:count], titles, blocks)
     why, said = viz.why(model, asked, shown[:count], titles)
     fields = {
@@ -383,15 +400,20 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.png").write_text("no picture")
     torch.save(weights, tmp_path / "plain.pth")
+    other, deit = "deit_tiny_patch16_224", dict(embed_dim=12, depth=1, patch_size=8)
+    weights = timm.create_model(other, num_classes=3, img_size=8, **deit).state_dict()
+    checkpoint_of_a_run(tmp_path / "deit.pt", weights, model=other, img_size=8, model_kwargs=deit)
     for words, message in (
         (["empty"], "--images: there are no images in empty"),
         (["missing.png"], "--images: .missing.png. cannot be read as an image: .*No such file"),
         (["text.png"], "--images: .text.png. cannot be read as an image"),
+        (["many", "--out", "text.png"], "File exists: 'text.png'"),
         (["many", "--count", 0], "--count must be at least 1, not 0"),
         (["many", "--blocks", 0, 1], "--blocks: there is no block 1; the model has 0 to 0"),
         (["many", "--blocks", -1], "--blocks: there is no block -1; the model has 0 to 0"),
         (["many", "--checkpoint", "plain.pth"], "plain.pth is not a checkpoint of train_imagenet"),
         (["many", "--checkpoint", "text.png"], "text.png cannot be read as a checkpoint"),
+        (["many", "--checkpoint", "deit.pt"], "deit.pt is of deit_tiny_patch16_224, which has no scans to look into"),
     ):
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             command(*words)

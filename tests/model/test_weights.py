@@ -76,6 +76,8 @@ def test_the_file_has_the_average_rounded_to_halves_and_says_what_a_model_needs(
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     config = resolve_model_data_config(model)
     assert (config["input_size"], config["crop_pct"], config["interpolation"]) == ((3, 32, 32), 0.7, "bilinear")
+    with pytest.raises(CheckpointError, match="small.safetensors does not fit the model"):
+        vil.from_checkpoint(file, "vim_tiny")  # who asks for another model gets no ViL
 
 
 def test_timm_and_a_run_start_from_the_file_with_a_head_of_their_own(packed, caplog):
@@ -107,7 +109,9 @@ def test_a_run_starts_from_another_models_file_with_the_head_that_it_has(name, t
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])
-def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(best, tmp_path, monkeypatch, of_a_run):
+def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
+    best, tmp_path, monkeypatch, caplog, of_a_run
+):
     if of_a_run:
         path, state = best(img_size=32)
         state["label_names"] = [f"class {number}" for number in range(7)]
@@ -117,7 +121,9 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
         model = timm.create_model("resnet10t", num_classes=7).eval()
         model.pretrained_cfg = model.pretrained_cfg | {"label_names": ["x"] * 7, "crop_pct": 0.6}
     folder = tmp_path / "mine"
+    caplog.set_level("INFO", "vil.export")
     report = export_model(model, f"{folder}/", metadata={"commit": "0012"})
+    assert caplog.messages[-1] == f"in Python: model = vil.from_checkpoint('{folder}')"
     assert report.path == folder
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     size = (32, 32) if of_a_run else (176, 176)
@@ -148,9 +154,12 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
             vil.from_checkpoint(folder)
     (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": 0.5', config))
     assert vil.from_checkpoint(folder).pretrained_cfg["crop_pct"] == 0.5  # what somebody wrote there wins
+    (folder / "config.json").write_text(re.sub(r'"crop_pct": [\d.]+', '"crop_pct": null', config))
+    assert vil.from_checkpoint(folder).pretrained_cfg["crop_pct"] == model.pretrained_cfg["crop_pct"]
     (folder / "README.md").write_text(card + "Data: mine")
     monkeypatch.chdir(folder)
     assert export_model(model, ".").path == Path()  # in place of what is there, but for what somebody wrote
+    assert "README.md is left as it is" in caplog.messages
     assert Path("config.json").read_text() == config
     assert Path("README.md").read_text() == card + "Data: mine"
     Path("README.md").unlink()
@@ -159,6 +168,9 @@ def test_a_folder_is_read_by_timm_and_this_package_with_names_and_preprocessing(
     (tmp_path / "a file").write_text("")
     with pytest.raises(ExportError, match="a file is a file, and would become the other"):
         export_model(model, tmp_path / "a file")
+    (tmp_path / "x.onnx").mkdir()
+    with pytest.raises(ExportError, match="x.onnx is a folder, and would become the other"):
+        export_model(model, tmp_path / "x.onnx")
     with pytest.raises(ExportError, match="mine has weights, not outputs: features are"):
         export_model(model, folder, features=[0])
 
@@ -183,7 +195,8 @@ def test_the_weights_that_are_shipped_are_those_of_their_card(request):
 
 
 def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path):
-    file, _ = path, _ = best(img_size=16)
+    path, state = best(img_size=16)
+    file = path
     for size in ((8, 32), (16, 24), (24, 16)):  # of as many patches as before, of more, and of as many again
         wide, again, fine = vil.from_checkpoint(file, img_size=size), *(vil.from_checkpoint(file) for _ in range(2))
         again.set_input_size(size)
@@ -206,6 +219,13 @@ def test_a_size_that_is_not_square_is_kept_and_another_resamples(best, tmp_path)
     larger = vil.from_checkpoint(tmp_path / "square.safetensors", img_size=40)
     assert larger.pos_embed.shape == (1, 26, 32)
     assert larger.pos_embed.dtype == torch.float32
+    square = vil.from_checkpoint(tmp_path / "square.safetensors")
+    square.set_input_size(40)
+    torch.testing.assert_close(larger.pos_embed, square.pos_embed)  # resampled in fp32 as well
+    state["config"]["img_size"] = 24  # as of another phase
+    checkpoint.save_checkpoint(state, path)
+    started = create_model("vil_tiny", str(path), num_classes=7, img_size=16, **KWARGS)
+    assert torch.equal(started.pos_embed, state["state_dict_ema"]["pos_embed"])
     export_model(create_model("vil_tiny", embed_dim=32, depth=1, img_size=32), tmp_path / "random.safetensors")
     assert vil.from_checkpoint(tmp_path / "random.safetensors").patch_embed.img_size == (32, 32)
 

@@ -95,6 +95,7 @@ def error_of_validation(monkeypatch):
     ("options", "message"),
     [
         (dict(data_dir="pipe:touch MARKER"), "has data_dir 'pipe:touch .*', which is no path"),
+        (dict(data_dir="x\ny"), r"has data_dir 'x\\ny', which is no path"),
         (dict(data_dir="https://x/y"), "has data_dir 'https://x/y', which is no path"),  # for a --dataset that is given
         (dict(dataset="wds/x", val_split="pipe:touch MARKER"), "has val_split 'pipe:touch .*', which is no plain name"),
         (dict(dataset="hfds/x"), "is of the dataset 'hfds/x': to have it read, give --dataset hfds/x"),
@@ -587,6 +588,9 @@ def test_a_list_beside_a_large_tar_file_runs_no_code_and_need_not_be_whole(
     [
         ("lr: .nan", "option 'lr' in .*c.yaml must be a finite number, not nan"),
         ("scale: [1, 0.5]", "must be two numbers, the smaller one first"),
+        ("[" * 2000, "c.yaml is not YAML: maximum recursion depth exceeded"),
+        ("experiment: 2024-13-32", "c.yaml is not YAML: month must be in 1..12"),
+        ("? [a]\n: 1", "c.yaml is not YAML: .* found unhashable key"),
         ("a: &x 1\nb: *x", r"c.yaml has an alias \(\*\)"),
         ("model_kwargs: !!python/object/apply:os.system [id]", "c.yaml is not YAML: could not determine a constructor"),
         ("opt: admw", "opt 'admw' is unknown; did you mean 'adamw'"),

@@ -188,6 +188,7 @@ def test_an_option_that_one_phase_says_has_in_the_others_the_value_beside_them()
         ("--phases {lr: 1} {epochs: 0}", "option 'epochs' in phase 2 in the command line must be at least 1, not 0"),
         ("--phases {aa: x}", "phase 1: aa 'x' is no policy that timm knows"),
         ("--phases 5", "phase 1 in the command line must be a table as {epochs: 100, lr: 4e-4}, not 5"),
+        ("--resume last.pt --lr 1", "--lr would change nothing: the phases of last.pt say it. Give --phases"),
         ("-c FILE --lr 1", "--lr would change nothing: the phases of .*c.yaml say it. Give --phases"),
     ],
 )
@@ -195,7 +196,7 @@ def test_phases_that_will_not_do_are_refused(tmp_path, words, message):
     (tmp_path / "c.yaml").write_text("epochs: 3\nseed: 7\nphases:\n- {img_size: 16}\n- {lr: 1}\n")
     words = [word.replace("FILE", str(tmp_path / "c.yaml")) for word in re.findall(r"{.*?}|\S+", words)]
     with pytest.raises(ConfigError, match=message):
-        load_config("", words)
+        load_config("", words, lambda path: dict(phases=[dict(lr=1.0)]))
     rest = "--resume last.pt --epochs 5 --lr 2 --phases none --output a --experiment b"
     for words, seed in ((["-c", str(tmp_path / "c.yaml")], 7), ([], 0)):  # a file that is given wins
         again = load_config("", [*words, *rest.split()], lambda path: dict(phases=[dict(lr=1.0)]))

@@ -49,7 +49,7 @@ def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkey
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(os, "fsync", fail)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: Namespace(free=3 * 2**20))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", {tmp_path: Namespace(free=3 * 2**20)}.get)
     with pytest.raises(CheckpointError, match=r"\(3 MiB free .*: the disk is gone; the previous .*last.pt is intact"):
         save(last, 4, previous=previous)
     with pytest.raises(CheckpointError, match="could not write .*new.pt .*; there was none before. Make room"):
@@ -175,8 +175,9 @@ def test_a_broken_checkpoint_is_put_aside_for_the_one_before(tmp_path, caplog):
     assert "last.pt cannot be read as a checkpoint" in caplog.text
     assert re.search("going on from .*previous.pt.* is now .*last.broken", caplog.text)
     (tmp_path / "previous.pt").write_bytes(b"this too")
-    with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: --experiment NAME starts another run"):
-        find_resumed("auto", tmp_path)
+    for _ in range(2):  # nor is it forgotten that there was one
+        with pytest.raises(CheckpointError, match="no checkpoint of .* can be read: --experiment NAME starts another"):
+            find_resumed("auto", tmp_path)
 
 
 @pytest.mark.parametrize("option", ["model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher"])

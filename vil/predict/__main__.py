@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 def main() -> None:
     logging.basicConfig(format="%(message)s")
-    with errors_in_a_line():
+    with errors_in_a_line(OSError):  # of a full disk
         unreadable, count = predict_files(parse_options())
     if unreadable:
         sys.exit(f"{unreadable} of {count} images cannot be read")

@@ -48,7 +48,7 @@ def main() -> None:
         import matplotlib.figure  # noqa: F401  before the model takes its time
     except ImportError as error:
         sys.exit(f"error: the pictures need a package: pip install matplotlib ({error})")
-    with errors_in_a_line():
+    with errors_in_a_line(OSError):
         draw(options)
 
 
