@@ -182,6 +182,9 @@ def test_one_of_several_that_cannot_be_read_is_named_and_the_others_are_predicte
     for array in (others[0], *others[2:]):
         assert f"array {array.shape} of {array.dtype} is no image: give (H, W) or (H, W, 3)" in caplog.text
     assert vil.predict(checkpoint, []) == []
+    for numbers in (dict(topk=0), dict(batch_size=0)):
+        with pytest.raises(ConfigError, match="topk and batch_size must be at least 1, not [05] and (0|32)$"):
+            vil.predict(checkpoint, others, **numbers)
     with pytest.raises(ConfigError, match=r"broken.png' cannot be read as an image: .*"):
         vil.predict(checkpoint, photos / "broken.png")
     with pytest.raises(ConfigError, match=r"' cannot be read as an image: .{200}$"):  # of an error that is longer

@@ -59,10 +59,12 @@ def predict(
         batch_size: Images that the model gets at once.
 
     Raises:
-        ConfigError: The checkpoint does not say how its images are prepared, or the image cannot be read. One of
-            several that cannot be read is named in a warning and has no predictions, [].
+        ConfigError: The checkpoint does not say how its images are prepared, or the image cannot be read, or a number
+            is below 1. One of several images that cannot be read is named in a warning and has no predictions, [].
         CheckpointError: The checkpoint is missing or corrupt.
     """
+    if min(topk, batch_size) < 1:
+        raise ConfigError(f"topk and batch_size must be at least 1, not {topk} and {batch_size}")
     classifier = classifier_of(model)
     if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:
         (found,) = classifier([images], topk)
