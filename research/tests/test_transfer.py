@@ -217,7 +217,7 @@ def test_the_benchmark_from_images_to_tables(small_benchmark, weights, tmp_path,
     resumed = small_benchmark()
     printed = capsys.readouterr().out
     said, seconds = printed.partition(" s\n\n")[0].splitlines()  # of the run that was lost, and of both calls
-    assert int(seconds) == 1000 + resumed["calls"][1]["seconds"], said
+    assert 0 <= int(seconds) - 1000 - resumed["calls"][1]["seconds"] < 10, said  # it is printed after it is written
     assert {**resumed["runs"][-1], "seconds": 0} == {**again, "seconds": 0}
     assert [call["runs"] for call in resumed["calls"]] == [24, 1]
     assert all(0 <= call["seconds"] < 600 for call in (found["calls"][0], resumed["calls"][1]))
