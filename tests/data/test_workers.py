@@ -236,7 +236,7 @@ def test_a_worker_that_finds_shared_memory_full_says_so_in_one_line(started, mon
     assert not image.is_shared()  # out of no worker
     monkeypatch.setattr(workers, "get_worker_info", lambda: "one")
     with pytest.raises(ConfigError, match="2 MiB free, 3 needed for images"):
-        workers.into_shared_memory(image)
+        workers.into_shared_memory(*image.split([MIB, 2 * MIB]))  # of which each would fit
 
 
 @pytest.mark.parametrize(
