@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 from contextlib import redirect_stdout
@@ -479,7 +480,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
                 "--img-size 0": "'img_size' in the command line must be at least 1",
                 "--num-classes 0": "at least 1",
                 "--json {tmp}": "there is something that is no file",
-                "--json /dev/null": "cannot write /dev/null: ",
+                "--json {tmp}/pipe": "/pipe: there is something that is no file",
                 "--json {models}/vil.pt/out": "cannot write ",
                 "--csv {models}/vil.pt/out": "cannot write ",
                 "--report {models}/vil.pt": "cannot write ",
@@ -495,6 +496,7 @@ def test_bad_input_is_named_without_a_traceback(models, folders, command, tmp_pa
         larger = torch.load(models[0] / "vil.pt", weights_only=True)
         larger["config"]["img_size"] = 24
         torch.save(larger, tmp_path / "larger.pt")
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SystemExit) as error:
         command(*words)
     assert str(error.value).startswith("error: ")
