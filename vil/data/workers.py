@@ -218,7 +218,7 @@ def start_workers(loader: DataLoader) -> Iterator:
     """A pass over what a loader loads. Its processes start with the first one, and it keeps them.
 
     A thread that enters Python, as those of autograd, holds a lock that Python below 3.12 takes into a fork and waits
-    for then: so this is called before there are such threads.
+    for then: so this is first called before there are such threads, but for a stream, which begins to read with it.
     """
     with _signals_blocked():
         loaded = iter(loader)
