@@ -49,6 +49,7 @@ from vil.files import write_atomically
 from vil.output import LostResultError, errors_in_a_line, outlive_output, print_result
 from vil.processes import is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
+from vil.text import label_of
 
 PAGE = "index.html"
 SHARED = "crop_pct", "crop_mode", "interpolation"  # what two models do not have each for itself
@@ -248,7 +249,7 @@ def warn_of_other_classes(images, path: str) -> None:
     learned, numbers = dict(enumerate(checkpoint.label_names(path))), class_names(images)
     if len(learned) == IMAGENET_CLASSES and all(name == str(number) for name, number in numbers.items()):
         return  # ImageNet-V2, whose folders are numbered
-    pairs = [(checkpoint.label_of(name), learned.get(number)) for name, number in numbers.items()]
+    pairs = [(label_of(name), learned.get(number)) for name, number in numbers.items()]
     others = [pair for pair in pairs if pair[0] != pair[1]]
     if learned and others and is_first_process():
         logging.warning(

@@ -17,6 +17,7 @@ LAYERS = """
     vil.kernels
     vil.block
     vil.vision_longhorn
+    vil.text
     vil.config vil.files vil.info vil.published
     vil.checkpoint vil.devices vil.processes
     vil.factory vil.output

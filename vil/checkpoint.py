@@ -29,19 +29,14 @@ from torch import nn
 
 from .config import options_of_checkpoint
 from .files import write_atomically
+from .text import LONGEST_LABEL, label_of, printable
 
 _logger = logging.getLogger(__name__)
 
 VERSION = 3  # 1 knew no place within an epoch, 2 had the optimizer's parameters in another order
-# options whose change between an interruption and the resumption changes nothing that is trained
-HARMLESS: tuple[str, ...]
-HARMLESS = ("resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval")
-HARMLESS += ("log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device")
-DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")  # a change: another run
 PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "num_images": int,
 }  # fmt: skip
-LONGEST_LABEL = 1000  # characters of the name of a class
 LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
 MOST_CONFIG = 2**26  # characters of config.json
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
@@ -136,13 +131,14 @@ def label_names(path: str | Path) -> list[str]:
     """The names of the classes, by their numbers, of the run that wrote a checkpoint; none where it does not say them.
 
     Raises:
-        CheckpointError: The file is missing or corrupt, or has other than a name for each class (see `label_of`).
+        CheckpointError: The file is missing or corrupt, or has other than a name for each class (`vil.text.label_of`).
         ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
     """
-    return _labels_in(_content(path, whole=False), path)
+    return labels_in(_content(path, whole=False), path)
 
 
-def _labels_in(checkpoint: Any, path: str | Path) -> list[str]:
+def labels_in(checkpoint: Any, path: str | Path) -> list[str]:
+    """The same of what `read_checkpoint` has read."""
     names = checkpoint.get("label_names") if _is_ours(checkpoint) else None
     if names is None:
         return []
@@ -154,16 +150,6 @@ def _labels_in(checkpoint: Any, path: str | Path) -> list[str]:
             "printable characters"
         )
     return names
-
-
-def label_of(name: str) -> str:
-    """The name of a class as a checkpoint holds it, which can be shown in a line wherever it comes from."""
-    return printable(name[:LONGEST_LABEL])
-
-
-def printable(text: str) -> str:
-    """Text of any origin as a line that a terminal shows and does not obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def labels_of(numbers: dict[str, int]) -> list[str]:
@@ -385,87 +371,6 @@ def _inside(value: Any) -> Iterable[Any]:
 
 def _is_ours(checkpoint: Any) -> bool:
     return isinstance(checkpoint, dict) and isinstance(checkpoint.get("version"), int) and "config" in checkpoint
-
-
-def files_of(folder: Path) -> list[Path]:
-    """The checkpoints that a run in a folder goes on from, the newest first."""
-    return [path for path in (folder / "last.pt", folder / "previous.pt") if path.exists()]
-
-
-def resumption(resume: str | None, folder: Path) -> str | None:
-    """What `resume` comes to: a process that torchrun started again goes on from its folder, whatever was given."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return "auto" if restarted and files_of(folder) else resume
-
-
-def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a run in `folder` goes on from, and what it holds; None for a fresh start.
-
-    That is the newest of the folder's two that can be read; a broken one is put aside as *.broken, with a warning.
-
-    Raises:
-        CheckpointError: None can be read, or the folder holds a run and nothing says to resume it.
-    """
-    found, resume = files_of(folder), resumption(resume, folder)
-    if resume not in (None, "auto"):
-        return Path(resume), read_checkpoint(resume)
-    if found and resume is None:
-        raise CheckpointError(f"{folder} holds a run: --resume auto goes on with it, --experiment NAME starts another")
-    broken = []
-    for path in found:
-        try:
-            saved = read_checkpoint(path)
-        except BrokenCheckpointError as error:
-            broken.append(path)
-            _logger.warning("%s", error)
-            continue
-        for other in broken:
-            aside = other.replace(other.with_suffix(".broken"))
-            _logger.warning("going on from %s, the checkpoint before it; the broken file is now %s", path, aside)
-        return path, saved
-    if broken:
-        raise CheckpointError(f"no checkpoint of {folder} can be read: --experiment NAME starts another run")
-    return None
-
-
-def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, middle: bool = False) -> None:
-    """Compares the options of a checkpoint with those of the run that resumes from it, in the `middle` of an epoch.
-
-    Raises:
-        CheckpointError: One differs that the saved tensors depend on. A change of another is only logged.
-    """
-    for name in [name for name in saved if saved[name] != current.get(name)]:
-        if name in DECISIVE:
-            raise CheckpointError(
-                f"{path} is of a run with {name} {saved[name]!r}, this one has {current.get(name)!r}: resume with the "
-                "same, or start another run with --experiment NAME"
-            )
-        if name == "global_batch_size" and middle:
-            raise CheckpointError(
-                f"{path} is of the middle of an epoch with {name} {saved[name]}, this run has {current.get(name)}: "
-                "finish the epoch with the same"
-            )
-        if name not in HARMLESS:
-            _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
-
-
-def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
-    """Raises a CheckpointError that says so where a class of a checkpoint has another name in the run that resumes."""
-    for number, (was, now) in enumerate(zip(_labels_in(saved, path), names)):
-        if was != now:
-            raise CheckpointError(
-                f"{path} is of a run whose class {number} is {was!r}, here it is {now!r}: give the folders of the "
-                "classes their names back, or start another run with --experiment NAME"
-            )
-
-
-def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:
-    """Raises a CheckpointError if the digest of the teacher's weights is another than that of a checkpoint's run."""
-    if str(saved.get("teacher")) != str(teacher):
-        raise CheckpointError(
-            f"{path} is of a run whose teacher had other weights: give the --teacher-checkpoint that it had, or start "
-            "another run with --experiment NAME"
-        )
 
 
 def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shlex
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from . import checkpoint
 from .config import ConfigError
 from .processes import warn
+from .text import nearest, one_line, printable
 from .vision_longhorn import VisionLonghorn, resample_pos_embed
 
 
@@ -44,13 +44,16 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
         if start and 2 * len(there := checkpoint.fitted(weights, created).keys() & own) < len(own):  # timm goes on
             raise RuntimeError(f"{len(there)} of its {len(own)} tensors are in {pretrained_path}")
     except RuntimeError as error:
-        remedy = _nearest(model) + _how_it_was_built(pretrained_path)
-        reason = checkpoint.printable(" ".join(str(error).split()))  # with names of tensors in it
-        raise ConfigError(f"cannot create the model {model}: {reason}{remedy}") from error
+        names = [] if timm.is_model(model) else timm.list_models()
+        unknown = nearest(model, names) or "; timm.list_models() has those that there are" * bool(names)
+        reason = printable(one_line(error, 2000))  # with names of tensors in it
+        raise ConfigError(
+            f"cannot create the model {model}: {reason}{unknown}{_how_it_was_built(pretrained_path)}"
+        ) from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
     if pretrained_path:
-        taken = checkpoint.printable(_what_was_taken(created, weights, given))
+        taken = printable(_what_was_taken(created, weights, given))
         warn(__name__, "started from %s: %s", pretrained_path, taken)
     return created
 
@@ -117,13 +120,6 @@ def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
     head = (known.classifier if known else None) or "head"
     name = f"{head if isinstance(head, str) else head[0]}.bias"
     return weights[name].numel() if name in weights else 0
-
-
-def _nearest(model: str) -> str:
-    if timm.is_model(model):
-        return ""
-    nearest = difflib.get_close_matches(model, timm.list_models())
-    return f"; did you mean {nearest[0]!r}?" if nearest else "; timm.list_models() has those that there are"
 
 
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:

@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import CheckpointError, label_of
+from .checkpoint import CheckpointError
 from .config import ConfigError
 from .files import write_atomically
+from .text import label_of
 
 FORMULAS = "=+-@＝＋－＠"  # that begin one in a spreadsheet
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .options import FIELDS, Config, ConfigError, shown
+from ..text import shown
+from .options import FIELDS, Config, ConfigError
 from .trust import confirm_dataset, confirm_teacher
 from .values import checked, kind_of, read_yaml, unknown_option
 

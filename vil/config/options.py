@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +14,11 @@ import timm
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
+from ..text import nearest, shown
+
 
 class ConfigError(ValueError):
     """An option that does not exist, has a value of the wrong type, or contradicts another."""
-
-
-def shown(value: Any) -> str:
-    """A value in a message of one line."""
-    line = " ".join(repr(value).split())
-    return line if len(line) <= 200 else line[:197] + "..."
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _option(

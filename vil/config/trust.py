@@ -8,7 +8,8 @@ from typing import Any
 
 import timm
 
-from .options import DATASETS, FIELDS, ConfigError, choices_of_options, shown
+from ..text import shown
+from .options import DATASETS, FIELDS, ConfigError, choices_of_options
 from .values import convert
 
 # what a checkpoint, which may come from anybody, does not decide: where files are read and written, and by what

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, nearest, shown
+from ..text import nearest, shown
+from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError
 
 _TYPES = typing.get_type_hints(Config)
 

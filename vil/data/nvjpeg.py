@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..text import one_line
+
 HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
 FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}
 MOST_PIXELS = 2**24  # of a file that is decoded here: larger ones are few
@@ -117,7 +119,7 @@ def _path() -> str:
 
         return load_nvidia_dynamic_lib("nvjpeg").abs_path
     except Exception as error:  # a missing package or library, in whatever way it is missing
-        reason = " ".join(str(error).split())[:100]
+        reason = one_line(error, 100)
         raise DecodingError(f"nvJPEG is missing ({reason}): pip install 'cuda-toolkit[nvjpeg]'") from error
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from ..checkpoint import label_of
 from ..data.readers import ImageReader
 from ..data.splits import streams
+from ..text import label_of
 from .comparison import Comparison
 
 MOST_CLASSES = 30  # of a matrix that a screen shows

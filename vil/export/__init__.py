@@ -24,9 +24,9 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from .. import checkpoint
 from ..factory import input_size
 from ..files import write_atomically
+from ..text import label_of
 from .formats import OPSET, Run, arguments_of, onnx_packages, to_onnx, to_pt2, to_safetensors
 from .hub import card_of, config_of
 from .traced import Exported, ExportError, as_evaluated, outputs_of, pictures
@@ -168,7 +168,7 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
         "num_classes": model.num_classes,
         "input_size": size,
         **{name: config[name] for name in PREPROCESSING},
-        **({"label_names": [checkpoint.label_of(str(name)) for name in names]} if known else {}),
+        **({"label_names": [label_of(str(name)) for name in names]} if known else {}),
     }
 
 

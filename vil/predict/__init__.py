@@ -25,11 +25,12 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from ..checkpoint import check_preprocessing, label_of, printable
+from ..checkpoint import check_preprocessing
 from ..config import ConfigError, options_of_checkpoint
 from ..devices import default_device
 from ..factory import data_config_of, from_checkpoint
 from ..published import IMAGENET_CLASSES
+from ..text import label_of, one_line, printable
 
 _logger = logging.getLogger(__name__)
 
@@ -69,12 +70,12 @@ def predict(
     if isinstance(images, (str, os.PathLike, Image.Image)) or getattr(images, "ndim", 4) < 4:
         (found,) = classifier([images], topk)
         if isinstance(found, Exception):
-            raise ConfigError(f"{_name(images)} cannot be read as an image: {_line(found)}") from found
+            raise ConfigError(f"{_name(images)} cannot be read as an image: {reason_of(found)}") from found
         return found
     several: list[list[Prediction]] = []
     for image, found in predictions(classifier, images, topk, batch_size):
         if isinstance(found, Exception):
-            _logger.warning("%s has no predictions, as it cannot be read: %s", _name(image), _line(found))
+            _logger.warning("%s has no predictions, as it cannot be read: %s", _name(image), reason_of(found))
         several.append([] if isinstance(found, Exception) else found)
     return several
 
@@ -92,8 +93,8 @@ def _name(image: Any) -> str:
     return repr(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else f"the {type(image).__name__}"
 
 
-def _line(error: Exception) -> str:
-    return printable(" ".join(str(error).split())[:SHOWN]) or type(error).__name__
+def reason_of(error: Exception) -> str:
+    return printable(one_line(error, SHOWN)) or type(error).__name__
 
 
 @dataclass
@@ -209,7 +210,7 @@ def _of_onnx(path: Path) -> Classifier:
         names = _judged(config, json.loads(said.get("label_names", "[]")), path)
     except Exception as error:  # onnxruntime's errors have no common type
         raise ConfigError(
-            f"{path} is no model of vil.export, which says how its images are prepared: {_line(error)}"
+            f"{path} is no model of vil.export, which says how its images are prepared: {reason_of(error)}"
         ) from error
     if "logits" not in (outputs := [output.name for output in session.get_outputs()]):
         raise ConfigError(f"{path} has {printable(', '.join(outputs))} and no logits: it predicts no classes")
@@ -218,7 +219,7 @@ def _of_onnx(path: Path) -> Classifier:
         try:
             return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
         except Exception as error:  # as above
-            raise ConfigError(f"{path} fails on images {tuple(images.shape)}: {_line(error)}") from error
+            raise ConfigError(f"{path} fails on images {tuple(images.shape)}: {reason_of(error)}") from error
 
     return Classifier(run, torch.device("cpu"), config, _readable(names))
 

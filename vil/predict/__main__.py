@@ -12,13 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..checkpoint import label_of
 from ..config import ConfigError, Parser
 from ..data.folders import endings, list_images
 from ..devices import known_device
 from ..files import write_atomically
 from ..output import check_outputs, csv_text, errors_in_a_line, outlive_output, print_result
-from . import Prediction, _line, classifier_of, predictions
+from ..text import label_of
+from . import Prediction, classifier_of, predictions, reason_of
 from . import __doc__ as description
 
 _logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
             bar.update()
             if isinstance(found, Exception):
                 unreadable += 1
-                tqdm.write(f"{str(file)!r} cannot be read as an image: {_line(found)}", file=sys.stderr)
+                tqdm.write(f"{str(file)!r} cannot be read as an image: {reason_of(found)}", file=sys.stderr)
                 continue
             with bar.external_write_mode():
                 print_result(f"{label_of(str(file))}: " + "; ".join(f"{p.label} {p.probability:.1%}" for p in found))

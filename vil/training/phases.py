@@ -15,15 +15,16 @@ import torch
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
-from .. import checkpoint
 from ..config import Config, ConfigError
 from ..data.draws import DrawingTransform
 from ..data.loaders import training_transform
 from ..data.samplers import TrainingBatches, split_global_batch
 from ..data.splits import describe_split
 from ..factory import input_size
+from ..text import one_line
 from .building import build_model, build_optimizer
 from .losses import Loss
+from .resumption import find_resumed
 
 _logger = logging.getLogger(__name__)
 
@@ -32,9 +33,9 @@ def phase_at_hand(config: Config) -> int:
     """The first phase that has epochs to train, counted from 0, by the checkpoint that a run is to go on from.
 
     Raises:
-        CheckpointError: As `checkpoint.find_resumed`.
+        CheckpointError: As `find_resumed`.
     """
-    if not config.phases or not (found := checkpoint.find_resumed(config.resume, folder_of(config))):
+    if not config.phases or not (found := find_resumed(config.resume, folder_of(config))):
         return 0
     done = len(found[1]["history"])
     return next((n for n in range(config.num_phases) if done < config.epochs_of_phase(n).stop), config.num_phases - 1)
@@ -65,7 +66,7 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
         except ConfigError as error:
             raise ConfigError(f"phase {number + 1}: {error}") from error
         except RuntimeError as error:  # of models of timm's whose weights depend on the size
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error, 300)
             raise ConfigError(f"phase {number + 1}: {config.model} cannot go on with other images: {reason}") from error
 
 

@@ -1,15 +1,110 @@
-"""Whether what a checkpoint says of a run is something that a run leaves."""
+"""Going on with a run: from which file, whether what it says is something that a run leaves, and of the same run."""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import checkpoint
+from ..checkpoint import BrokenCheckpointError, CheckpointError
 from .meter import EpochMeter
 from .summary import best_top1
+
+_logger = logging.getLogger(__name__)
+
+# options whose change on resuming makes it another run, and those whose change changes nothing that is trained
+DECISIVE = ("model", "model_kwargs", "img_size", "num_classes", "opt", "model_ema", "teacher")
+HARMLESS = (
+    "resume", "output", "experiment", "workers", "device", "log_interval", "batch_size", "checkpoint_interval",
+    "log_tensorboard", "log_wandb", "cuda_graphs", "augment_on_device",
+)  # fmt: skip
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The checkpoints that a run in a folder goes on from, the newest first."""
+    return [path for path in (folder / "last.pt", folder / "previous.pt") if path.exists()]
+
+
+def resolve_resume(resume: str | None, folder: Path) -> str | None:
+    """What `resume` comes to: a process that torchrun started again goes on from its folder, whatever was given."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return "auto" if restarted and files_of(folder) else resume
+
+
+def find_resumed(resume: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that a run in `folder` goes on from, and what it holds; None for a fresh start.
+
+    That is the newest of the folder's two that can be read; a broken one is put aside as *.broken, with a warning.
+
+    Raises:
+        CheckpointError: None can be read, or the folder holds a run and nothing says to resume it.
+    """
+    found, resume = files_of(folder), resolve_resume(resume, folder)
+    if resume not in (None, "auto"):
+        return Path(resume), checkpoint.read_checkpoint(resume)
+    if found and resume is None:
+        raise CheckpointError(f"{folder} holds a run: --resume auto goes on with it, --experiment NAME starts another")
+    broken = []
+    for path in found:
+        try:
+            saved = checkpoint.read_checkpoint(path)
+        except BrokenCheckpointError as error:
+            broken.append(path)
+            _logger.warning("%s", error)
+            continue
+        for other in broken:
+            aside = other.replace(other.with_suffix(".broken"))
+            _logger.warning("going on from %s, the checkpoint before it; the broken file is now %s", path, aside)
+        return path, saved
+    if broken:
+        raise CheckpointError(f"no checkpoint of {folder} can be read: --experiment NAME starts another run")
+    return None
+
+
+def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, middle: bool = False) -> None:
+    """Compares the options of a checkpoint with those of the run that resumes from it, in the `middle` of an epoch.
+
+    Raises:
+        CheckpointError: One differs that the saved tensors depend on. A change of another is only logged.
+    """
+    for name in [name for name in saved if saved[name] != current.get(name)]:
+        if name in DECISIVE:
+            raise CheckpointError(
+                f"{path} is of a run with {name} {saved[name]!r}, this one has {current.get(name)!r}: resume with the "
+                "same, or start another run with --experiment NAME"
+            )
+        if name == "global_batch_size" and middle:
+            raise CheckpointError(
+                f"{path} is of the middle of an epoch with {name} {saved[name]}, this run has {current.get(name)}: "
+                "finish the epoch with the same"
+            )
+        if name not in HARMLESS:
+            _logger.warning("resuming with %s %r, was %r", name, current.get(name), saved[name])
+
+
+def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
+    """Raises a CheckpointError that says so where a class of a checkpoint has another name in the run that resumes."""
+    for number, (was, now) in enumerate(zip(checkpoint.labels_in(saved, path), names)):
+        if was != now:
+            raise CheckpointError(
+                f"{path} is of a run whose class {number} is {was!r}, here it is {now!r}: give the folders of the "
+                "classes their names back, or start another run with --experiment NAME"
+            )
+
+
+def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:
+    """Raises a CheckpointError if the digest of the teacher's weights is another than that of a checkpoint's run."""
+    if str(saved.get("teacher")) != str(teacher):
+        raise CheckpointError(
+            f"{path} is of a run whose teacher had other weights: give the --teacher-checkpoint that it had, or start "
+            "another run with --experiment NAME"
+        )
 
 
 def history_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import checkpoint
 from ..config import Config, ConfigError
 from ..factory import from_checkpoint
+from ..text import one_line
 
 
 class Teacher:
@@ -88,7 +89,7 @@ class Teacher:
                 logits = self(torch.zeros(1, *input_size, device=self.scale.device))
         except Exception as error:  # whatever a model says of a size that it is not made for
             height, width = input_size[1:]
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise ConfigError(
                 f"teacher {self.name} takes no images of {height} x {width} pixels ({reason}): choose another, or "
                 "another --img-size"
@@ -113,7 +114,7 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # of networks, hubs and their packages
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"the weights of teacher {name} could not be fetched; --teacher-checkpoint FILE takes them from a file. "
             f"{reason}"

@@ -13,13 +13,14 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 
-from ..checkpoint import label_of, saved_config
+from ..checkpoint import saved_config
 from ..config import ConfigError
 from ..data.folders import list_images
 from ..data.images import read_image
 from ..factory import create_model, data_config_of, from_checkpoint
 from ..output import errors_in_a_line
 from ..predict import predict
+from ..text import label_of
 from ..vision_longhorn import VisionLonghorn
 from . import __doc__ as description
 from .evidence import class_evidence, deletion_curve, effective_receptive_field, patch_sums
