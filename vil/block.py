@@ -9,6 +9,7 @@ kernels/cuda operator.block, _Block.forward, the planned forward, Plan.__call__,
 """
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -199,7 +200,7 @@ class BidirectionalMixer(nn.Module):
         )
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
-    # Of LonghornMixer and MambaMixer the fused kernels take the place of this: an edit shows after set_fused(False)
+    # Of LonghornMixer and MambaMixer the fused kernels take the place of this: an edit shows with VIL_FUSED=0
     def forward(self, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """Tokens to tokens; a pooled mixer is told the grid (h, w) of patches, which else has to be square."""
         if self.pool is not None:
@@ -453,11 +454,14 @@ FUSED = {
     mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]
     for mixer in KNOWN_MIXERS
 }
-_fused = True
+_fused = os.environ.get("VIL_FUSED") != "0"
 
 
 def set_fused(enable: bool) -> None:
-    """Switches the fused kernels of a block on (the default) or off, for debugging. Not a part of a compiled graph."""
+    """Switches the fused kernels of a block on (the default) or off, for debugging. Not a part of a compiled graph.
+
+    VIL_FUSED=0 in the environment has them off from the start, also in processes that this one starts.
+    """
     global _fused
     _fused = enable
 

@@ -112,6 +112,7 @@ def fused(monkeypatch):
         x = naive_block(x, weights, options, scale)
         return middle_token(x) if options.class_token_only else x, None
 
+    monkeypatch.setattr(vil_block, "_fused", True)
     monkeypatch.setattr(vil_block, "fused_operator", lambda x, weights, pooled: operator)
     return middles
 

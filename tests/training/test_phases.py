@@ -86,9 +86,11 @@ def test_a_run_stopped_in_and_between_phases_ends_bit_for_bit_as_an_undisturbed_
     assert_same(Run(tmp_path, 1, **options).finished(), undisturbed[1])
 
 
-def trainers_left():
-    """A phase's graphs and loaders are in the way of the next one's."""
-    return [thing for thing in gc.get_objects() if type(thing) is Trainer]
+def trainers_left(folder):
+    """Those of runs in a folder: a phase's graphs and loaders are in the way of the next one's."""
+    return [
+        thing for thing in gc.get_objects() if type(thing) is Trainer and str(folder) in str(vars(thing).get("folder"))
+    ]
 
 
 def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
@@ -114,7 +116,7 @@ def test_the_end_of_a_phase_goes_on_by_itself_and_in_another_folder(
     for config in (elsewhere, load_config("", ["--resume", str(last)], checkpoint.saved_config)):
         folders.append(Path(config.output) / "run")
         train_imagenet.train(config, CPU, 0, 1)
-        assert not trainers_left()
+        assert not trainers_left(tmp_path)
         assert bars[1:] == [(0, 128), (0, 64)]
         del bars[1:]
         assert "started from" not in caplog.text  # what a run began with is nothing to a later phase
@@ -236,7 +238,7 @@ def test_phases_on_a_gpu_have_the_same_losses_as_cuda_graphs_and_eager_and_leave
     for cuda_graphs in (True, False):
         run = dict(cuda_graphs=cuda_graphs, amp=False, output=str(tmp_path / str(cuda_graphs)))
         train_imagenet.train(Config(**OPTIONS | options | run), torch.device("cuda", 0), 0, 1)
-        assert not trainers_left()
+        assert not trainers_left(tmp_path)
         saved = checkpoint.read_checkpoint(tmp_path / str(cuda_graphs) / "run" / "last.pt")
         histories.append([row["train_loss"] for row in saved["history"]])
     assert histories[0] == pytest.approx(histories[1], rel=1e-3)
