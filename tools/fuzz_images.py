@@ -325,7 +325,7 @@ def read_all(root: Path, path: str, device: torch.device, gigabytes: float | Non
 def drawn(file: str) -> bool:
     """Whether vil.viz reads it."""
     try:
-        return bool(viz.read_picture(Path(file)))
+        return bool(viz.read_pictures([Path(file)]))
     except ConfigError:
         return False
 

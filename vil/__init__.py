@@ -1,5 +1,6 @@
 """Vision Longhorn: image backbones with a linear-time recurrence. `import vil` registers its models with timm."""
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
 
 from .block import Longhorn
@@ -8,6 +9,13 @@ from .predict import predict
 from .vision_longhorn import VisionLonghorn
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
+
+
+def __getattr__(name: str):
+    if name in ("export", "viz"):  # imported when they are needed
+        return importlib.import_module(f"vil.{name}")
+    raise AttributeError(f"module 'vil' has no attribute {name!r}")
+
 
 try:
     __version__ = version("vision-longhorn")

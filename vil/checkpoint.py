@@ -78,8 +78,9 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
     except (OSError, RuntimeError) as error:  # PyTorch's writer turns a full disk into a RuntimeError
         free = shutil.disk_usage(path.parent).free / 2**20
         kept = f"the previous {path} is intact" if path.exists() else "there was none before"
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"could not write {path} ({free:.0f} MiB free on its disk): {error}; {kept}. Make room and go on with "
+            f"could not write {path} ({free:.0f} MiB free on its disk): {reason}; {kept}. Make room and go on with "
             "--resume auto"
         ) from error
 
@@ -266,8 +267,14 @@ def file_of(path: str | Path) -> Path:
 
 @contextmanager
 def _reading(path: str | Path) -> Iterator[None]:
-    if not Path(path).is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
+    if not (path := Path(path)).is_file():
+        best = path.with_name("best.pt")
+        raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}" * best.is_file())
+    if path.suffix in (".onnx", ".pt2"):
+        raise CheckpointError(
+            f"{path} is an exported program, of which no weights are read: export a .safetensors, or an .onnx for "
+            "vil.predict"
+        )
     try:
         yield
     except Exception as error:  # what the readers raise on broken files has no common type

@@ -35,7 +35,7 @@ def create_model(model: str, pretrained_path: str | None = None, **arguments: An
     start: dict[str, Any] = {}
     if pretrained_path:
         given = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
-        weights = _on_grid_of(model, arguments, given, pretrained_path)
+        weights = _adapted(model, arguments, given, pretrained_path, start=True)
         classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
         start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
@@ -80,17 +80,31 @@ def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name not in later}
 
 
-def _on_grid_of(model: str, arguments: dict[str, Any], weights: dict[str, Tensor], path: str) -> dict[str, Tensor]:
-    """Weights with positions for the model's grid of patches, if their file says from which: it need not be square."""
-    said, positions = _said_by(path), weights.get("pos_embed")
-    if "model" not in said or positions is None:
+def _adapted(
+    model: str, arguments: dict[str, Any], weights: dict[str, Tensor], path: str, start: bool = False
+) -> dict[str, Tensor]:
+    """Weights with positions for the model's grid of patches, if their file says from which: it need not be square.
+
+    Pooled models have the weights of others and compute something else: to `start` from these is worth a warning.
+
+    Raises:
+        ConfigError: A pooled model is to have all weights of one that is not, or the other way round.
+    """
+    said = _said_by(path)
+    if "model" not in said:
         return weights
     with torch.device("meta"):
         own = {"img_size": said.get("img_size"), **(said.get("model_kwargs") or {})}
         source, target = create_model(said["model"], **own), create_model(model, **arguments)
     if not isinstance(source, VisionLonghorn) or not isinstance(target, VisionLonghorn):
         return weights
-    if positions.shape != source.pos_embed.shape:
+    if source.pooled != target.pooled:
+        difference = f"{path} is of {said['model']}, whose scans read other tokens than those of {model}"
+        if not start:
+            raise ConfigError(f"{difference}: leave the model out, or name that of the file")
+        warn(__name__, "%s: it learns more from weights of its own form", difference)
+    positions = weights.get("pos_embed")
+    if positions is None or positions.shape != source.pos_embed.shape:
         return weights
     grids = target.patch_embed.grid_size, source.patch_embed.grid_size
     return weights | {"pos_embed": resample_pos_embed(positions.to(target.pos_embed.dtype), *grids)}
@@ -141,7 +155,7 @@ def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -
         ConfigError: There is no such model, or it does not take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
-    weights = _on_grid_of(model, arguments, checkpoint.read_weights(path, use_ema), path)
+    weights = _adapted(model, arguments, checkpoint.read_weights(path, use_ema), path)
     with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
         checkpoint.load_weights(create_model(model, **arguments), weights, path)
     loaded = create_model(model, **arguments)

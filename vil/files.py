@@ -49,8 +49,10 @@ def write_atomically(
         if previous and path.exists():
             os.replace(path, previous)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:
+            error.filename = str(path)  # that of a full disk has none
         raise
     _sync_folder(path.parent)
 

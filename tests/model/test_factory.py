@@ -152,6 +152,21 @@ def test_the_names_of_the_classes_come_with_the_model_and_with_weights_made_of_i
     assert "label_names" not in vil.from_checkpoint(older).pretrained_cfg
 
 
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled"])
+def test_weights_are_not_taken_for_those_of_a_model_that_reads_other_tokens(name, tmp_path, caplog):
+    other = {"vil_tiny": "vil_tiny_pooled", "vil_tiny_pooled": "vil_tiny"}[name]
+    arguments = dict(depth=2, embed_dim=40, img_size=32, num_classes=3)
+    path = tmp_path / "weights.safetensors"
+    export_model(create_model(name, **arguments), path)
+    with pytest.raises(ConfigError, match=f"weights.safetensors is of {name}, .* than those of {other}: leave the"):
+        vil.from_checkpoint(path, other)
+    assert vil.from_checkpoint(path, name).pooled == vil.from_checkpoint(path).pooled == ("pooled" in name)
+    create_model(name, str(path), **arguments)
+    assert "other tokens" not in caplog.text
+    create_model(other, str(path), **arguments)
+    assert f"is of {name}, whose scans read other tokens than those of {other}: it learns more from" in caplog.text
+
+
 def test_weights_of_others_need_the_name_of_their_model(tmp_path):
     path = tmp_path / "vim.pth"
     torch.save({"model": naive_model.published_vim(embed_dim=40, depth=2, grid=(3, 3), num_classes=7)}, path)

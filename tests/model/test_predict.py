@@ -293,12 +293,15 @@ def test_a_name_of_a_file_cannot_write_to_the_terminal(checkpoint, photos, tmp_p
         (["--device", "toaster", "{photos}"], "error: device 'toaster' is unknown"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: there is no file .*gone.onnx"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx is no model of vil.export"),
-        (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors"),
+        (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 is an exported program, of which no"),
+        (["{photos}", "--checkpoint", "{tmp}"], "error: there is no checkpoint .*model.safetensors: give .*best.pt$"),
         *((["{photos}", f"--{word}", "{tmp}"], "error: cannot write ") for word in ("csv", "json")),
     ],
 )
 def test_what_cannot_be_is_one_line(words, error, checkpoint, photos, tmp_path, monkeypatch):
-    (photos / "notes.onnx").write_text("none")
+    for suffix in ("onnx", "pt2"):
+        (photos / f"notes.{suffix}").write_text("none")
+    (tmp_path / "best.pt").touch()
     words = [word.format(photos=photos, tmp=tmp_path) for word in words]
     monkeypatch.setattr(sys, "argv", ["vil.predict", "--checkpoint", str(checkpoint), *words])
     with pytest.raises(SystemExit, match=error) as caught:

@@ -397,6 +397,8 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     assert "over 64 images" in said
     assert (tmp_path / "output/viz/scans.png").exists()
     assert "over 1 images" in command("many/05.png")
+    (tmp_path / "many" / "00.png").write_text("none")  # as of the 64 that are looked at
+    assert "over 63 images" in command("many")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.png").write_text("no picture")
     torch.save(weights, tmp_path / "plain.pth")

@@ -191,10 +191,10 @@ def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript)
     os.mkfifo(tmp_path / "pipe.png")
     for path in tmp_path.glob("*.png"):
         with pytest.raises(ConfigError, match=f"'{path}' cannot be read as an image: "):
-            viz.read_picture(path)
+            viz.read_pictures([path])
     assert not ghostscript.exists()
     (tmp_path / "wide.png").write_bytes(SIXTEEN["png"])
-    np.testing.assert_array_equal(viz.read_picture(tmp_path / "wide.png"), shown(SIXTEEN["png"]))
+    np.testing.assert_array_equal(viz.read_pictures([tmp_path / "wide.png"])[0][1], shown(SIXTEEN["png"]))
 
 
 def test_what_takes_too_much_time_or_memory_is_stopped_and_named_and_time_is_given_once(tmp_path, caplog, monkeypatch):

@@ -94,6 +94,7 @@ def test_arguments_of_timms_transformers_are_read_back(tmp_path):
     [
         (dict(model="deit_tiny_patch16_224", model_kwargs=dict(class_token=False, global_pool="avg")),
          "'class_token' of its model, which a checkpoint may not give; it may give embed_dim, depth, "),
+        (dict(model_kwargs=dict(dpth=3)), "'dpth' of its model, .*; did you mean 'depth'"),
         (dict(train_split="../train"), r"has train_split '\.\./train', which is no plain name"),
         (dict(val_split="train[:10%]"), r"has val_split 'train\[:10%\]', which is no plain name"),
         (dict(dataset="https://x/y"), "has dataset 'https://x/y', which is no plain name"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import timm
 
-from ..text import shown
+from ..text import nearest, shown
 from .options import DATASETS, FIELDS, ConfigError, choices_of_options
 from .values import convert
 
@@ -47,6 +47,7 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{where} has an argument {shown(name)} of its model, which a checkpoint may not give; it may give "
                 + ", ".join(MODEL_KWARGS)
+                + nearest(name, MODEL_KWARGS)
             )
         if isinstance(allowed, tuple):
             if value not in allowed:

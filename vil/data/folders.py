@@ -39,6 +39,7 @@ class FolderReader(ReaderImageFolder):
 
     Attributes:
         left_out: How many files with which ending are none that are read.
+        nested: The classes whose folders lie in those of others.
 
     Raises:
         RuntimeError: There are no images.
@@ -49,7 +50,10 @@ class FolderReader(ReaderImageFolder):
         self.root = root
         self.left_out: Counter[str] = Counter()
         files = list_images(root, data_dir, self.left_out)
-        names = [os.path.basename(os.path.dirname(file)) if os.path.dirname(file) != root else "" for file in files]
+        folders = [os.path.dirname(file) for file in files]
+        names = [os.path.basename(folder) if folder != root else "" for folder in folders]
+        of_classes = {*folders} - {root}
+        self.nested = sorted({os.path.basename(f) for f in of_classes if os.path.dirname(f) in of_classes})
         self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
         self.samples = [(file, self.class_to_idx[name]) for file, name in zip(files, names)]
         if not self.samples:
@@ -67,6 +71,8 @@ class FolderReader(ReaderImageFolder):
         counts = Counter(number for _, number in self.samples).most_common()
         most, fewest = (f"{count} of {names[number]!r}" for number, count in (counts[0], counts[-1]))
         images = f"{len(self.samples)} images of {len(counts)} classes, from {fewest} to {most}"
+        if self.nested:
+            images += f"; a class is the folder that an image is in, also {self.nested[0]!r} inside of another"
         return images + endings(self.left_out)
 
 

@@ -40,6 +40,8 @@ class Exported(nn.Module):
 
     def __init__(self, model: nn.Module, features: Sequence[int] = ()):
         super().__init__()
+        if not hasattr(model, "num_classes"):
+            raise ExportError("the model gives features alone: export the whole one, with features=[NUMBER, ...]")
         self.model = as_evaluated(model)
         self.features = sorted(set(features))
         self.input_size = input_size(model)

@@ -30,6 +30,7 @@ from .traces import reading
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_READ = 64  # images, over which fields are averaged
 SHOWN = 8  # images of a picture at most, which Matplotlib lays out in seconds
 
 
@@ -58,7 +59,7 @@ def draw(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError, CheckpointError: The checkpoint is not one of train_imagenet.py or broken, a block does not exist,
-            or an image cannot be read.
+            or no image can be read.
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, not {options.count}")
@@ -79,8 +80,7 @@ def draw(options: argparse.Namespace) -> None:
             raise ConfigError(f"--blocks: there is no block {block}; the model has 0 to {depth - 1}")
     data_config = data_config_of(model)
     transform = create_transform(**data_config)
-    files = image_files(options.images)
-    opened = [read_picture(path) for path in files[:64]]
+    files, opened = zip(*read_pictures(image_files(options.images)))
     images = torch.stack([transform(image) for image in opened])
     mean, std = (torch.tensor(data_config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
@@ -133,12 +133,22 @@ def image_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def read_picture(path: Path) -> Image.Image:
-    """Raises a ConfigError if the file is missing or cannot be decoded."""
-    try:
-        return read_image(path)
-    except Exception as error:  # PIL's decoders have no common type of error
-        raise ConfigError(f"--images: {str(path)!r} cannot be read as an image: {error}") from error
+def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
+    """The first of them that can be read, and these pictures; the others are named.
+
+    Raises:
+        ConfigError: None can be read.
+    """
+    found, complaint = [], ""
+    for path in files[:MOST_READ]:
+        try:
+            found.append((path, read_image(path)))
+        except Exception as error:  # PIL's decoders have no common type of error
+            complaint = f"{str(path)!r} cannot be read as an image: {error}"
+            print(complaint, file=sys.stderr)
+    if not found:
+        raise ConfigError(f"--images: {complaint}")
+    return found
 
 
 if __name__ == "__main__":
