@@ -52,7 +52,7 @@ from vil.published import IMAGENET_CLASSES, published_for
 from vil.text import label_of
 
 PAGE = "index.html"
-SHARED = "crop_pct", "crop_mode", "interpolation"  # what two models do not have each for itself
+SHARED = "crop_pct", "crop_mode", "interpolation"  # of two models: the first's
 
 
 def parse_options() -> argparse.Namespace:

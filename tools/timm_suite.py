@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every model, not only the tiny ones")
     args, pytest_args = parser.parse_known_args()
-    models = timm.list_models("*" if args.all else "*_tiny", module="vision_longhorn")
+    models = timm.list_models("*" if args.all else "*_tiny*", module="vision_longhorn")
     os.environ["TORCH_BACKEND"] = "vil"
     with tempfile.TemporaryDirectory() as folder:
         tests = fetch_tests(Path(folder))

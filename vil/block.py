@@ -92,7 +92,7 @@ class TokenConv1d(nn.Conv1d):
 
 @torch.jit.unused
 def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, reverse: bool) -> Tensor:
-    """The convolution for TorchInductor on CPUs, which after one it knows fails where it is not told B."""
+    """The convolution as a sum of shifted products: TorchInductor on CPUs fails on a second one of dynamic B."""
     lookback, length = weight_D1K.shape[-1] - 1, u_BLD.shape[1]
     padded = F.pad(u_BLD, (0, 0, 0, lookback) if reverse else (0, 0, lookback, 0))
     taps = weight_D1K.squeeze(1).to(u_BLD.dtype).unbind(-1)
@@ -418,7 +418,7 @@ def run_blocks(
 
 
 class Blocks(nn.Sequential):
-    """The blocks of a model. Where they are watched, they are called, with all but `class_token_only`."""
+    """The blocks of a model, run by `run_blocks`: where hooks watch them they are called, and give all tokens."""
 
     @torch.jit.unused
     def forward(self, x_BLC: Tensor, checkpointing: bool = False, grid: tuple[int, int] | None = None) -> Tensor:

@@ -40,11 +40,11 @@ PARTS: dict[str, type] = {
 LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
 MOST_CONFIG = 2**26  # characters of config.json
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
-# of values within values, as files of any origin have some five levels of, and of the values of one level
+# levels of values within values, of which files of any origin have some five, and values of one level
 DEEPEST, MOST = 20, 2_000_000
 MOST_RESAMPLED = 2**26  # values that resampling for images of another size may add to them
 MOST_TENSORS, MOST_DIMENSIONS = 100_000, 64  # of a .safetensors file: PyTorch computes with as many dimensions
-# what PyTorch's unpickler makes anything of any size of, out of a few bytes
+# what PyTorch's unpickler allows, and by which a few bytes become any size
 GROWING = re.compile(rb"(?:__builtin__|builtins)\n(?:bytearray|set)\n|collections\nCounter\n")
 READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
 

@@ -197,7 +197,7 @@ def lost_workers_named() -> Iterator[None]:
 
 
 def _name_lost_workers() -> None:
-    """The same of what PyTorch's handler of SIGCHLD raises, wherever in the training loop that is."""
+    """Has PyTorch's handler of SIGCHLD, which may run anywhere in the training loop, raise a LostWorkerError."""
     if not hasattr(signal, "SIGCHLD"):  # Windows, where PyTorch looks at its workers from time to time
         return
     handler = signal.getsignal(signal.SIGCHLD)

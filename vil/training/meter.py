@@ -129,8 +129,8 @@ class Bottleneck:
 
         Args:
             how_loaded: Who loads the images, in a few words.
-            for_model: Seconds of the waiting for images, in all, in which these waited for the model to go on.
-            for_preparation: Those in which this process decoded and augmented them.
+            for_model: Seconds in all in which prepared images waited for the model.
+            for_preparation: Seconds in all in which this process decoded and augmented images.
         """
         if self.found or meter.steps % self.interval:
             return
