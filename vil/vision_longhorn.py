@@ -10,6 +10,7 @@ Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirec
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -207,6 +208,9 @@ def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: lis
     if new_size == old_size:
         return pos_embed_1LC
     patches, token = split_class_token(pos_embed_1LC)
+    if patches.requires_grad and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        # PyTorch cannot compile the gradient for a symbolic size (pytorch#197622): this makes a graph for each grid
+        new_size = [operator.index(n) for n in new_size]
     patches = resample_abs_pos_embed(patches, new_size, old_size, num_prefix_tokens=0)
     return insert_class_token(patches, token)
 

@@ -521,6 +521,17 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
 
 
+def test_compiles_for_a_second_image_size():
+    """Of which torch.compile makes a symbol, where PyTorch has no gradient of the positions' resampling."""
+    model = small("vil_tiny", dynamic_img_size=True, depth=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for height in (48, 80):
+        x = random_images(2, 3, height, 48)
+        actual, expected = compiled(x), model(x)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(gradients(actual, model), gradients(expected, model))
+
+
 @KINDS
 @pytest.mark.parametrize("kwargs", [dict(dynamic_img_size=True), dict(global_pool="avg")], ids=str)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
