@@ -272,7 +272,7 @@ def _reading(path: str | Path) -> Iterator[None]:
         raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}" * best.is_file())
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
-            f"{path} is an exported program, of which no weights are read: export a .safetensors, or an .onnx for "
+            f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "
             "vil.predict"
         )
     try:

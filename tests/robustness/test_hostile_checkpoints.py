@@ -368,8 +368,10 @@ def exported():
         ("empty.pt", b"", "it holds no tensors"),
         ("pickle.pt", pickle.dumps([1, 2]), "it holds no tensors"),  # in a protocol of which PyTorch warns
         ("list.pt", saved([1, 2]), "it holds no tensors"),
-        ("model.pt2", exported(), "PytorchStreamReader failed|it holds no tensors"),
-        ("model.onnx", b"\x08\n\x12\x07pytorch", "it holds no tensors"),
+        ("model.pt2", exported(), "it is an exported program: export a .safetensors, or an .onnx for"),
+        ("model.pth", exported(), "PytorchStreamReader failed|it holds no tensors"),
+        ("model.onnx", onnx := b"\x08\n\x12\x07pytorch", "it is an exported program"),
+        ("onnx.bin", onnx, "it holds no tensors"),
         ("order.pt", in_the_byte_order_of("big"), "the byte order of other machines"),  # PyTorch dies of shapes alone
         ("program.pt", program(), "it is a TorchScript program"),
         ("legacy.tar", bytes(10240), "it holds no tensors"),
