@@ -1,5 +1,7 @@
 """Which operator computes a block here, and that it stands only for a block with every part as it was built."""
 
+import runpy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from vil.kernels import backends
 from vil.kernels.block import cpu, operator
 
+from vil import block as block_module
 from vil.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
 
 OPERATORS = {"cuda": operator.block, "cpu": cpu.block, "reference": None}
@@ -105,8 +108,11 @@ def test_the_operator_takes_a_residual_stream_in_fp32_and_weights_beside_it(back
     assert found(Block(16, LonghornMixer).bfloat16(), x) is (operator.block if backend == "cuda" else None)
 
 
-def test_set_fused_switches_it(backend):
+def test_set_fused_and_the_environment_switch_it(backend, monkeypatch):
     block, x = Block(16, LonghornMixer), torch.randn(2, 5, 16)
     for enable in (False, True):
         set_fused(enable)
         assert found(block, x) is (OPERATORS[backend] if enable else None)
+    for value, enable in (("", True), ("0", False)):
+        monkeypatch.setenv("VIL_FUSED", value)
+        assert runpy.run_path(block_module.__file__, run_name="vil.again")["_fused"] is enable
