@@ -39,6 +39,7 @@ PARTS: dict[str, type] = {
 }  # fmt: skip
 LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
 MOST_CONFIG = 2**26  # characters of config.json
+IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
 PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
 # levels of values within values, of which files of any origin have some five, and values of one level
 DEEPEST, MOST = 20, 2_000_000
@@ -262,14 +263,15 @@ def _content(path: str | Path, whole: bool) -> Any:
 
 def file_of(path: str | Path) -> Path:
     """The file that is meant: of a folder of `vil.export`, its weights."""
-    return Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
+    return Path(path) / IN_FOLDER if Path(path).is_dir() else Path(path)
 
 
 @contextmanager
 def _reading(path: str | Path) -> Iterator[None]:
     if not (path := Path(path)).is_file():
-        best = path.with_name("best.pt")
-        raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}" * best.is_file())
+        best = path.with_name("best.pt")  # of a folder that is a run's
+        is_of_run = path.name == IN_FOLDER and best.is_file()
+        raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}" * is_of_run)
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "

@@ -90,8 +90,8 @@ def _adapted(
     Raises:
         ConfigError: A pooled model is to have all weights of one that is not, or the other way round.
     """
-    said = _said_by(path)
-    if "model" not in said:
+    said, positions = _said_by(path), weights.get("pos_embed")
+    if "model" not in said or positions is None:
         return weights
     with torch.device("meta"):
         own = {"img_size": said.get("img_size"), **(said.get("model_kwargs") or {})}
@@ -103,8 +103,7 @@ def _adapted(
         if not start:
             raise ConfigError(f"{difference}: leave the model out, or name that of the file")
         warn(__name__, "%s: it learns more from weights of its own form", difference)
-    positions = weights.get("pos_embed")
-    if positions is None or positions.shape != source.pos_embed.shape:
+    if positions.shape != source.pos_embed.shape:
         return weights
     grids = target.patch_embed.grid_size, source.patch_embed.grid_size
     return weights | {"pos_embed": resample_pos_embed(positions.to(target.pos_embed.dtype), *grids)}
