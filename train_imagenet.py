@@ -74,23 +74,13 @@ from vil.processes import (
     sum_over_processes,
 )
 from vil.text import one_line
+from vil.training import resumption
 from vil.training.building import build_model, build_optimizer, build_scheduler
 from vil.training.gradients import FlatGradients
 from vil.training.interruption import PREEMPTED, CheckpointTimer, PreemptedError
 from vil.training.losses import Loss
 from vil.training.meter import Bottleneck, EpochMeter
 from vil.training.phases import announce, carried_over, check_phases, folder_of, phase_at_hand
-from vil.training.resumption import (
-    DECISIVE,
-    check_optimizer,
-    check_progress,
-    check_same_classes,
-    check_same_run,
-    check_same_teacher,
-    find_resumed,
-    history_of,
-    resolve_resume,
-)
 from vil.training.summary import Reporter, best_top1, epoch_line
 from vil.training.teacher import Teacher
 from vil.training.update import ListedEma, Update
@@ -224,13 +214,13 @@ class Trainer:
 
     def compare_size(self, num_classes: int) -> None:
         """Refuses a file of another model before one of the size that it says takes memory."""
-        path = resolve_resume(self.config.resume, self.folder)
+        path = resumption.resolve_resume(self.config.resume, self.folder)
         if path in (None, "auto"):
             return
         saved = checkpoint.read_checkpoint(path, whole=False)
-        decisive = {name: value for name, value in saved["config"].items() if name in DECISIVE}
+        decisive = {name: value for name, value in saved["config"].items() if name in resumption.DECISIVE}
         wrote = self.config.of_phase(self.phase - self.begins(saved))
-        check_same_run(decisive, options_to_save(wrote, num_classes, self.folder), path)
+        resumption.check_same_run(decisive, options_to_save(wrote, num_classes, self.folder), path)
         with torch.device("meta"):
             model = build_model(dataclasses.replace(wrote, pretrained_path=None), num_classes)
         checkpoint.load_weights(model, saved["state_dict"], path)
@@ -439,15 +429,15 @@ class Trainer:
         for path in (self.folder / f"{name}.pt" for name in ("last", "previous", "best")):
             if path.exists() and not path.is_file():
                 raise ConfigError(f"{path} is no file, and the run would write one there: move it away")
-        if not (found := find_resumed(self.config.resume, self.folder)):
+        if not (found := resumption.find_resumed(self.config.resume, self.folder)):
             return None
         path, saved = found
         middle = bool(saved["progress"].get("losses"))
         wrote = self.config.of_phase(self.phase - self.begins(saved))
         options = options_to_save(wrote, self.saved_config["num_classes"], self.folder)
-        check_same_run(saved["config"], options, path, middle)
-        check_same_classes(saved, self.label_names, path)
-        check_same_teacher(saved, self.teacher.digest if self.teacher else None, path)
+        resumption.check_same_run(saved["config"], options, path, middle)
+        resumption.check_same_classes(saved, self.label_names, path)
+        resumption.check_same_teacher(saved, self.teacher.digest if self.teacher else None, path)
         if saved["num_images"] not in (0, images := self.batches.num_images):
             logging.warning("going on with %d training images, was %d", images, saved["num_images"])
         return [str(path), saved]
@@ -469,10 +459,10 @@ class Trainer:
                     group.update({k: v for k, v in chosen.items() if k != "params"})
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
-            self.history = history_of(saved["history"])
+            self.history = resumption.history_of(saved["history"])
             self.meter.load_state_dict(saved["progress"])
-            check_progress(self.meter)
-            check_optimizer(self.optimizer, self.config.opt)
+            resumption.check_progress(self.meter)
+            resumption.check_optimizer(self.optimizer, self.config.opt)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
             reason = one_line(f"{type(error).__name__}: {error}", 400)
             raise checkpoint.CheckpointError(f"{path} does not fit this run: {reason}") from error
