@@ -1,5 +1,6 @@
 """The loaders' processes: how many a machine gets, in which memory they hand over images, and how they are missed."""
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -325,6 +326,20 @@ def test_a_worker_whose_parent_dies_as_it_starts_ends(monkeypatch):
     with pytest.raises(SystemExit, match="^1$"):
         workers._heed_the_parent_alone()
     assert masks == [(signal.SIG_BLOCK, SCHEDULERS_SIGNALS)]  # also where it is not forked with them blocked
+
+
+def test_a_loader_of_a_cycle_that_was_never_used_ends_its_workers_without_a_word(image_folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    loader, _ = training_set(image_folder, workers=2)
+    children, loader.itself = loader.loader._iterator._workers, loader
+    del loader
+    others = set(threading.enumerate())
+    gc.collect()
+    for thread in set(threading.enumerate()) - others:  # that feed queues
+        thread.join()
+    assert not said
+    assert not any(child.is_alive() for child in children)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

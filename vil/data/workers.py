@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,6 +225,9 @@ def start_workers(loader: DataLoader) -> Iterator:
         loaded = iter(loader)
     if loader.num_workers:
         _name_lost_workers()
+        # of a cycle, the garbage collector would close these before the pass ends its workers through them
+        queues = [*loaded._index_queues, loaded._worker_result_queue]  # type: ignore[attr-defined]
+        weakref.finalize(loaded, queues.clear).atexit = False
     return loaded
 
 
