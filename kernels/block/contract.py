@@ -72,7 +72,7 @@ def check_backward(
     dtype = saved[0].dtype
     check_choice("the dtype of saved[0] (uz),", dtype, backends.DTYPES)
     sizes.update({"2": 2, "t": sizes["B"] * sizes["M"]})
-    sizes["W"] = kernels.packed_size(weights.sizes, dtype)
+    sizes["W"] = kernels.packed_size(weights.sizes(), dtype)
     rows = [
         (f"saved[{i}] ({name})", t, layout, own or dtype)
         for i, (t, (name, layout, own)) in enumerate(zip(saved, _saved_fields(recurrence, lines)))

@@ -104,7 +104,7 @@ def _forward(
 
 def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
     """v, what x_proj makes of it, and the step's logits, of both directions."""
-    T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes
+    T, (_, D, _, R, K) = uz_TE.shape[0], weights.sizes()
     v_2TD, filters = uz_TE.new_empty(2, T, D), _filters(weights)
     _channels("conv_forward", K, B, L, D, *_token_places(uz_TE, L), *_addresses(*filters, v_2TD))
     projected_2TP = torch.bmm(_both(weights, "x_proj"), v_2TD.mT).mT.contiguous()  # by rows: a fifth less time
@@ -113,7 +113,7 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
 
 def _pooled(options: Options, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights) -> Tensor:
     """What out_proj reads in a pooled block, over u."""
-    (_, D, N, R, K), lines, T = weights.sizes, options.lines, len(uz_TE)
+    (_, D, N, R, K), lines, T = weights.sizes(), options.lines, len(uz_TE)
     skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
     _channels(
@@ -143,7 +143,7 @@ def _filters(weights: BlockWeights) -> list[Tensor]:
 
 
 def _scanned(v_2TD, projected_2TP, step_logits_2TD, B: int, L: int, weights: BlockWeights) -> Scanned:
-    _, _, N, R, _ = weights.sizes
+    _, _, N, R, _ = weights.sizes()
     k_2TN, q_2TN = projected_2TP[..., R : R + N], projected_2TP[..., R + N :]
     per_token = (t.unflatten(1, (B, L)) for t in (v_2TD, step_logits_2TD, k_2TN, q_2TN))
     A_2DN = None if weights.directions[0].A_log is None else -_both(weights, "A_log").exp()
@@ -172,7 +172,7 @@ def _through_directions(
     recurrence: str, dy_BLD: Tensor, weights: BlockWeights, saved: Saved, duz_TE: Tensor
 ) -> tuple[DirectionWeights, DirectionWeights]:
     """Scan, projections and convolutions: the gradients of both directions' weights; writes that of u."""
-    (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes.R, weights.sizes.K
+    (B, L, D), T, R, K = dy_BLD.shape, len(duz_TE), weights.sizes().R, weights.sizes().K
     scanned = _scanned(saved.v, saved.projected, saved.step_logits, B, L, weights)
     dv_2BLD, dstep_logits_2BLD, dk_2BLN, dq_2BLN, dA_2DN, dchannels_22D = scans.backward(
         recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE

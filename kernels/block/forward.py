@@ -43,7 +43,7 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     # a product that is no part of a kernel is written over the residual stream
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
     packed, own_norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
-    w, A_2DN = PackedWeights.of(packed, weights.sizes), A_of(weights)
+    w, A_2DN = PackedWeights.of(packed, weights.sizes()), A_of(weights)
     if normed:
         own_norm = *normed, x_TC.clone() if copy else x_TC
     xhat_TC, rstd_T, x_TC = own_norm

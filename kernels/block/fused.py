@@ -18,7 +18,7 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights, pooled: bool = False) -
 
     It takes (x_BLC, weights, options, scale_B, normed) and returns x' and its norm or None: `operator.block` says more.
     """
-    dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes
+    dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     fits = [t is not None and t.dtype == dtype and t.device == device and is_plain(t) for t in weights.flat()]
     if x_BLC.dtype != FP32 or x_BLC.numel() == 0 or dtype not in backends.DTYPES or not all(fits):
         return None

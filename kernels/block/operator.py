@@ -76,7 +76,7 @@ def block(
         y_BMC, next_normed, _ = torch.ops.vil.block(*_listed(options, needed, flat))
         return y_BMC, Normed(*next_normed) if next_normed else None
     if needed:
-        y_BMC, xhat_TC, rstd_T = _apply(weights.sizes, options, *flat)
+        y_BMC, xhat_TC, rstd_T = _apply(weights.sizes(), options, *flat)
     else:
         y_BMC, xhat_TC, rstd_T = forward(options, False, flat)
     return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
@@ -123,7 +123,7 @@ def _block_backward(
     saved = SavedForBackward.of(saved, recurrence, options.lines is not None)
     flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
     dx_BLC, dxhat_TC, dout_proj, dA_log, *dweights = backward(
-        options, BlockWeights.of(weights).sizes, False, [*flat, *saved]
+        options, BlockWeights.of(weights).sizes(), False, [*flat, *saved]
     )
     # an operator's results share no memory with others, and none with what it was given
     dA_logs = () if dA_log is None else [t.clone() for t in dA_log]
@@ -138,7 +138,7 @@ def _fake_block(*arguments):
     options, keep, flat = _unlisted(*arguments)
     check_forward(options, keep, flat)
     x_BLC, _, normed, weights = Inputs.of(flat)
-    (B, L, C), sizes, dtype = x_BLC.shape, weights.sizes, options.dtype
+    (B, L, C), sizes, dtype = x_BLC.shape, weights.sizes(), options.dtype
     tokens, D, lines = Tokens(L, options.class_token_only), sizes.D, options.lines
     y_BMC = x_BLC.new_empty(B, tokens.M, C)
     own_norm = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]

@@ -70,7 +70,7 @@ def pack_weights(
     And the norm of x_TC but for its weight, if it is given: x / sqrt(mean(x^2) + eps) in `dtype`, the factors (T,) in
     fp32, and x or a copy, which costs little here.
     """
-    C, D, _, R, K = sizes = weights.sizes
+    C, D, _, R, K = sizes = weights.sizes()
     packed = weights.norm.new_empty(packed_size(sizes, dtype), dtype=dtype)
     views = PackedWeights.of(packed, sizes)
     T, (xhat_TC, rstd_T, copy_TC) = 0, (None, None, None)
@@ -112,7 +112,7 @@ def plain(
     weights: BlockWeights, dtype: torch.dtype, tiles: Tensor | None, x_TC: Tensor | None, eps: float, copy: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The definition of `pack_weights`, but for tiles."""
-    packed = weights.norm.new_zeros(packed_size(weights.sizes, dtype), dtype=dtype)
-    for part, value in zip(PackedWeights.of(packed, weights.sizes), plain_packed(weights, dtype)):
+    packed = weights.norm.new_zeros(packed_size(weights.sizes(), dtype), dtype=dtype)
+    for part, value in zip(PackedWeights.of(packed, weights.sizes()), plain_packed(weights, dtype)):
         part.copy_(value)
     return packed, [None] * 3 if x_TC is None else [*plain_norm(x_TC, eps, dtype), x_TC.clone()]

@@ -84,7 +84,6 @@ class BlockWeights(NamedTuple):
             norm, in_proj, out_proj, (DirectionWeights(*directions[:half]), DirectionWeights(*directions[half:]))
         )
 
-    @property
     def sizes(self) -> Sizes:
         (C, D), direction = self.out_proj.shape, self.directions[0]
         R = direction.step_proj.shape[1]

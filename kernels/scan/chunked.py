@@ -325,7 +325,7 @@ _scan_backward.register_vmap(functools.partial(_over_directions, _scan_backward)
 _scan_forward.register_autograd(_backward, setup_context=_save_for_backward)
 _scan_backward.register_autograd(refuse_second_derivative)
 for _device in ("cpu", "cuda", "mps", "xpu"):  # the state is never kept in less than fp32, whatever the autocast
-    with contextlib.suppress(ValueError):  # PyTorch 2.8 takes the first two
+    with contextlib.suppress(ValueError):  # PyTorch 2.10 takes the first two
         _scan_forward.register_autocast(_device, torch.float32)
         _scan_backward.register_autocast(_device, torch.float32)
 

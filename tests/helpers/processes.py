@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import socket
 import subprocess
@@ -62,7 +63,7 @@ def run(command, count=1, check=True, output=None, pictures=False):
             Forked(target=_run, args=(command[1:], environment, pictures, rank, *where)) for rank in range(count)
         ]
         code = next((code for code in _exit_codes(started) if code), 0)
-        said = ("", "") if output else [Path(file).read_text() for file in files]
+        said = ("", "") if output else [_said(file) for file in files]
     assert not check or code == 0, said[1][-3000:]
     return subprocess.CompletedProcess(command, code, *said)
 
@@ -98,6 +99,11 @@ def _exit_codes(processes):
     return [process.exitcode for process in processes]
 
 
+def _said(file):
+    """A file's text without the lines in which PyTorch 2.10 says that processes have met."""
+    return re.sub(r"\[Gloo\].*\n", "", Path(file).read_text())
+
+
 class Ended(NamedTuple):
     """How one of several processes ended: what its function returned, its exit status, what it said."""
 
@@ -117,7 +123,7 @@ def in_processes(count, function, *args, port=None) -> list[Ended]:
         ]
         codes = _exit_codes(started)
         values = [pipe.recv() if pipe.poll() else None for pipe, _ in pipes]
-        return [Ended(value, code, Path(file).read_text()) for value, code, file in zip(values, codes, files)]
+        return [Ended(value, code, _said(file)) for value, code, file in zip(values, codes, files)]
 
 
 def _call(function, args, pipe, file, rank, count, port):

@@ -242,12 +242,12 @@ def calls_of_pack_weights(tokens, B, L, C, D):
 
 def calls_of_unpack_gradients(tokens, B, L, C, D):
     weights, parts, D = weights_of(make_block(LonghornMixer, C), detach=True), 3, 2 * C
-    P, R = weights.sizes.padded_P, weights.sizes.padded_R
+    P, R = weights.sizes().padded_P, weights.sizes().padded_R
     dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
     for of_skips in (dskips, dchannels[None, :, 0]):  # of a pooled block, and as the scan has them
         yield (
-            weights.norm, weights.in_proj, weights.sizes, dfolded, dfilters, dx_proj, dstep_proj, of_skips,
+            weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
             dchannels[:, 1], tokens(0).dtype,
         )  # fmt: skip
 
@@ -274,7 +274,7 @@ def results(name, kernel, inputs, written):
         values = values[0], values[1].sum(1, keepdim=True)
     if name == "pack_weights":
         packed, norm = values
-        values = [*kernels.PackedWeights.of(packed, inputs[0].sizes), *(t for t in norm if t is not None)]
+        values = [*kernels.PackedWeights.of(packed, inputs[0].sizes()), *(t for t in norm if t is not None)]
     return [*([values] if isinstance(values, torch.Tensor) else values), *written]
 
 

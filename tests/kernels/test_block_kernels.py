@@ -59,7 +59,7 @@ def test_the_norm_of_small_tokens_emulated_is_that_with_eps(eps, poison):
 def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     """The weights of a block as its kernels want them."""
     weights = block_weights(8, BF16)
-    C, D, _, _, K = sizes = weights.sizes
+    C, D, _, _, K = sizes = weights.sizes()
     packed, _ = kernels.pack_weights(weights, BF16, None, None, 1e-5, True)
     views = kernels.PackedWeights.of(packed, sizes)
     for value, truth in zip(views, PlainKernels.pack(*exactly(weights), torch.float64), strict=True):

@@ -227,7 +227,7 @@ def test_weights_of_both_directions_that_there_are_no_kernels_for_are_refused(na
 
 
 def sizes_of(named):
-    return BlockWeights.of([named["norm_C"], named["in_proj"], named["out_proj"], *named["directions"]]).sizes
+    return BlockWeights.of([named["norm_C"], named["in_proj"], named["out_proj"], *named["directions"]]).sizes()
 
 
 def results(call, named):

@@ -178,7 +178,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
         dnext = None if after[0] is None else dnext.flatten(0, 1).to(dtype)
         dy = dy[:, : 1 if class_token_only else L].contiguous()
         how = BackwardOptions(block.mixer.recurrence, class_token_only, given)
-        yield how, weights.sizes, True, [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
+        yield how, weights.sizes(), True, [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
 
     functions = run_forward, run_backward
     for given in (False, True):
@@ -188,7 +188,7 @@ def test_a_replayed_block_equals_one_that_runs_at_once_emulated(
                 results = zip(replayed(call[-1]), function(*call), strict=True)
                 for i, (found, expected) in enumerate(results):
                     if function is run_forward and i == 6:  # packed weights, between which there may be anything
-                        sizes = weights_of(make_block(mixer, C)).sizes
+                        sizes = weights_of(make_block(mixer, C)).sizes()
                         found, expected = (torch.cat([
                             part.double().flatten() for part in kernels.PackedWeights.of(t, sizes)
                         ]) for t in (found, expected))  # fmt: skip

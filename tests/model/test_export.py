@@ -348,7 +348,7 @@ class UnitKeys(LonghornMixer):
 
 @pytest.mark.parametrize("ending", ["onnx", "pt2"])
 def test_a_mixer_of_somebodys_own_is_exported_as_its_code_or_refused(ending, tmp_path):
-    assert export_model(small("vil_tiny", depth=1, mixer=Sums), tmp_path / f"sums.{ending}").difference < 1e-5
+    assert export_model(small("vil_tiny", depth=1, mixer=Sums), tmp_path / f"sums.{ending}").difference < 3e-5
     with pytest.raises(ExportError, match="a mixer of your own needs a recurrence of PyTorch's operators"):
         export_model(small("vil_tiny", depth=1, mixer=UnitKeys), tmp_path / f"keys.{ending}")
 

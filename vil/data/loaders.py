@@ -126,7 +126,7 @@ def _create_loader(dataset, transform, data_config, device, workers, augment_on_
     settings = choose_settings(workers, device, together * batch_size, pieces, piece_bytes, bool(draw), small)
     if streaming:
         dataset.transform = transform
-        dataset.set_loader_cfg(num_workers=settings.workers)
+        dataset.set_loader_cfg(num_workers=max(1, settings.workers))  # or timm 1.0.30 takes it for empty
         dataset.reader.batch_size = batch_size  # of which the reader gives each worker whole ones in training
         order = dict(batch_size=batch_size)
     else:

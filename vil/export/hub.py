@@ -28,7 +28,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
     names = {"label_names": metadata["label_names"]} if "label_names" in metadata else {}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        save_config_for_hf(model, str(path), {"pretrained_cfg": said, **names}, dict(arguments))
+        save_config_for_hf(model, path, {"pretrained_cfg": said, **names}, dict(arguments))  # type: ignore[arg-type]
         return path.read_text()
 
 
