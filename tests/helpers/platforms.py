@@ -2,7 +2,7 @@
 
 python tests/helpers/platforms.py DARWIN.yaml WIN32.yaml
 
-Ctrl-C interrupts each run in the middle of its second epoch; then it goes on. The loader's workers on Windows are new
+Ctrl-C interrupts each run in the middle of its second epoch; then it goes on. The loader's workers are new
 interpreters, as there: they import this file, and lack the same.
 """
 
@@ -44,7 +44,8 @@ def become(platform: str) -> None:
 
 def train(platform: str, config: str) -> None:
     """A run with workers until Ctrl-C, which is all that there is on Windows, and to its end without them."""
-    multiprocessing.set_start_method("spawn" if platform == "win32" else "fork", force=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    os.environ["PLATFORM"] = platform
     whole = SimpleNamespace(**vars(os))
     become(platform)
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
@@ -85,7 +86,7 @@ if __name__ in ("__main__", "__mp_main__"):
         importlib.import_module(library)
 
 if __name__ == "__mp_main__":
-    become("win32")
+    become(os.environ["PLATFORM"])
 
 if __name__ == "__main__":
     importlib.import_module("numba")
