@@ -2,8 +2,17 @@
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from .block import Longhorn
+try:
+    from .block import Longhorn
+except ModuleNotFoundError as error:
+    if error.name == "vil.kernels":  # which a clone has beside this folder, and what is installed in it
+        clone = Path(__file__).parents[1]
+        raise ImportError(
+            f"vil of {clone} is not what is installed: `pip install -e {clone}`, or go elsewhere"
+        ) from None
+    raise
 from .factory import from_checkpoint
 from .predict import predict
 from .vision_longhorn import VisionLonghorn

@@ -102,3 +102,8 @@ def test_the_wheel_works_away_from_the_checkout(wheel, tmp_path):
     with torch.inference_mode():
         expected = model(torch.rand(2, 3, 64, 64))
     torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=1e-4, atol=1e-5)
+
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "vil", clone / "vil", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
+    ended = subprocess.run([python, "-c", "import vil"], capture_output=True, text=True, cwd=clone, env=environment())
+    assert f"ImportError: vil of {clone} is not what is installed: `pip install -e {clone}`" in ended.stderr
