@@ -271,7 +271,7 @@ def _reading(path: str | Path) -> Iterator[None]:
     if not (path := Path(path)).is_file():
         best = path.with_name("best.pt")  # of a folder that is a run's
         is_of_run = path.name == IN_FOLDER and best.is_file()
-        raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}" * is_of_run)
+        raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}, to --resume last.pt" * is_of_run)
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint; it is an exported program: export a .safetensors, or an .onnx for "

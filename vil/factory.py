@@ -101,7 +101,7 @@ def _adapted(
     if source.pooled != target.pooled:
         difference = f"{path} is of {said['model']}, whose scans read other tokens than those of {model}"
         if not start:
-            raise ConfigError(f"{difference}: leave the model out, or name that of the file")
+            raise ConfigError(f"{difference}: name {said['model']}")
         warn(__name__, "%s: it learns more from weights of its own form", difference)
     if positions.shape != source.pos_embed.shape:
         return weights

@@ -52,7 +52,7 @@ def write_atomically(
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno:
-            error.filename = str(path)  # that of a full disk has none
+            error.filename, error.filename2 = str(path), None  # that of a full disk has none
         raise
     _sync_folder(path.parent)
 

@@ -213,8 +213,8 @@ def test_classes_have_timms_numbers(tmp_path):
     assert [Path(file).stem for file, number in ours.samples if number == 0] == sorted(alike)
     assert "inside of another" not in str(ours)
     for name in ("abc", "ABC"):  # which thus is one class of both
-        (tmp_path / "more" / name / "batch2").mkdir()
-        (tmp_path / "more" / name / "batch2" / "1.png").touch()
+        (tmp_path / "more" / name / "all" / "batch2").mkdir(parents=True)
+        (tmp_path / "more" / name / "all" / "batch2" / "1.png").touch()
     nested = str(folders.FolderReader(str(tmp_path / "more"), str(tmp_path)))
     assert "of 10 classes" in nested
     assert "; a class is the folder that an image is in, also 'batch2' inside of" in nested

@@ -36,10 +36,10 @@ def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"two"
-    with pytest.raises(
-        OSError, match=r"No space left on device: '.*summary\.csv'$"
-    ):  # the file, not what it was before
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.csv'$"):  # and not what it was before
         write_atomically(path, lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=rf"^\[[^]]*\] [^']*: '{tmp_path}'$"):  # which is a folder
+        write_atomically(tmp_path, "four")
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.csv"]
     assert os.listdir("/proc/self/fd") == opened  # of which a run has a thousand
 

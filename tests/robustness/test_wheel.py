@@ -105,5 +105,6 @@ def test_the_wheel_works_away_from_the_checkout(wheel, tmp_path):
 
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "vil", clone / "vil", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
+    (clone / "pyproject.toml").touch()
     ended = subprocess.run([python, "-c", "import vil"], capture_output=True, text=True, cwd=clone, env=environment())
     assert f"ImportError: vil of {clone} is not what is installed: `pip install -e {clone}`" in ended.stderr

@@ -52,8 +52,8 @@ class FolderReader(ReaderImageFolder):
         files = list_images(root, data_dir, self.left_out)
         folders = [os.path.dirname(file) for file in files]
         names = [os.path.basename(folder) if folder != root else "" for folder in folders]
-        of_classes = {*folders} - {root}
-        self.nested = sorted({os.path.basename(f) for f in of_classes if os.path.dirname(f) in of_classes})
+        of_classes = {Path(folder) for folder in {*folders} - {root}}
+        self.nested = sorted({folder.name for folder in of_classes if not of_classes.isdisjoint(folder.parents)})
         self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
         self.samples = [(file, self.class_to_idx[name]) for file, name in zip(files, names)]
         if not self.samples:

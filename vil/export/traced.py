@@ -41,7 +41,9 @@ class Exported(nn.Module):
     def __init__(self, model: nn.Module, features: Sequence[int] = ()):
         super().__init__()
         if not hasattr(model, "num_classes"):
-            raise ExportError("the model gives features alone: export the whole one, with features=[NUMBER, ...]")
+            raise ExportError(
+                f"{type(model).__name__} has no num_classes: export a whole model, with features=[NUMBER, ...] for maps"
+            )
         self.model = as_evaluated(model)
         self.features = sorted(set(features))
         self.input_size = input_size(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from ..config import ConfigError
 from ..data.folders import list_images
 from ..data.images import read_image
 from ..factory import create_model, data_config_of, from_checkpoint
+from ..files import write_atomically
 from ..output import errors_in_a_line
 from ..predict import predict
 from ..text import label_of
@@ -92,15 +94,16 @@ def draw(options: argparse.Namespace) -> None:
         for path, (best,) in zip(files, predict(model, opened[: len(shown)], topk=1))
     ]
     figure, said = why(model, asked, shown, titles)
-    figure.savefig(options.out / "why.png", dpi=110)
+    write_atomically(options.out / "why.png", partial(figure.savefig, dpi=110))
     print(f"{options.out / 'why.png'}: {len(shown)} images; {said}", flush=True)
-    plot_scans(model, asked[: len(shown)], shown, titles, blocks).savefig(options.out / "scans.png", dpi=110)
+    figure = plot_scans(model, asked[: len(shown)], shown, titles, blocks)
+    write_atomically(options.out / "scans.png", partial(figure.savefig, dpi=110))
     fields = {
         f"{name}, {token}": effective_receptive_field(m, images, token)
         for name, m in (("untrained", untrained), ("trained", model))
         for token in ("centre", "class")
     }
-    plot_receptive_fields(fields).savefig(options.out / "fields.png", dpi=110)
+    write_atomically(options.out / "fields.png", partial(plot_receptive_fields(fields).savefig, dpi=110))
     print(f"{options.out / 'scans.png'}: {len(shown)} images; {options.out / 'fields.png'}: over {len(images)} images")
 
 
@@ -124,8 +127,11 @@ def image_files(paths: list[Path]) -> list[Path]:
     """Files, and those of folders: one of each folder, then the next of each.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or not one of `paths`.
     """
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"--images: there is no {path}")
     folders = [map(Path, list_images(str(path), str(path))) if path.is_dir() else [path] for path in paths]
     files = [path for files in zip_longest(*folders) for path in files if path]
     if not files:
@@ -139,15 +145,16 @@ def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
     Raises:
         ConfigError: None can be read.
     """
-    found, complaint = [], ""
-    for path in files[:MOST_READ]:
+    found = []
+    for path in files:
         try:
             found.append((path, read_image(path)))
         except Exception as error:  # PIL's decoders have no common type of error
-            complaint = f"{str(path)!r} cannot be read as an image: {error}"
-            print(complaint, file=sys.stderr)
+            print(f"{str(path)!r} cannot be read as an image: {error}", file=sys.stderr)
+        if len(found) == MOST_READ:
+            break
     if not found:
-        raise ConfigError(f"--images: {complaint}")
+        raise ConfigError("--images: none can be read")
     return found
 
 
