@@ -52,7 +52,7 @@ def write_atomically(
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno:
-            error.filename, error.filename2 = str(path), None  # that of a full disk has none
+            raise OSError(error.errno, error.strerror, str(path)) from error  # that of a full disk has no name
         raise
     _sync_folder(path.parent)
 

@@ -1,15 +1,18 @@
 """The figures that a picture is drawn from, to look into what is drawn."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 from matplotlib.figure import Figure
 
 
 def kept_figures(monkeypatch) -> list[Figure]:
-    """Fills with every figure that is saved from now on, whose `saved_to` is where."""
+    """Fills with every figure that is saved from now on, whose `saved_to` is the name of the file, if there is one."""
     figures, save = [], Figure.savefig
 
     def savefig(figure, file, *args, **kwargs):
-        figure.saved_to = file
+        figure.saved_to = re.sub(r"^\.|\.\w+\.vil\.tmp$", "", Path(getattr(file, "name", "")).name)
         figures.append(figure)
         return save(figure, file, *args, **kwargs)
 

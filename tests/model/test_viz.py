@@ -364,7 +364,7 @@ def test_the_command_draws_a_checkpoint_on_folders(words, options, files, blocks
     assert {path.name for path in out.iterdir()} == expected.keys()
     found = {figure.saved_to: drawn(figure) for figure in figures}
     for name, figure in expected.items():
-        for (words, *numbers), (expected_words, *truth) in zip(found[out / name], drawn(figure), strict=True):
+        for (words, *numbers), (expected_words, *truth) in zip(found[name], drawn(figure), strict=True):
             assert words == expected_words
             for parts in zip(numbers, truth, strict=True):
                 for part, true in zip(*parts, strict=True):
@@ -391,7 +391,7 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.touch())
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b"drawn"))
     said = command("many")
     assert "scans.png: 3 images" in said
     assert "over 64 images" in said
