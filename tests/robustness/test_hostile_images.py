@@ -185,13 +185,14 @@ def test_what_is_no_image_within_the_limits_is_counted_named_and_replaced(
     assert not ghostscript.exists()
 
 
-def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript):
+def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript, capsys):
     for name, content in UNFIT.items():
         (tmp_path / f"{name}.png").write_bytes(content)
     os.mkfifo(tmp_path / "pipe.png")
     for path in tmp_path.glob("*.png"):
-        with pytest.raises(ConfigError, match=f"'{path}' cannot be read as an image: "):
+        with pytest.raises(ConfigError, match="--images: none can be read"):
             viz.read_pictures([path])
+        assert f"'{path}' cannot be read as an image: " in capsys.readouterr().err
     assert not ghostscript.exists()
     (tmp_path / "wide.png").write_bytes(SIXTEEN["png"])
     np.testing.assert_array_equal(viz.read_pictures([tmp_path / "wide.png"])[0][1], shown(SIXTEEN["png"]))
