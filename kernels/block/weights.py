@@ -85,6 +85,7 @@ class BlockWeights(NamedTuple):
         )
 
     def sizes(self) -> Sizes:
+        """Those of the block: a method, as torch.compile of PyTorch 2.10 follows no property of a NamedTuple."""
         (C, D), direction = self.out_proj.shape, self.directions[0]
         R = direction.step_proj.shape[1]
         return Sizes(C, D, (direction.x_proj.shape[0] - R) // 2, R, direction.conv.shape[2])

@@ -106,5 +106,11 @@ def test_the_wheel_works_away_from_the_checkout(wheel, tmp_path):
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "vil", clone / "vil", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
     (clone / "pyproject.toml").touch()
-    ended = subprocess.run([python, "-c", "import vil"], capture_output=True, text=True, cwd=clone, env=environment())
-    assert f"ImportError: vil of {clone} is not what is installed: `pip install -e {clone}`" in ended.stderr
+    (clone / "kernels").mkdir()
+    others = [None, ROOT / "kernels"]  # as an editable installation of another clone finds them
+    for kernels in others:
+        if kernels:
+            (clone / "vil/kernels").symlink_to(kernels)
+        command = [python, "-c", "import vil"]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=clone, env=environment())
+        assert f"ImportError: vil of {clone} is not what is installed: `pip install -e {clone}`" in ended.stderr

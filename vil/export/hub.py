@@ -28,6 +28,7 @@ def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, A
     names = {"label_names": metadata["label_names"]} if "label_names" in metadata else {}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
+        # a Path, which older releases of timm need, whatever the type says
         save_config_for_hf(model, path, {"pretrained_cfg": said, **names}, dict(arguments))  # type: ignore[arg-type]
         return path.read_text()
 
