@@ -14,9 +14,9 @@ import argparse
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from vil.kernels import flops
 
 from vil.factory import create_model
+from vil.kernels import flops
 
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224", "vil_small", "vim_small", "deit_small_patch16_224"]
 MODELS += ["vil_base", "vim_base", "deit_base_patch16_224"]

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import triton
 from tables import results, write_results
-from vil.kernels.scan import operator
-from vil.kernels.scan.chunks import chunk_state_count
 
 from vil.info import git_commit
+from vil.kernels.scan import operator
+from vil.kernels.scan.chunks import chunk_state_count
 
 # (B, D, L): microseconds of the published kernels on an H200 in bf16, forward and backward
 PUBLISHED = {

@@ -10,10 +10,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vil.kernels import longhorn_scan, selective_scan
 
 from research.causal_conv import silu_of_causal_conv
 from vil.block import LonghornDirection, MambaDirection
+from vil.kernels import longhorn_scan, selective_scan
 
 VOCABULARY = 8192
 POWER = 0.01  # the distance i of a query has a probability proportional to i^(POWER - 1)

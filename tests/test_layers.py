@@ -31,13 +31,12 @@ LAYERS = """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}
 DEPENDENCIES = "torch torchvision timm yaml filelock safetensors PIL numpy numba llvmlite jinja2"
 OPTIONAL = "triton cuda tqdm sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset"
-PATHS = [path for top in ("kernels", "vil", "research") for path in (ROOT / top).rglob("*.py")]
+PATHS = [path for top in ("vil", "research") for path in (ROOT / top).rglob("*.py")]
 PATHS += [ROOT / "train_imagenet.py", ROOT / "validate.py"]
 
 
 def name_of(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    return f"vil.{name}" if name.startswith("kernels") else name
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {name_of(path): path for path in PATHS if "tests" not in path.parts}

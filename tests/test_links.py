@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, files that they name exist, and the first page stays short."""
+"""The documents: links lead somewhere, and the files and tests that they name exist."""
 
 import re
 
@@ -31,16 +31,6 @@ def test_what_a_document_names_exists(document):
     defined = "".join(file.read_text() for file in (*ROOT.glob("tests/*/*.py"), *ROOT.glob("research/tests/*.py")))
     missing += [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in defined]
     assert not missing
-
-
-def test_the_first_page_shows_a_figure_at_once_and_is_short():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 110
-    assert any("<img" in line or line.startswith("![") for line in lines[:25])
-
-
-def test_the_documents_are_read_in_an_hour_or_two():
-    assert sum(len(page.read_text().split()) for page in ROOT.glob("docs/**/*.md")) <= 20_000
 
 
 @pytest.mark.parametrize("page", tables.PAGES)

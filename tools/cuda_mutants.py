@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from vil.kernels.cuda import compiler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))  # as pytest has it

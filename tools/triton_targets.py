@@ -11,6 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
 from vil.kernels.scan import triton_scan
 
 POINTERS = {"x", "step_logits", "k", "q", "dy", "values", "y", "dx", "dstep_logits"}  # bf16; all others fp32

@@ -2,19 +2,11 @@
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 
-_clone = Path(__file__).resolve().parents[1]
-_found = find_spec("vil.kernels")  # a clone has them beside this folder, where its own editable installation leads
-_kernels = Path(_found.origin).resolve().parent if _found and _found.origin else None
-if (_clone / "pyproject.toml").is_file() and _kernels != (_clone / "kernels").resolve():
-    raise ImportError(f"vil of {_clone} is not what is installed: `pip install -e {_clone}`, or go elsewhere")
-
-from .block import Longhorn  # noqa: E402
-from .factory import from_checkpoint  # noqa: E402
-from .predict import predict  # noqa: E402
-from .vision_longhorn import VisionLonghorn  # noqa: E402
+from .block import Longhorn
+from .factory import from_checkpoint
+from .predict import predict
+from .vision_longhorn import VisionLonghorn
 
 __all__ = ["Longhorn", "VisionLonghorn", "from_checkpoint", "predict"]
 

@@ -17,11 +17,11 @@ from figures import kept_figures
 from filelock import FileLock
 from PIL import Image
 from scipy.stats import hypergeom
-from vil.kernels import longhorn_scan, selective_scan
 
 from research import causal_conv, recall
 from research.recall_model import MIXERS, POWER, Attention, RecallModel, recall_examples
 from research.recall_results import Run, experiments, merged, plot, shares, verdict, write
+from vil.kernels import longhorn_scan, selective_scan
 
 CPU = torch.device("cpu")
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

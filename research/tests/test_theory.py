@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.functional import hessian, jacobian
+
 from vil.kernels import longhorn_scan
 
 D, N, L = 3, 4, 6

@@ -6,10 +6,10 @@ import math
 import emulator
 import torch
 from scans import relative_error
-from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
-from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
 
 from vil.block import Block, LonghornMixer, MambaMixer
+from vil.kernels.block import backward, gate_outproj, launch, operator, step_proj_bwd
+from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
 
 MIXERS = [LonghornMixer, MambaMixer]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from vil.kernels.cuda import compiler, hardware
 
 EMULATED = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

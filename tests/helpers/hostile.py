@@ -9,6 +9,7 @@ import emulator
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
+
 from vil.kernels.cuda import compiler
 from vil.kernels.scan import cuda_scan, operator
 

@@ -5,6 +5,7 @@ Independent of `vil`: weights come as a dictionary under our names or under thos
 
 import torch
 import torch.nn.functional as F
+
 from vil.kernels.scan import naive
 
 OURS = {

@@ -1,6 +1,7 @@
 """The kernels of a block by the definitions beside them, as forward and backward call them."""
 
 import torch
+
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.block import (
     conv_backward,

@@ -52,7 +52,6 @@ def train(platform: str, config: str) -> None:
         import vil  # noqa: F401
     assert not said.getvalue()
     from vil.kernels import cache
-
     from vil.training import summary
 
     cache.os = whole  # or each run would compile its kernels

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.backends import DTYPES, STATE_SIZES
 from vil.kernels.scan import naive

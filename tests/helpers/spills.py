@@ -8,6 +8,7 @@ from pathlib import Path
 
 import emulator
 import pytest
+
 from vil.kernels.cuda import compiler
 
 NVRTC = pytest.mark.skipif(compiler.unavailable() is not None, reason="needs NVRTC and cuda.core")

@@ -15,12 +15,12 @@ from PIL import Image, ImageFilter
 from scipy import stats
 from spills import NVRTC, assert_no_spills
 from timm.data import auto_augment, create_transform
-from vil.kernels import augment, cuda
-from vil.kernels.augment import CODES
-from vil.kernels.cuda import compiler
 
 from vil.data import batched_transforms
 from vil.data.batched_transforms import POINTWISE, affine_matrix, apply_operations, crop_resize_flip, finish
+from vil.kernels import augment, cuda
+from vil.kernels.augment import CODES
+from vil.kernels.cuda import compiler
 
 FILL = (124, 116, 104)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scans import SCANS, StandIn, exact, outputs_and_gradients, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
+
 from vil.kernels import backends, cuda, longhorn_scan, selective_scan
 from vil.kernels.scan import chunked, operator
 

@@ -12,6 +12,8 @@ from plain_kernels import PlainKernels, in_tiles
 from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch.utils._pytree import tree_map_only
+
+from vil.block import LonghornMixer
 from vil.kernels.block import (
     conv_backward,
     conv_xproj,
@@ -25,8 +27,6 @@ from vil.kernels.block.gate import Read
 from vil.kernels.block.lines import Lines
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.cuda.elements import ELEMENT
-
-from vil.block import LonghornMixer
 
 
 @NVRTC

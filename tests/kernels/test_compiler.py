@@ -11,6 +11,7 @@ import pytest
 import torch
 from blocks import OnGpu
 from processes import in_processes
+
 from vil.kernels import cuda
 from vil.kernels.cuda import compiler
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import UNDER_TEST, run
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
+
 from vil.kernels import backends, longhorn_scan, selective_scan
 from vil.kernels.cpu import compiler
 from vil.kernels.scan import cpu_kernels, cpu_scan, naive, operator

@@ -8,10 +8,10 @@ import torch
 from scans import relative_error
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from vil.kernels.block import cpu
 
 import vil.block as vil_block
 from vil.block import Block, LonghornMixer, MambaMixer, run_blocks
+from vil.kernels.block import cpu
 
 MIXERS = pytest.mark.parametrize("mixer", [LonghornMixer, MambaMixer])
 

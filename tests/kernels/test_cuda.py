@@ -10,6 +10,7 @@ import torch
 from emulator import EMULATED
 from scans import SCANS, exact, in_order, longhorn_inputs, of_both_directions, of_recurrence, relative_error
 from spills import NVRTC, assert_no_spills
+
 from vil.kernels import backends, longhorn_scan
 from vil.kernels.cuda import compiler, hardware
 from vil.kernels.scan import cuda_scan, heuristics, launches, naive, operator

@@ -5,6 +5,7 @@ import shutil
 import emulator
 import pytest
 import torch
+
 from vil.kernels.cuda import compiler
 
 pytestmark = emulator.EMULATED

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from vil.kernels.scan import naive
 
 FP64 = dict(dtype=torch.float64)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from vil.kernels import backends
-from vil.kernels.block import cpu, operator
 
 from vil import block as block_module
 from vil.block import Block, LonghornMixer, MambaMixer, fused_block, set_fused
+from vil.kernels import backends
+from vil.kernels.block import cpu, operator
 
 OPERATORS = {"cuda": operator.block, "cpu": cpu.block, "reference": None}
 

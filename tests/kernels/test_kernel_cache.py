@@ -8,6 +8,7 @@ import stat
 import time
 
 import pytest
+
 from vil.kernels import cache
 from vil.kernels.cuda import compiler
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error, selective_inputs
+
 from vil.kernels import longhorn_scan, selective_scan
 from vil.kernels.scan import chunked, chunks, naive, operator
 

@@ -6,13 +6,13 @@ import emulator
 import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
+
+from vil.block import LonghornMixer, MambaMixer
 from vil.kernels.block import backward, forward
 from vil.kernels.block import launch as kernels
 from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import compiler, plan
 from vil.kernels.cuda.plan import Plan
-
-from vil.block import LonghornMixer, MambaMixer
 
 CPU = torch.device("cpu")
 

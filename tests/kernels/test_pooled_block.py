@@ -16,11 +16,11 @@ from blocks import (
 )
 from emulator import EMULATED
 from scans import relative_error
+
+from vil import block as vil_block
 from vil.kernels import backends
 from vil.kernels.block import pool, pooled_conv_backward, scan_lines, sum_lines
 from vil.kernels.block.lines import Lines
-
-from vil import block as vil_block
 
 # grids with the class token between lines and in one, lines of one patch, one line, and one patch alone
 GRIDS = [(4, 6), (3, 5), (14, 14), (1, 7), (7, 1), (1, 1), (2, 70)]

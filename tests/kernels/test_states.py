@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from scans import SCANS, exact, relative_error
+
 from vil.kernels import longhorn_scan, selective_scan
 
 BACKENDS = ["auto", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "triton"))]

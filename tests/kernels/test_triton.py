@@ -3,6 +3,7 @@
 import pytest
 import torch
 from scans import SCANS, exact, longhorn_inputs, outputs_and_gradients, relative_error
+
 from vil.kernels import longhorn_scan
 from vil.kernels.scan import chunks, naive
 

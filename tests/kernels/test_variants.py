@@ -5,6 +5,7 @@ import itertools
 import emulator
 import pytest
 import torch
+
 from vil.kernels.cuda import hardware
 from vil.kernels.cuda.elements import vector_width
 from vil.kernels.scan import cuda_scan, heuristics

@@ -20,7 +20,6 @@ from PIL import Image
 from processes import ROOT
 from timm.data import create_transform, resolve_data_config
 from torch.export import Dim
-from vil.kernels.scan.naive import longhorn, selective
 
 import vil  # noqa: F401  registers the models
 from vil import export
@@ -28,6 +27,7 @@ from vil.block import BidirectionalMixer, Block, LonghornDirection, LonghornMixe
 from vil.export import ExportError, export_model, onnx_graph
 from vil.export import __main__ as command_line
 from vil.export.traced import scan_by_steps
+from vil.kernels.scan.naive import longhorn, selective
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -7,10 +7,10 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
-from vil.kernels.scan import naive
 
 import vil
 from vil.block import BidirectionalMixer, Block, LonghornMixer, MambaMixer
+from vil.kernels.scan import naive
 
 MIXERS = [LonghornMixer, MambaMixer]
 GRIDS = [(3, 4), (4, 3), (3, 3), (1, 5), (5, 1), (1, 1), (2, 2)]  # some have the class token inside a row

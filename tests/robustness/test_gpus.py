@@ -8,9 +8,9 @@ import pytest
 import timm
 import torch
 from scans import longhorn_inputs
-from vil.kernels import longhorn_scan
 
 import vil  # noqa: F401  registers the models
+from vil.kernels import longhorn_scan
 from vil.training.interruption import PREEMPTED
 
 pytestmark = [

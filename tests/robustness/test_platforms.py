@@ -15,10 +15,10 @@ from faults import same
 from processes import ROOT, train_command
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from vil.kernels import cache
-from vil.kernels.scan import chunked
 
 from vil import checkpoint, files
+from vil.kernels import cache
+from vil.kernels.scan import chunked
 from vil.training import meter
 
 

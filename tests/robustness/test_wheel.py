@@ -13,6 +13,7 @@ import timm
 import torch
 import yaml
 from processes import ROOT
+
 from vil.kernels.cuda import compiler
 
 # what a user does first, in a process that cannot see the checkout
@@ -47,9 +48,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    # a worktree may have a link to kernels in vil, as an editable install has
-    shutil.copytree(ROOT / "vil", source / "vil", ignore=lambda *a: {*unwanted(*a), *({"kernels"} & {*a[1]})})
-    shutil.copytree(ROOT / "kernels", source / "kernels", ignore=unwanted)
+    shutil.copytree(ROOT / "vil", source / "vil", ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -66,9 +65,8 @@ def environment():
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
-    files = [path for top in ("vil", "kernels") for path in (ROOT / top).rglob("*") if "__pycache__" not in path.parts]
-    names = [str(path.relative_to(ROOT)) for path in files if path.is_file()]
-    assert held == {name if name.startswith("vil/") else f"vil/{name}" for name in names}
+    files = [path for path in (ROOT / "vil").rglob("*") if "__pycache__" not in path.parts]
+    assert held == {str(path.relative_to(ROOT)) for path in files if path.is_file()}
     assert "vil/py.typed" in held
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert wheel.name.startswith(f"vision_longhorn-{citation['version']}-py3-none-any")
@@ -102,15 +100,3 @@ def test_the_wheel_works_away_from_the_checkout(wheel, tmp_path):
     with torch.inference_mode():
         expected = model(torch.rand(2, 3, 64, 64))
     torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=1e-4, atol=1e-5)
-
-    clone = tmp_path / "clone"
-    shutil.copytree(ROOT / "vil", clone / "vil", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
-    (clone / "pyproject.toml").touch()
-    (clone / "kernels").mkdir()
-    others = [None, ROOT / "kernels"]  # as an editable installation of another clone finds them
-    for kernels in others:
-        if kernels:
-            (clone / "vil/kernels").symlink_to(kernels)
-        command = [python, "-c", "import vil"]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=clone, env=environment())
-        assert f"ImportError: vil of {clone} is not what is installed: `pip install -e {clone}`" in ended.stderr

@@ -1,6 +1,6 @@
 """`make mutants`: which changes of the code would the tests notice? mutmut makes them, this chooses tests and reports.
 
-mutmut knows modules by their paths, so all of it happens in a copy, .mutants/mutants, in which vil/kernels is a folder.
+mutmut writes into the folder that it runs in, so it runs in a copy of the checkout, .mutants/mutants.
 Two steps: every test is run once to see which functions it reaches, in any process; then every mutant of a function
 meets the tests that reach it, fastest first, until one fails. Both are kept: the next run takes only tests in files
 that have changed, and mutants that nothing has noticed. `rm -rf .mutants` forgets.
@@ -29,10 +29,6 @@ BUDGET = 60  # seconds of tests for each mutant
 LISTED = Path(__file__).with_name("listed.txt")
 
 
-def in_copy(path: Path) -> Path:
-    return "vil" / path if path.parts[0] == "kernels" else path
-
-
 def is_mutated(path: Path) -> bool:
     return path.suffix == ".py" and (path.parts[0] == "vil" or path.name in ("train_imagenet.py", "validate.py"))
 
@@ -46,12 +42,9 @@ def copy_repository() -> list[Path]:
     paths = [path for path in map(Path, sorted(listed.stdout.splitlines())) if (ROOT / path).is_file()]
     for path in paths:
         for to in (WORK, COPY):
-            if to == WORK or not is_mutated(in_copy(path)):
-                (to / in_copy(path)).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / path, to / in_copy(path))
-    for to in (WORK, COPY):
-        (to / "kernels").unlink(missing_ok=True)
-        (to / "kernels").symlink_to("vil/kernels")
+            if to == WORK or not is_mutated(path):
+                (to / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, to / path)
     return paths
 
 
@@ -62,7 +55,7 @@ def what_tests_reach(files: list[str], paths: list[Path], jobs: int) -> dict[str
     others = hashlib.sha256()
     for path in paths:
         if path.suffix != ".md" and not path.match("test_*.py") and not path.match("tools/mutants/*"):
-            others.update((WORK / in_copy(path)).read_bytes())
+            others.update((WORK / path).read_bytes())
     keys = {file: hashlib.sha256(others.digest() + (COPY / file).read_bytes()).hexdigest() for file in files}
     stale = [file for file in files if known.get(file, {}).get("key") != keys[file]]
     if stale:
@@ -166,7 +159,7 @@ def report(mutants) -> None:
 
     listed, rows, survivors = read_listed(), defaultdict(Counter), []
     for data, name, _ in mutants:
-        path, code = str(data.path).replace("vil/kernels", "kernels"), data.exit_code_by_key[name]
+        path, code = str(data.path), data.exit_code_by_key[name]
         rows[path]["mutants"] += 1
         if code not in NOT_NOTICED:
             rows[path]["noticed"] += 1
@@ -218,7 +211,7 @@ def main():
         mutmut.setup_source_paths()
         mutmut.create_mutants(args.jobs)
     mutants, _ = mutmut.collect_source_file_mutation_data(mutant_names=())
-    wanted = [in_copy(Path(os.path.relpath(ROOT / path, ROOT))) for path in args.paths]
+    wanted = [Path(os.path.relpath((ROOT / path).resolve(), ROOT)) for path in args.paths]
     mutants = [m for m in mutants if not wanted or any(m[0].path == w or w in m[0].path.parents for w in wanted)]
     if args.sample and args.sample < len(mutants):
         mutants = random.Random(0).sample(mutants, args.sample)
