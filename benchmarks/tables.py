@@ -162,7 +162,9 @@ def tiny_imagenet_top1(name: str, study: str, column: int) -> str:
 
 def results_of_tiny_models() -> str:
     """Accuracy on Tiny ImageNet beside the throughput at 224 pixels on the H100."""
-    measured = {(row["model"], row["task"], row["img_size"], row["batch"]): row for row in results("h100_pooled")["rows"]}
+    measured = {
+        (row["model"], row["task"], row["img_size"], row["batch"]): row for row in results("h100_pooled")["rows"]
+    }
     rows = []
     for name in ("vil_tiny_pooled", "vil_tiny", "vim_tiny", "deit_tiny_patch16_224"):
         compiled = name.startswith("deit")
@@ -178,7 +180,8 @@ def results_of_tiny_models() -> str:
 
 
 TABLES = {
-    "results": results_of_tiny_models, "sizes": sizes, "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
+    "results": results_of_tiny_models, "sizes": sizes,
+    "speed": speed, "scan beside": scan_beside, "scan": scan, "models beside": models_beside,
     "models": models, "pooled": pooled,
 }  # fmt: skip
 
