@@ -1,10 +1,14 @@
 """Vision Longhorn (ViL) and its baseline Vision Mamba (ViM) as timm models.
 
-An image becomes a sequence of patches with the class token in its middle, which bidirectional state-space blocks mix.
-ViL is the vision model of Liu et al., "Longhorn: State Space Models are Amortized Online Learners" (2024), ViM that of
-Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model" (2024).
+The models split an image into patches, insert a class token in the middle of the patch sequence, and mix the tokens
+with bidirectional state-space blocks.
+ViL is the vision model of Liu et al., "Longhorn: State Space Models are Amortized Online Learners" (2024). ViM is the
+model of Zhu et al., "Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model"
+(2024).
 
     model = timm.create_model("vil_small", num_classes=10, img_size=384)
+
+Dimension letters in the suffixes of tensor names:
 
     B batch    H, W image    h, w grid of patches    L = h w + 1 tokens    C model width
 """
@@ -55,7 +59,7 @@ from .block import (
 
 try:
     from timm.models._input import update_model_input_size
-except ImportError:  # timm before 1.0.30 keeps no record of sizes, as newer ones do: vil.export asks for this one
+except ImportError:  # timm before 1.0.30 does not record input sizes; vil.export needs the recorded patch size
 
     def update_model_input_size(model: nn.Module, img_size: int | Sequence[int] | None, **model_args: Any) -> None:
         if model_args["patch_size"]:
@@ -63,7 +67,10 @@ except ImportError:  # timm before 1.0.30 keeps no record of sizes, as newer one
 
 
 class PatchProjection(nn.Conv2d):
-    """The convolution of patches; as a matrix product, several times faster on a GPU, if they do not overlap."""
+    """Convolution that projects patches, computed as a matrix product if patches do not overlap.
+
+    On a GPU the matrix product is several times faster than the convolution.
+    """
 
     bias: Tensor
 
@@ -81,25 +88,27 @@ class PatchProjection(nn.Conv2d):
 
 @torch.jit.ignore
 def copy_for_product(x: Tensor) -> Tensor:
-    """A contiguous copy of x, in the dtype that autocast would give it next if it is on."""
+    """Return a contiguous copy of x, in autocast's dtype if autocast is enabled."""
     device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # PyTorch has none for meta tensors
+    # PyTorch does not support autocast on the meta device
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device) if autocast else x.dtype, memory_format=torch.contiguous_format)
 
 
-@register_notrace_module  # its checks branch on the size of the image
+@register_notrace_module  # the size checks branch on the image size, which torch.fx cannot trace
 class PatchEmbed(nn.Module):
-    """Image (B, 3, H, W) to patches (B, h, w, C) by a convolution; patches overlap if the stride is below their size.
+    """Patch embedding by a convolution, from images (B, 3, H, W) to patches (B, h, w, C).
 
-    Without `add_bias` the convolution's bias is left to who calls.
+    Patches overlap if the stride is smaller than the patch size. With `add_bias=False`, `forward` omits the
+    convolution's bias and the caller must add it.
 
     Args:
-        img_size: Image size that the model is built for.
-        patch_size: Size of a patch.
-        stride: Distance of neighbouring patches, the patch size if None.
-        in_chans: Channels of the image.
-        embed_dim: Model width.
-        dynamic_img_size: Take images of any size, padded on the right and bottom to full patches.
+        img_size: Image size that the model is built for, in pixels.
+        patch_size: Patch size in pixels.
+        stride: Distance between neighbouring patches in pixels; the patch size if None.
+        in_chans: Number of image channels.
+        embed_dim: Model width C.
+        dynamic_img_size: Accept images of any size and pad them on the right and bottom to full patches.
     """
 
     def __init__(
@@ -127,10 +136,10 @@ class PatchEmbed(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def set_input_size(self, img_size=None, patch_size=None) -> None:
-        """Sets the image size, and resamples the convolution to another patch size.
+        """Set the image size and resample the convolution's weights to another patch size.
 
         Raises:
-            ValueError: The patches do not cover the image, and nothing pads it.
+            ValueError: The patches do not cover the image and padding is disabled (`dynamic_img_size=False`).
         """
         img_size = to_2tuple(img_size or self.img_size)
         patch_size = to_2tuple(patch_size or self.patch_size)
@@ -139,8 +148,8 @@ class PatchEmbed(nn.Module):
         covered = tuple((g - 1) * s + p for g, s, p in zip(grid_size, stride, patch_size))
         if covered != img_size and not self.dynamic_img_size:
             raise ValueError(
-                f"img_size {img_size} is not covered by patches of {patch_size} at stride {stride}: "
-                f"use {covered}, or dynamic_img_size=True, which pads"
+                f"img_size {img_size} must be covered by patches of {patch_size} at stride {stride}, which cover "
+                f"{covered}: set img_size={covered}, or set dynamic_img_size=True to pad images"
             )
         if patch_size != self.patch_size:
             old = self.proj
@@ -157,7 +166,7 @@ class PatchEmbed(nn.Module):
         return max(self.stride)
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """The grid (h, w) of patches of an image (H, W)."""
+        """Return the patch grid (h, w) of an image of size (H, W)."""
         return patch_grid(img_size, self.patch_size, self.stride, pad=self.dynamic_img_size)
 
     def forward(self, x_B3HW: Tensor, add_bias: bool = True) -> Tensor:
@@ -178,25 +187,25 @@ for _name in ("add_to_patches", "check_channels", "check_size", "copy_for_produc
 
 
 def check_channels(x: Tensor, channels: int) -> None:
-    """Raises a ValueError unless there are images (B, channels, H, W)."""
+    """Raise a ValueError unless x has the shape (B, channels, H, W)."""
     if x.dim() != 4 or x.shape[1] != channels:
-        raise ValueError(f"images must be (B, {channels}, H, W), not {list(x.shape)}")
+        raise ValueError(f"images must have the shape (B, {channels}, H, W), got {list(x.shape)}")
 
 
 def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
-    """Raises a ValueError if an image is not of the size that a model was built for."""
+    """Raise a ValueError if the image size differs from the size that the model was built for."""
     if height != img_size[0] or width != img_size[1]:
         size = (height, width)
         raise ValueError(
-            f"the image is {size} but the model was built for {img_size}: create it with img_size={size} "
-            f"or dynamic_img_size=True, or call its set_input_size()"
+            f"image size must be {img_size}, got {size}: create the model with img_size={size} or "
+            f"dynamic_img_size=True, or call its set_input_size()"
         )
 
 
 def patch_grid(
     img_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int], pad: bool
 ) -> tuple[int, int]:
-    """The patches (h, w) that fit into an image, or that cover it if it may be padded."""
+    """Return the patch grid (h, w): the patches that fit into the image, or that cover the padded image if `pad`."""
     h = (img_size[0] - patch_size[0] + (stride[0] - 1 if pad else 0)) // stride[0] + 1
     w = (img_size[1] - patch_size[1] + (stride[1] - 1 if pad else 0)) // stride[1] + 1
     return max(1, h), max(1, w)
@@ -204,12 +213,12 @@ def patch_grid(
 
 @torch.jit.ignore
 def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: list[int]) -> Tensor:
-    """Resamples position embeddings from one grid of patches to another; the class token's row stays in the middle."""
+    """Resample position embeddings from one patch grid to another; the class token's embedding stays in the middle."""
     if new_size == old_size:
         return pos_embed_1LC
     patches, token = split_class_token(pos_embed_1LC)
     if patches.requires_grad and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        # PyTorch cannot compile the gradient for a symbolic size (pytorch#197622): this makes a graph for each grid
+        # PyTorch cannot compile this gradient for symbolic sizes (pytorch#197622), so compile one graph per grid
         new_size = [operator.index(n) for n in new_size]
     patches = resample_abs_pos_embed(patches, new_size, old_size, num_prefix_tokens=0)
     return insert_class_token(patches, token)
@@ -217,39 +226,42 @@ def resample_pos_embed(pos_embed_1LC: Tensor, new_size: list[int], old_size: lis
 
 @torch.jit.ignore
 def add_to_patches(x_1LC: Tensor, bias_C: Tensor) -> Tensor:
-    """x in fp32, with the bias added to all tokens but the class token."""
+    """Return x in fp32 with the bias added to all tokens except the class token."""
     patches_1nC, token_11C = split_class_token(at_least_fp32(x_1LC))
     return insert_class_token(patches_1nC + bias_C, token_11C)
 
 
 class VisionLonghorn(nn.Module):
-    """A vision backbone of bidirectional state-space blocks.
+    """Vision backbone of bidirectional state-space blocks.
 
-    The class token is in the middle of the sequence, before and after the blocks: of the L tokens that
-    `forward_features` returns, it is number (L - 1) // 2, and `split_class_token` takes it out. No token stands before
-    the patches: `num_prefix_tokens` is 0, so that code for timm's models that cuts off `tokens[:, :num_prefix_tokens]`
-    cuts off no patch; where it then makes a map of the others it fails by a token too many, in place of a map that is
-    shifted by one.
+    The class token is in the middle of the sequence, before and after the blocks. Among the L tokens that
+    `forward_features` returns, the class token has the index (L - 1) // 2; `split_class_token` separates it from the
+    patches.
+    `num_prefix_tokens` is 0, because no token precedes the patches. Therefore timm code that removes `tokens[:,
+    :num_prefix_tokens]` removes no patch. If such code then reshapes the remaining tokens to a feature map, the reshape
+    fails because of one extra token, instead of silently shifting the map by one patch.
 
     Args:
-        img_size: Image size, (height, width) or one number for both.
-        patch_size: Patch size.
-        stride: Distance of neighbouring patches, the patch size if None; ViM's fine-grained setting is 8.
-        in_chans: Channels of the image.
-        num_classes: Classes of the head; 0 for none.
-        global_pool: What the head sees: "token" (class token), "avg" (mean of the patches), or "" (all tokens).
+        img_size: Image size in pixels, (height, width) or one number for both.
+        patch_size: Patch size in pixels.
+        stride: Distance between neighbouring patches in pixels; the patch size if None. ViM's fine-grained setting is
+            8.
+        in_chans: Number of image channels.
+        num_classes: Number of classes of the head; 0 for no head.
+        global_pool: Input of the head: "token" (class token), "avg" (mean of the patches), or "" (all tokens).
         embed_dim: Model width C.
         depth: Number of blocks.
-        mixer: The blocks' token mixer.
-        pooled: Whether the recurrence reads the mean of each row of patches, in every second block of each column.
-        dynamic_img_size: Take images of any size and aspect ratio, padded to full patches, by resampling the position
-            embeddings.
-        drop_rate: Dropout before the head.
-        drop_path_rate: Stochastic depth of the last block; it grows linearly from 0 in the first.
+        mixer: Class of the blocks' token mixer.
+        pooled: Whether the recurrence runs over the mean of each row of patches (even blocks) or each column (odd
+            blocks) instead of over every patch.
+        dynamic_img_size: Accept images of any size and aspect ratio, by padding images to full patches and resampling
+            the position embeddings.
+        drop_rate: Dropout rate before the head.
+        drop_path_rate: Stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
 
     Raises:
-        ValueError: The patches do not cover the image (and `dynamic_img_size` is off), the head's pooling is unknown,
-            or there is no pooled form of the mixer.
+        ValueError: The patches do not cover the image and `dynamic_img_size` is False, `global_pool` is unknown, or
+            `mixer` does not support pooling.
     """
 
     def __init__(
@@ -286,7 +298,7 @@ class VisionLonghorn(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + 1, embed_dim, **dd))
         if pooled and mixer not in KNOWN_MIXERS:
             raise ValueError(
-                f"a pooled model mixes by LonghornMixer or MambaMixer: {mixer.__name__} has no pooled form"
+                f"mixer must be LonghornMixer or MambaMixer in a pooled model, got {mixer.__name__}: set pooled=False"
             )
         axes = ("rows", "columns") if pooled else (None, None)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
@@ -302,7 +314,7 @@ class VisionLonghorn(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises what this class owns, and divides the blocks' output projections by the square root of depth."""
+        """Initialize this class's own parameters and scale the blocks' output projections by 1 / sqrt(depth)."""
         trunc_normal_(self.cls_token, std=0.02)
         trunc_normal_(self.pos_embed, std=0.02)
         if isinstance(self.head, nn.Linear):
@@ -315,8 +327,8 @@ class VisionLonghorn(nn.Module):
                     mixer.out_proj.weight.div_(math.sqrt(len(self.blocks)))
 
     def init_weights(self) -> None:
-        """Initialises every parameter, such as after building the model on the meta device."""
-        for module in reversed(list(self.modules())):  # what a module contains before the module
+        """Initialize every parameter, for example after the model was built on the meta device."""
+        for module in reversed(list(self.modules())):  # children before their parents
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
@@ -336,7 +348,7 @@ class VisionLonghorn(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the head by a new one; keeps the pooling if `global_pool` is None."""
+        """Replace the head by a newly initialized one. The pooling stays unchanged if `global_pool` is None."""
         if global_pool is not None:
             self.global_pool = _known_pool(global_pool)
         self.num_classes = num_classes
@@ -349,7 +361,7 @@ class VisionLonghorn(nn.Module):
         img_size: int | tuple[int, int] | None = None,
         patch_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Rebuilds the model for another image or patch size; position embeddings and patch weights are resampled."""
+        """Change the image or patch size by resampling the position embeddings and the patch projection's weights."""
         old_size = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size, patch_size)
         if self.patch_embed.grid_size != old_size:
@@ -370,24 +382,28 @@ class VisionLonghorn(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]] | dict[str, Any]:
-        """Runs the blocks and returns what some of them put out, as maps of the patches.
+        """Run the blocks and return the outputs of selected blocks as feature maps of the patches.
 
         Args:
             x: Images (B, 3, H, W).
-            indices: The last n blocks if an int, these blocks if a sequence, all if None.
-            return_prefix_tokens: Return the class token (B, 1, C) beside each map. (timm's name: here it is in the
-                middle.)
-            norm: Apply the final norm to each.
-            stop_early: Stop after the last block asked for.
-            output_fmt: "NCHW" for (B, C, h, w), "NLC" for (B, h w, C).
-            intermediates_only: Return only the list.
-            output_dict: Return a dictionary, as timm's models do.
+            indices: The last n blocks if an int, the blocks with these indices if a list, all blocks if None.
+            return_prefix_tokens: Return the class token (B, 1, C) beside each map. The argument has timm's name,
+                although this model's class token is in the middle of the sequence.
+            norm: Apply the final norm to each map.
+            stop_early: Stop after the last requested block.
+            output_fmt: "NCHW" for maps (B, C, h, w), "NLC" for maps (B, h w, C).
+            intermediates_only: Return only the list of maps.
+            output_dict: Return a dictionary with timm's keys.
 
         Returns:
-            The normed tokens (B, L, C) of the last block run and the list, unless asked otherwise.
+            The normed tokens (B, L, C) of the last block that ran, and the list of maps, unless the arguments select
+            another format.
+
+        Raises:
+            ValueError: `output_fmt` is unknown.
         """
         if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt {output_fmt!r} is neither 'NCHW' nor 'NLC'")
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x), self.grid_of(x)
         intermediates: list[Any] = []
@@ -414,7 +430,7 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops blocks (and norm, head) that the intermediates of `indices` do not need; returns their numbers."""
+        """Remove the blocks that `indices` do not need, and optionally norm and head; return the kept indices."""
         taken, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -424,25 +440,25 @@ class VisionLonghorn(nn.Module):
         return taken
 
     def embed(self, x_B3HW: Tensor) -> Tensor:
-        """Images to the tokens (B, L, C) of the residual stream: patches, class token in the middle, positions."""
+        """Embed images (B, 3, H, W) as the fp32 tokens (B, L, C) of the residual stream."""
         x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
         pos_embed_1LC = self.pos_embed
         if self.dynamic_img_size:
             pos_embed_1LC = resample_pos_embed(pos_embed_1LC, x_BhwC.shape[1:3], self.patch_embed.grid_size)
         class_token_B1C = self.cls_token.expand(x_BhwC.shape[0], -1, -1)
         x_BLC = insert_class_token(x_BhwC.flatten(1, 2), class_token_B1C)
-        # with the positions' gradient, a sum over images, the bias's is almost free: by itself it is a slow sum
+        # Add the bias to the position embeddings: its gradient alone would be a slow sum over all patches.
         return x_BLC + add_to_patches(pos_embed_1LC, self.patch_embed.proj.bias)  # in fp32
 
     def grid_of(self, x_B3HW: Tensor) -> tuple[int, int]:
-        """The grid (h, w) of patches of these images."""
+        """Return the patch grid (h, w) of these images."""
         if not self.dynamic_img_size:
             return self.patch_embed.grid_size
         return self.patch_embed.dynamic_feat_size((x_B3HW.shape[2], x_B3HW.shape[3]))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to normed tokens (B, L, C)."""
-        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
+        """Return the normed tokens (B, L, C) of images (B, 3, H, W)."""
+        if not torch.jit.is_scripting():  # TorchScript skips a branch only if this is its whole condition
             x, grid = self.embed(x), self.grid_of(x)
             return self.norm(run_blocks(self.blocks, x, checkpointing=self.grad_checkpointing, grid=grid))
         grid = self.grid_of(x)
@@ -452,7 +468,7 @@ class VisionLonghorn(nn.Module):
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens (B, L, C) to logits (B, num_classes), or to the pooled features if `pre_logits`."""
+        """Return the logits (B, num_classes) of tokens (B, L, C), or the pooled features if `pre_logits`."""
         if self.global_pool == "token":
             x = x[:, (x.shape[1] - 1) // 2]
         elif self.global_pool == "avg":
@@ -462,7 +478,7 @@ class VisionLonghorn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
-            # the head's class token is the middle one: nobody needs the others of the last block, nor their norm
+            # The head reads only the middle token, so the last block and the norm need not compute the other tokens.
             only = self.global_pool == "token"
             x, grid = self.embed(x), self.grid_of(x)
             x = run_blocks(self.blocks, x, only, self.grad_checkpointing, grid)
@@ -470,10 +486,12 @@ class VisionLonghorn(nn.Module):
         return self.forward_head(self.forward_features(x))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
-        """As PyTorch's, also for ViM's published names and for other grids and sizes of patches.
+        """Load weights after renaming ViM's published keys and resampling to this model's grid and patch size.
+
+        Otherwise identical to `nn.Module.load_state_dict`.
 
         Raises:
-            RuntimeError: The checkpoint is of another architecture, or has another number of classes.
+            RuntimeError: The checkpoint's architecture or, if `strict`, its number of classes differs from the model's.
         """
         state_dict = rename_published(state_dict)
         if strict:
@@ -481,19 +499,19 @@ class VisionLonghorn(nn.Module):
             classes = len(state_dict.get("head.bias", ()))
             if classes != self.num_classes:
                 raise RuntimeError(
-                    f"the checkpoint has {classes} classes but the model {self.num_classes}: create the model with "
-                    f"num_classes={classes}, and then call its reset_classifier({self.num_classes})"
+                    f"the checkpoint has {classes} classes but the model has {self.num_classes}: create the model with "
+                    f"num_classes={classes}, load the checkpoint, and call reset_classifier({self.num_classes})"
                 )
         return super().load_state_dict(resample(state_dict, self), strict, assign)
 
 
 def _known_pool(global_pool: str) -> str:
     if global_pool not in ("", "avg", "token"):
-        raise ValueError(f"global_pool {global_pool!r} is none of 'token', 'avg' and ''")
+        raise ValueError(f"global_pool must be 'token', 'avg' or '', got {global_pool!r}")
     return global_pool
 
 
-# The names of ViM's published checkpoints, in this order; `_b` marks the backward direction's.
+# Regular expressions that rename keys of ViM's published checkpoints, applied in this order; `_b` is the backward scan.
 _VIM_NAMES = [
     (r"^layers\.", "blocks."),
     (r"^norm_f\.", "norm."),
@@ -509,14 +527,17 @@ _VIM_NAMES = [
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """What timm puts a pretrained checkpoint through before it adapts the head and loads the rest without looking."""
+    """Rename, check and resample a pretrained checkpoint; timm calls this function before it loads the weights.
+
+    timm then adapts the head and loads the remaining weights without checking the architecture.
+    """
     state_dict = rename_published(state_dict)
     check_architecture(state_dict, model)
     return resample(state_dict, model)
 
 
 def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A checkpoint under our names, which it may have already, in place of ViM's published ones."""
+    """Rename ViM's published state-dict keys to this package's names. Keys that are already renamed are kept."""
     renamed = {}
     for name, value in state_dict.get("model", state_dict).items():
         for pattern, replacement in _VIM_NAMES:
@@ -526,10 +547,12 @@ def rename_published(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_architecture(state_dict: dict[str, Tensor], model: VisionLonghorn) -> None:
-    """Compares a checkpoint with a model, apart from what can be adapted: the head, and what the image is like.
+    """Compare a checkpoint's keys and shapes with a model's.
+
+    The head and the size-dependent patch and position embeddings are ignored.
 
     Raises:
-        RuntimeError: It is of another architecture; the message says of which, and names keys that differ.
+        RuntimeError: The architectures differ. The message describes both architectures and lists differing keys.
     """
     own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
     other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}
@@ -537,34 +560,36 @@ def check_architecture(state_dict: dict[str, Tensor], model: VisionLonghorn) -> 
     differences = {
         "missing": own.keys() - other.keys(),
         "unexpected": other.keys() - own.keys(),
-        "of another shape": [name for name in common if own[name].shape != other[name].shape],
+        "with other shapes": [name for name in common if own[name].shape != other[name].shape],
     }
     if any(differences.values()):
         listed = [
             f"{len(names)} {what} ({', '.join(sorted(names)[:3])})" for what, names in differences.items() if names
         ]
         raise RuntimeError(
-            f"the checkpoint is of {_architecture(other)}, the model {_architecture(own)}; keys: {', '.join(listed)}"
+            f"the checkpoint's architecture must match the model, {_architecture(own)}, got {_architecture(other)}; "
+            f"keys: {', '.join(listed)}"
         )
 
 
 def _architecture(state_dict: dict[str, Tensor]) -> str:
     projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
     if not projections:
-        return "neither a ViL nor a ViM"
+        return "an unknown architecture"
     kind = "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
-    return f"a {kind} of embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
+    return f"a {kind} with embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
 
 
 def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Fits patch and position embeddings of a checkpoint to a model's size and grid of patches.
+    """Resample the patch and position embeddings of a checkpoint to a model's patch size and grid.
 
     Raises:
-        RuntimeError: A grid to be resampled is not square, as that of every published checkpoint is.
+        RuntimeError: The checkpoint's grid must be resampled but is not square. All published checkpoints have square
+            grids.
     """
     state_dict = dict(state_dict)
     patches = state_dict.get("patch_embed.proj.weight")
-    # of another number of dimensions is for load_state_dict to refuse
+    # Embeddings with another number of dimensions are left to load_state_dict, which rejects them.
     if patches is not None and patches.dim() == 4:
         state_dict["patch_embed.proj.weight"] = resample_patch_embed(patches, model.patch_embed.patch_size)
     pos_embed = state_dict.get("pos_embed")
@@ -572,8 +597,8 @@ def resample(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, 
         side = math.isqrt(max(0, pos_embed.shape[1] - 1))
         if side**2 + 1 != pos_embed.shape[1]:
             raise RuntimeError(
-                f"pos_embed of the checkpoint has length {pos_embed.shape[1]}, which is no square grid of patches and "
-                "a class token: load it at its own img_size, then call the model's set_input_size()"
+                f"pos_embed of the checkpoint must hold a square grid of patches and a class token, got "
+                f"{pos_embed.shape[1]} tokens: load it into a model of its own img_size, then call set_input_size()"
             )
         state_dict["pos_embed"] = resample_pos_embed(pos_embed, model.patch_embed.grid_size, (side, side))
     return state_dict
@@ -596,7 +621,7 @@ def _cfg() -> dict[str, Any]:
     }
 
 
-default_cfgs: dict[str, Any] = {}  # where timm looks for them: `register` adds that of each model
+default_cfgs: dict[str, Any] = {}  # timm reads this module attribute; `register` fills it
 
 
 def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) -> VisionLonghorn:
@@ -612,15 +637,16 @@ def _create_vision_longhorn(variant: str, pretrained: bool = False, **kwargs) ->
 
 
 def register(function: Callable[..., VisionLonghorn]) -> Callable[..., VisionLonghorn]:
-    """timm's `register_model`, which would put a model in the place of another package's by the same name.
+    """Register a model with timm's `register_model`, but never replace another package's model of the same name.
 
     Raises:
-        RuntimeError: There is one.
+        RuntimeError: Another package has registered a model with this name.
     """
     name = function.__name__
     if is_model(name) and (module := model_entrypoint(name).__module__) != __name__:
         raise RuntimeError(
-            f"timm has a model {name} of {module}, which that of {__name__} would hide: use them in different processes"
+            f"model name {name} of {__name__} must be unused in timm, but {module} has registered it: use the two "
+            "packages in different processes"
         )
     default_cfgs.update(generate_default_cfgs({name: _cfg()}))
     return register_model(function)
@@ -670,41 +696,53 @@ def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
 
 @register
 def vil_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, tiny with a recurrence over row and column means; its weights are vil_tiny's."""
+    """Vision Longhorn, tiny, with the recurrence over row and column means. Weights are interchangeable with
+    vil_tiny's.
+    """
     model_args = dict(embed_dim=192, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vil_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, small with a recurrence over row and column means; its weights are vil_small's."""
+    """Vision Longhorn, small, with the recurrence over row and column means. Weights are interchangeable with
+    vil_small's.
+    """
     model_args = dict(embed_dim=384, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vil_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Longhorn, base with a recurrence over row and column means; its weights are vil_base's."""
+    """Vision Longhorn, base, with the recurrence over row and column means. Weights are interchangeable with
+    vil_base's.
+    """
     model_args = dict(embed_dim=768, mixer=LonghornMixer, pooled=True)
     return _create_vision_longhorn("vil_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_tiny_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, tiny with a recurrence over row and column means; its weights are vim_tiny's."""
+    """Vision Mamba, tiny, with the recurrence over row and column means. Weights are interchangeable with
+    vim_tiny's.
+    """
     model_args = dict(embed_dim=192, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_tiny_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_small_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, small with a recurrence over row and column means; its weights are vim_small's."""
+    """Vision Mamba, small, with the recurrence over row and column means. Weights are interchangeable with
+    vim_small's.
+    """
     model_args = dict(embed_dim=384, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_small_pooled", pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register
 def vim_base_pooled(pretrained: bool = False, **kwargs) -> VisionLonghorn:
-    """Vision Mamba, base with a recurrence over row and column means; its weights are vim_base's."""
+    """Vision Mamba, base, with the recurrence over row and column means. Weights are interchangeable with
+    vim_base's.
+    """
     model_args = dict(embed_dim=768, mixer=MambaMixer, pooled=True)
     return _create_vision_longhorn("vim_base_pooled", pretrained=pretrained, **dict(model_args, **kwargs))

@@ -141,11 +141,11 @@ def test_position_embeddings_are_resampled_around_the_class_tokens_row(grid, tar
 def test_a_grid_that_is_not_square_is_refused_unless_it_fits(tmp_path):
     path = save(tmp_path, {"model": published(grid=(3, 4))})
     assert timm.create_model("vim_tiny", checkpoint_path=path, **{**SMALL, "img_size": (48, 64)})
-    with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 13"):
+    with pytest.raises(RuntimeError, match="square grid.*got 13 tokens"):
         timm.create_model("vim_tiny", checkpoint_path=path, **SMALL)
-    with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 13"):
+    with pytest.raises(RuntimeError, match="square grid.*got 13 tokens"):
         pretrained(path, **SMALL)
-    with pytest.raises(RuntimeError, match="pos_embed of the checkpoint has length 11"):
+    with pytest.raises(RuntimeError, match="square grid.*got 11 tokens"):
         timm.create_model("vim_tiny", **SMALL).load_state_dict(published(grid=(2, 5)))
 
 
@@ -168,11 +168,11 @@ def vil_weights():
 
 
 OTHERS = {
-    "vit": (lambda: vit_weights(img_size=48), "neither a ViL nor a ViM, the model a ViM of embed_dim 32 and depth 2"),
-    "vit_registers": (lambda: vit_weights(img_size=64, reg_tokens=4), "neither a ViL nor a ViM"),
-    "vil": (vil_weights, "a ViL of embed_dim 32 and depth 2, the model a ViM of embed_dim 32"),
-    "wider": (lambda: published(embed_dim=48), "a ViM of embed_dim 48 and depth 2, the model a ViM of embed_dim 32"),
-    "deeper": (lambda: published(depth=3), "a ViM of embed_dim 32 and depth 3, the model a ViM of embed_dim 32 and d"),
+    "vit": (lambda: vit_weights(img_size=48), "a ViM with embed_dim 32 and depth 2, got an unknown architecture"),
+    "vit_registers": (lambda: vit_weights(img_size=64, reg_tokens=4), "got an unknown architecture"),
+    "vil": (vil_weights, "a ViM with embed_dim 32 and depth 2, got a ViL with embed_dim 32 and depth 2"),
+    "wider": (lambda: published(embed_dim=48), "a ViM with embed_dim 32 and depth 2, got a ViM with embed_dim 48"),
+    "deeper": (lambda: published(depth=3), "depth 2, got a ViM with embed_dim 32 and depth 3"),
 }
 
 
@@ -181,7 +181,7 @@ OTHERS = {
 def test_a_checkpoint_of_another_architecture_is_refused_and_named(other, num_classes, loader, tmp_path):
     weights, message = OTHERS[other]
     load = {**LOADERS, "adapted": pretrained}[loader]
-    with pytest.raises(RuntimeError, match=message + r".*keys: \d+ (missing|unexpected|of another shape) \(\w+"):
+    with pytest.raises(RuntimeError, match=message + r".*keys: \d+ (missing|unexpected|with other shapes) \(\w+"):
         load(save(tmp_path, {"model": weights()}), **{**SMALL, "num_classes": num_classes})
 
 
@@ -200,8 +200,8 @@ def test_another_number_of_classes_without_adaptation_is_an_error_with_the_remed
     weights = published(num_classes=classes)
     path = save(tmp_path, {"model": {name: w for name, w in weights.items() if classes or "head." not in name}})
     kwargs = {**SMALL, "num_classes": num_classes}
-    remedy = rf"create the model with num_classes={classes}, and then call its reset_classifier\({num_classes}\)$"
-    with pytest.raises(RuntimeError, match=f"has {classes} classes but the model {num_classes}: {remedy}"):
+    remedy = rf"create the model with num_classes={classes}, .* call reset_classifier\({num_classes}\)$"
+    with pytest.raises(RuntimeError, match=f"has {classes} classes but the model has {num_classes}: {remedy}"):
         timm.create_model("vim_tiny", checkpoint_path=path, **kwargs)
     model = timm.create_model("vim_tiny", checkpoint_path=path, **kwargs | {"num_classes": classes})
     model.reset_classifier(num_classes)

@@ -216,7 +216,7 @@ def test_a_model_other_than_its_weights_is_refused_with_the_options_that_they_ne
     if packed:
         path = tmp_path / "weights.safetensors"
         path.write_bytes(checkpoint.pack_weights(source.state_dict(), config, {}))
-    built = r"embed_dim 32 and depth 2, the model .*; it was built with (--model vil_tiny --model-kwargs .*)$"
+    built = r"got a ViL with embed_dim 32 and depth 2; .*; it was built with (--model vil_tiny --model-kwargs .*)$"
     with pytest.raises(ConfigError, match=built) as refused:
         create_model("vil_tiny", str(path), num_classes=4)
     shared = dict(embed_dim=32, depth=2, patch_size=8, img_size=16, num_heads=2)  # a few tensors are like these
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_does_not_say_its_arguments_has_none_to_name(tmp_path)
         (dict(version=3, config=dict(model="vil_tiny"), state_dict=weights), r"\); it was built with --model vil_tiny"),
     ):
         torch.save(content, path)
-        with pytest.raises(ConfigError, match=rf"keys: .* of another shape \([^()]*{end}$"):
+        with pytest.raises(ConfigError, match=rf"keys: .* with other shapes \([^()]*{end}$"):
             create_model("vil_tiny", str(path), **TINY | dict(embed_dim=24))
 
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_does_not_say_its_arguments_has_none_to_name(tmp_path)
         ("vil_tinny", {}, "cannot create the model vil_tinny: Unknown model .*; did you mean 'vil_tiny'"),
         ("zzz", {}, "cannot create the model zzz: Unknown model .*; timm.list_models.. has those that there are$"),
         ("vil_tiny", {"heads": 3}, "cannot create the model vil_tiny: .*heads"),
-        ("vil_tiny", {"img_size": 100}, r"img_size \(100, 100\) is not covered .* use \(96, 96\), or dynamic_img_size"),
+        ("vil_tiny", {"img_size": 100}, r"img_size \(100, 100\) must be covered .*set img_size=\(96, 96\)"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(name, arguments, message):
