@@ -46,7 +46,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.data import resolve_data_config
 from timm.utils import distribute_bn
 from torch import Tensor
 from tqdm import tqdm
@@ -63,6 +62,7 @@ from vil.data.splits import class_names, count_images, open_splits, streams
 from vil.data.workers import share_cores
 from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
+from vil.factory import chosen_data_config
 from vil.files import FolderInUseError, FolderLock
 from vil.output import outlive_output
 from vil.processes import (
@@ -170,7 +170,7 @@ class Trainer:
         fresh = dataclasses.replace(config, pretrained_path=None) if phase else config
         self.model = build_model(fresh, num_classes).to(device)
         seen = {name: getattr(config, name) for name in ("img_size", "crop_pct", "interpolation")}
-        data_config = resolve_data_config(seen, model=self.model)
+        data_config = chosen_data_config(self.model, **seen)
         self.label_names = checkpoint.labels_of(class_names(train_set))
         self.teacher = None
         if config.teacher:

@@ -30,7 +30,6 @@ from typing import Any
 import timm
 import torch
 import torch.distributed as dist
-from timm.utils import init_distributed_device
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
@@ -47,7 +46,7 @@ from vil.evaluation.report import report_page
 from vil.factory import create_model, data_config_of, load_model
 from vil.files import write_atomically
 from vil.output import LostResultError, errors_in_a_line, outlive_output, print_result
-from vil.processes import is_first_process
+from vil.processes import init_processes, is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
 from vil.text import label_of
 
@@ -66,7 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dataset", help="timm dataset name, such as hfds/NAME; '' for folders and tar files")
     parser.add_argument("--split", help="name of the split (default: validation)")
     parser.add_argument("--num-classes", help="classes of the model")
-    parser.add_argument("--img-size", help="image size")
+    parser.add_argument("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
     parser.add_argument("--crop-pct", help="share of the image inside the centre crop")
     parser.add_argument("--interpolation", help="interpolation of the resize")
     parser.add_argument("--batch-size", default=128, help="images a process holds at once (default: 128)")
@@ -117,7 +116,7 @@ def main() -> None:
     try:
         with errors_in_a_line():
             options = parse_options()
-            device = init_distributed_device(process := SimpleNamespace(device=known_device(options.device)))
+            device = init_processes(process := SimpleNamespace(device=known_device(options.device)))
             runs = [resolve_settings(options, "--model")]
             if options.against:
                 runs.append(second_settings(options, runs[0]))

@@ -220,14 +220,22 @@ def input_size(model: Any, config: dict[str, Any] | None = None) -> tuple[int, i
     return getattr(model, "in_chans", channels), *size
 
 
+def chosen_data_config(
+    model: nn.Module, img_size: int | tuple[int, int] | None = None, **chosen: Any
+) -> dict[str, Any]:
+    """Return timm's data config of a model with the chosen values; timm itself accepts only square `img_size`."""
+    if img_size:
+        chosen["input_size"] = (3, *to_2tuple(img_size))
+    return resolve_data_config(chosen, model=model)
+
+
 def data_config_of(model: Any, **chosen: Any) -> dict[str, Any]:
-    """How pictures are prepared for a model, as timm's `resolve_data_config` says it.
+    """Return timm's data config of a model, with the image size that the model was built for.
 
     Raises:
-        ConfigError: It takes images of other than three channels.
+        ConfigError: The model does not accept images of three channels.
     """
     if (channels := getattr(model, "in_chans", 3)) != 3:
         raise ConfigError(f"the model takes images of {channels} channels, and pictures have 3")
-    model = getattr(model, "_orig_mod", model)  # timm fails on what torch.compile returns
-    config = resolve_data_config(chosen, model=model)
+    config = chosen_data_config(getattr(model, "_orig_mod", model), **chosen)  # timm fails on compiled models
     return config | {"input_size": input_size(model, config)}

@@ -22,6 +22,7 @@ from timm.utils import init_distributed_device
 from torch import Tensor
 
 from .config import ConfigError
+from .launch import is_first_process, launch_error, named_processes
 
 GRACE = 20  # seconds in which a process may notice by itself that another is gone
 RESTART = 120  # seconds in which all processes have been started again, if they are
@@ -43,20 +44,32 @@ def join_processes(device: str) -> tuple[torch.device, int, int]:
     # the host's own messages go over gloo, which does not wait for a GPU and notices at once that a process is gone
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else None
     process = SimpleNamespace(device=device, dist_backend=backend, dist_url="vil://")
-    try:
-        with hearing_signals():
-            chosen = init_distributed_device(process)
-    except UNMET as error:
-        reason = (str(error).splitlines() or ["no reason is known"])[0]
-        raise ConfigError(
-            f"the processes of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not meet; torchrun sets these: {reason}"
-        ) from error
+    with hearing_signals():
+        chosen = init_processes(process)
     if process.world_size > 1:
         global _watch
         _watch = _Watch(process.rank, process.world_size)
         sum_over_processes(torch.zeros(()))  # or one that has an error to tell would end while another still joins
         _watch.start()
     return chosen, process.rank, process.world_size
+
+
+def init_processes(process: SimpleNamespace) -> torch.device:
+    """Initialize the process group if the environment names several processes, as timm's `init_distributed_device`.
+
+    Raises:
+        ConfigError: These processes cannot meet or do not meet. The message names the variables and the remedy.
+    """
+    if error := launch_error():
+        raise ConfigError(error)
+    try:
+        return init_distributed_device(process)
+    except UNMET as error:
+        reason = (str(error).splitlines() or ["no reason is known"])[0]
+        raise ConfigError(
+            f"the processes of {named_processes()} do not meet: {reason}. Start all of them with torchrun or srun, or "
+            "unset WORLD_SIZE and SLURM_NTASKS for one process"
+        ) from error
 
 
 @contextmanager
@@ -88,11 +101,6 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     """On Linux this process gets a signal when the one that started it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
-
-
-def is_first_process() -> bool:
-    """Whether this is the process of rank 0, which speaks for all; known before they have met."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def warn(module: str, message: str, *values: object) -> None:

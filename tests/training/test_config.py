@@ -7,7 +7,7 @@ import pytest
 import yaml
 from processes import ROOT
 
-from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, parse_key_values
+from vil.config import FIELDS, SYNONYMS, Config, ConfigError, load_config, options_of_checkpoint, parse_key_values
 from vil.config.values import convert, kind_of
 
 # ViM's hyperparameters as published (main.py, pt-vim-t.sh and pt-vim-s.sh) under timm's names; the defaults of timm's
@@ -146,6 +146,7 @@ def test_a_number_is_within_its_range():
         ("weight_deacy: 0.1", "unknown option 'weight_deacy' in .*c.yaml; did you mean 'weight_decay'"),
         ("zzz: 1", "unknown option 'zzz' in .*c.yaml$"),
         ("epochs: many", "option 'epochs' in .*c.yaml must be int, not 'many'"),
+        ("epochs: 2.7\nlr: fast\nremode: x\nlrr: 1", "4 errors:\n- .*epochs.*\n- .*lr.*\n- .*lrr.*\n- remode"),
         ("epochs: 2.7", "option 'epochs' in .*c.yaml must be int, not 2.7"),
         ("epochs: .inf", "option 'epochs' in .*c.yaml must be int, not inf"),
         ("epochs: " + "x" * 300, r"option 'epochs' in .*c.yaml must be int, not 'x{196}\.\.\.$"),
@@ -225,6 +226,126 @@ def test_what_others_call_an_option_is_answered_with_ours(tmp_path):
 def test_a_wrong_command_line_is_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         load_config("", words.split())
+
+
+# a run as timm's train.py saves it in args.yaml: what it sets, and lines that are off, at timm's default or about speed
+SET = dict(
+    aa="rand-m9-mstd0.5-inc1", amp=True, clip_grad=5.0, crop_pct=1.0, epochs=310, hflip=0.5, lr=0.005, min_lr=5e-6,
+    mixup=0.8, model="deit_tiny_patch16_224", model_ema=True, model_ema_decay=0.9998, opt="lamb",
+    opt_betas=[0.9, 0.999], reprob=0.25, sched="cosine", seed=31, torchcompile="inductor", train_interpolation="random",
+    warmup_epochs=20, weight_decay=0.05, workers=8,
+)  # fmt: skip
+EMPTY = dict(
+    bn_eps=None, class_map="", data=None, drop_path=None, experiment="", gp=None, img_size=None, initial_checkpoint="",
+    interpolation="", jsd_loss=False, layer_decay=None, lr_noise=None, mean=None, num_classes=None, opt_kwargs={},
+    output="", pretrained=False, resume="", sync_bn=False, train_img_sizes=None, vflip=0.0, wandb_tags=[],
+)  # fmt: skip
+AT_DEFAULT = dict(clip_mode="norm", dist_bn="reduce", in_chans=3, mixup_mode="batch", momentum=0.9, recount=1, tta=0)
+WITHOUT_EFFECT = dict(decay_epochs=30, decay_milestones=[30, 60], kd_temperature=2.0, lr_cycle_decay=1.0)
+ABOUT_SPEED = dict(channels_last=True, checkpoint_hist=1, grad_accum_steps=4, local_rank=3, pin_mem=True)
+OF_A_FORK = dict(activation_tracker=False, attn_drop_rate=0.0, loadcheckpoint="")
+ARGS = SET | EMPTY | AT_DEFAULT | WITHOUT_EFFECT | ABOUT_SPEED | OF_A_FORK
+
+
+def load_args(folder, *words, **values):
+    (folder / "args.yaml").write_text(yaml.safe_dump(values))
+    return load_config("", ["-c", str(folder / "args.yaml"), *words])
+
+
+def test_a_run_saved_by_timm_is_what_it_sets_and_one_line_lists_what_changes_nothing(tmp_path, caplog):
+    expected = vars(load_args(tmp_path, **SET | dict(torchcompile=True)))
+    assert not caplog.text
+    assert vars(load_args(tmp_path, **ARGS)) == expected
+    (said,) = caplog.messages
+    named = said.rpartition(":")[2].replace(",", "").split()
+    assert {*named} == {*ARGS} - {*FIELDS} | {"drop_path", "output"}
+
+
+def test_all_that_a_run_of_timm_asks_for_and_does_not_get_is_in_one_message(tmp_path):
+    unsupported = dict(cooldown_epochs=10, clip_mode="agc", mixup_mode="pair", vflip=0.5, mean=[0.5], pretrained=True)
+    of_a_fork = dict(mesa=0.5, tag="tiny")
+    wrong = dict(epochs="many", opt="adahessian", model="mamba_vision_T", input_size=[1, 224, 224], batch_size=128)
+    with pytest.raises(ConfigError) as caught:
+        load_args(tmp_path, **ARGS | unsupported | of_a_fork | wrong)
+    named = {*re.findall(r"\w+", str(caught.value))}
+    assert named >= {*unsupported, *of_a_fork, *wrong}
+    assert not named & (ARGS.keys() - {*unsupported, *wrong})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (dict(data="/a"), dict(data_dir="/a")), (dict(data="/a", data_dir="/b"), dict(data_dir="/b")),
+        (dict(drop_connect=0.1, drop_path=None), dict(drop_path=0.1)),
+        (dict(initial_checkpoint="a.pth"), dict(pretrained_path="a.pth")),
+        (dict(img_size=None, input_size=[3, 192, 192]), dict(img_size=192)),
+        (dict(input_size=[3, 192, 256], img_size=None), dict(img_size=(192, 256))),
+        (dict(drop=0.1, gp="avg", model_kwargs=dict(depth=2)),
+         dict(model_kwargs=dict(drop_rate=0.1, global_pool="avg", depth=2))),
+        (dict(pin_mem=True, aa=None, color_jitter=None, torchcompile=None), dict(aa=None, color_jitter=None)),
+        (dict(pin_mem=True, batch_size=32, global_batch_size=96), dict(batch_size=32, global_batch_size=96)),
+        (dict(lr=1e-3, lr_base=0.1, lr_base_size=512), dict(lr=1e-3)),
+        (dict(sched="step", decay_epochs=90), dict(sched="step")), (dict(opt="adamw", momentum=0.5), {}),
+    ],
+)  # fmt: skip
+def test_timms_names_of_what_there_is_here_are_read(tmp_path, values, expected):
+    assert vars(load_args(tmp_path, **values)) == vars(Config(**expected, experiment="args"))
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (dict(pin_mem=True, batch_size=32), "--global-batch-size"), (dict(lr=None, lr_base=0.1), "--lr"),
+        (dict(pretrained=True), "--pretrained-path"), (dict(sched="step", decay_epochs=30), "decay_epochs"),
+        (dict(opt="sgd", momentum=0.5), "momentum"), (dict(lr_cycle_limit=2, lr_cycle_mul=2.0), "lr_cycle_mul"),
+        (dict(img_size=224, input_size=[3, 192, 192]), "contradicts 'img_size'"), (dict(jsd_loss=True), "jsd_loss"),
+    ],
+)  # fmt: skip
+def test_what_would_train_something_else_than_timm_is_refused(tmp_path, values, named):
+    with pytest.raises(ConfigError, match=named):
+        load_args(tmp_path, **values)
+
+
+def test_the_command_line_says_what_a_file_of_timm_leaves_open(tmp_path):
+    config = load_args(
+        tmp_path, "--lr", "1e-3", "--global-batch-size", "512", lr=None, lr_base=0.1, batch_size=128, decay_rate=0.1
+    )
+    assert (config.lr, config.global_batch_size, config.batch_size) == (1e-3, 512, 128)
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("--img-size 192 256", (192, 256)), ("--img-size 192", 192), ("--img-size 192 192", 192),
+        ("--input-size 3 192 256", (192, 256)), ("--input-size 3 192 192", 192), ("--img-size none", None),
+        ("--phases {img_size:~[192,256]}", (192, 256)),
+    ],
+)  # fmt: skip
+def test_an_image_size_is_a_number_or_height_and_width(words, size):
+    config = load_config("", [word.replace("~", " ") for word in words.split()])
+    assert config.of_phase(0).img_size == size
+    assert options_of_checkpoint(dict(img_size=config.of_phase(0).img_size), "x") == dict(img_size=size)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--img-size 192 256 3", "'img_size' in the command line must be int or two"),
+        ("--img-size 192 0", "'img_size' in the command line must be at least 1"),
+        ("--img-size 192 none", "'img_size' in the command line must be int or two"),
+        ("--input-size 1 192 192", "'input_size' in the command line must be 3, height and width"),
+        ("--input-size 3 192 x", "'img_size' in the command line must be int"),
+    ],
+)
+def test_a_wrong_image_size_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("", words.split())
+
+
+def test_each_side_of_the_image_size_of_a_checkpoint_is_bounded():
+    for size in ((8193, 16), (16, 8193)):
+        with pytest.raises(ConfigError, match="img_size .*at most 8192"):
+            options_of_checkpoint(dict(img_size=size), "x")
 
 
 def test_key_value_words_hold_yaml():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..launch import is_first_process
 from ..text import shown
 from .options import FIELDS, Config, ConfigError
+from .timm_args import from_timm, img_size_of
 from .trust import confirm_dataset, confirm_teacher
-from .values import checked, kind_of, read_yaml, unknown_option
+from .values import checked, kind_of, may_be_pair, read_yaml, unknown_option
+
+_logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,12 +61,22 @@ def load_config(
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
         else:
             bare = field.metadata["bare"]
-            nargs = "+" if kind in (tuple, dict, list) else "?" if bare else None
+            nargs = "+" if kind in (tuple, dict, list) or may_be_pair(name) else "?" if bare else None
             parser.add_argument(flag, nargs=nargs, const=bare, metavar="VALUE", help=help)
+    parser.add_argument("--input-size", nargs=3, metavar="VALUE", help="timm's --img-size: 3, height and width")
     values = vars(parser.parse_args(arguments))
     path = values.pop("config")
-    from_file = checked(read_yaml(path), path) if path else {}
-    given = checked({name: value for name, value in values.items() if value is not None}, "the command line")
+    given = {name: value for name, value in values.items() if value is not None}
+    if input_size := given.pop("input_size", None):
+        given["img_size"] = given.get("img_size") or img_size_of(input_size, "the command line")
+    given = checked(given, "the command line")
+    from_file: dict[str, Any] = {}
+    if path:
+        options, ignored, errors = from_timm(read_yaml(path), path, given)
+        from_file = checked(options, path, errors)
+        if ignored and is_first_process():
+            names = ", ".join(ignored)
+            _logger.warning("%s: ignored %d options of timm that change nothing here: %s", path, len(ignored), names)
     resumed = given.get("resume")
     if saved_options and not path and resumed not in (None, "auto"):
         folder = Path(resumed).resolve().parent  # it goes on where it is

@@ -55,7 +55,9 @@ class Config:
     # model
     model: str = _option("vil_tiny", "timm model")
     model_kwargs: dict | None = _option(None, "further arguments of the model, as KEY=VALUE")
-    img_size: int | None = _option(None, "image size; the model's default if not given", low=1)
+    img_size: int | tuple[int, int] | None = _option(
+        None, "image size in pixels, or height and width; the model's default if not given", low=1
+    )
     pretrained_path: str | None = _option(
         None, "start from these weights; head and position embeddings are adapted to the model"
     )
@@ -155,10 +157,8 @@ class Config:
             )
         if self.teacher_checkpoint and not self.teacher:
             raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} is of no teacher: give --teacher MODEL")
-        for name, model in (("model", self.model), ("teacher", self.teacher)):
-            if model and not timm.is_model(model):
-                close = nearest(model, timm.list_models())
-                raise ConfigError(f"{name} {model!r} is no model of timm or this package{close}")
+        if wrong := unknown_models(vars(self)):
+            raise ConfigError(wrong[0])
         check_choices(vars(self))
         try:
             create_transform(16, is_training=True, auto_augment=self.aa)
@@ -223,12 +223,30 @@ def choices_of_options() -> dict[str, list[str]]:
 
 
 def check_choices(values: Mapping[str, Any]) -> None:
-    """Raises a ConfigError if an option by name has a value that it cannot have."""
+    """Raise a ConfigError if an option has a value that is not one of its choices."""
+    if wrong := wrong_choices(values):
+        raise ConfigError(wrong[0])
+
+
+def wrong_choices(values: Mapping[str, Any]) -> list[str]:
+    """Return a message for each option whose value is not one of its choices."""
+    wrong = []
     for name, choices in choices_of_options().items():
         value = values.get(name)
         if value is not None and value not in choices:
             known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
-            raise ConfigError(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
+            wrong.append(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
+    return wrong
+
+
+def unknown_models(values: Mapping[str, Any]) -> list[str]:
+    """Return a message for each option that names a model unknown to timm."""
+    named = [(name, model) for name in ("model", "teacher") if (model := values.get(name))]
+    return [
+        f"{name} {model!r} is no model of timm or this package{nearest(model, timm.list_models())}"
+        for name, model in named
+        if not timm.is_model(model)
+    ]
 
 
 # what may change from one phase of a run to the next

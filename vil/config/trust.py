@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+from timm.layers import to_2tuple
 
 from ..text import nearest, shown
 from .options import DATASETS, FIELDS, ConfigError, choices_of_options
@@ -59,10 +60,11 @@ def options_of_checkpoint(values: Any, path: str | Path) -> dict[str, Any]:
     for name, choices in choices_of_options().items():
         if options.get(name) is not None and options[name] not in choices:
             raise ConfigError(f"{where} has {name} {shown(options[name])}, which is unknown")
-    for name, most in (("num_classes", 10**6), ("img_size", 8192)):
-        if (options.get(name) or 0) > most:
+    side = max(to_2tuple(options.get("img_size") or 224))
+    for name, value, most in (("num_classes", options.get("num_classes") or 0, 10**6), ("img_size", side, 8192)):
+        if value > most:
             raise ConfigError(f"{where} has {name} {options[name]}, and may have at most {most}")
-    if (options.get("img_size") or 224) > MOST_RESIZED * (options.get("crop_pct") or 1):
+    if side > MOST_RESIZED * (options.get("crop_pct") or 1):
         raise ConfigError(f"{where} has crop_pct {options['crop_pct']}, for which images would be more than large")
     phases = options.get("phases") or []
     if len(phases) > MOST_PHASES:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ..text import nearest, shown
-from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError
+from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unknown_models, wrong_choices
 
 _TYPES = typing.get_type_hints(Config)
 
@@ -79,12 +79,27 @@ for _kind in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
 
 
-def checked(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The values of known options, converted to their types."""
-    for name in values:
+def checked(values: dict[str, Any], source: str, errors: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of known options, converted to their types.
+
+    Raises:
+        ConfigError: Options are unknown or have wrong values, or there are `errors` already. The message has all.
+    """
+    errors, converted = [*errors], {}
+    for name, value in values.items():
         if name not in FIELDS:
-            raise ConfigError(unknown_option(name, f"in {source}", FIELDS))
-    return {name: convert(name, value, source) for name, value in values.items()}
+            errors.append(unknown_option(name, f"in {source}", FIELDS))
+            continue
+        try:
+            converted[name] = convert(name, value, source)
+        except ConfigError as error:
+            errors.append(str(error))
+    errors += wrong_choices(converted) + unknown_models(converted)
+    if len(errors) > 1:
+        errors = ["\n- ".join([f"{source} has {len(errors)} errors:", *errors])]
+    if errors:
+        raise ConfigError(errors[0])
+    return converted
 
 
 def unknown_option(name: Any, where: str, options: Iterable[str]) -> str:
@@ -103,14 +118,23 @@ def kind_of(name: str) -> tuple[type, bool]:
     return typing.get_origin(hint) or hint, optional
 
 
+def may_be_pair(name: str) -> bool:
+    """Return whether an option accepts two numbers (height and width) instead of one."""
+    return any(typing.get_origin(hint) is tuple for hint in typing.get_args(_TYPES[name])[1:])
+
+
 def convert(name: str, value: Any, source: str) -> Any:
     kind, optional = kind_of(name)
-    if optional and (value is None or value in ("none", "null") or value == ["none"]):
+    if optional and (value is None or value in ("", "none", "null") or value == ["none"]):
         return None
     if kind is list:
         return _checked_phases(value, source)
     if kind is dict and isinstance(value, list):  # the command line's KEY=VALUE words
         return parse_key_values(value)
+    if may_be_pair(name) and isinstance(value, (list, tuple)) and len(value) in (1, 2):
+        sides = tuple(convert(name, side, source) for side in value)
+        if all(isinstance(side, int) for side in sides):
+            return sides if len({*sides}) == 2 else sides[0]
     converted: Any = None
     try:
         if kind is tuple and isinstance(value, (list, tuple)):
@@ -126,7 +150,8 @@ def convert(name: str, value: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         pass
     if converted is None:
-        raise ConfigError(f"option {name!r} in {source} must be {kind.__name__}, not {shown(value)}")
+        expected = f"{kind.__name__}{' or two of these (height and width)' * may_be_pair(name)}"
+        raise ConfigError(f"option {name!r} in {source} must be {expected}, not {shown(value)}")
     for number in converted if kind is tuple else [converted] if kind in (int, float) else []:
         if complaint := _out_of_range(number, **{key: FIELDS[name].metadata[key] for key in ("low", "high", "above")}):
             raise ConfigError(f"option {name!r} in {source} must be {complaint}, not {shown(value)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..config import ConfigError, parse_key_values
+from ..config import ConfigError, convert, parse_key_values
 from ..factory import create_model, from_checkpoint
 from ..output import errors_in_a_line
 from . import OPSET, ExportError, check_options, export_model
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--checkpoint", help="weights; random ones if not given")
     parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="the moving average of the weights")
-    parser.add_argument("--img-size", type=int, help="image size")
+    parser.add_argument("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
     parser.add_argument("--num-classes", type=int, help="classes of the model; 0 for pooled features in their place")
     parser.add_argument("--features", nargs="+", type=int, default=[], metavar="BLOCK", help="maps of these blocks too")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"of ONNX's operators (default: {OPSET})")
@@ -53,7 +53,8 @@ def _key_and_text(word: str) -> tuple[str, str]:
 
 
 def _model_of(options: argparse.Namespace) -> nn.Module:
-    chosen = {name: getattr(options, name) for name in ("num_classes", "img_size")}
+    img_size = options.img_size and convert("img_size", options.img_size, "the command line")
+    chosen = {"num_classes": options.num_classes, "img_size": img_size}
     arguments = {name: value for name, value in chosen.items() if value is not None}
     arguments |= parse_key_values(options.model_kwargs)
     if options.checkpoint:

@@ -153,10 +153,9 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
         raise ExportError(f"half precision cannot hold {', '.join(too_large[:3])}: values must be below 65504")
     built = arguments_of(model)
     options = {name: metadata[name] for name in ("model", "num_classes", "crop_pct", "interpolation")}
-    height, width = built["img_size"] = metadata["input_size"][1:]
-    if height == width:  # else it is no option of a run
-        options["img_size"], _ = built.pop("img_size")
-    options["model_kwargs"] = built
+    height, width = metadata["input_size"][1:]
+    options["img_size"] = height if height == width else [height, width]
+    options["model_kwargs"] = {name: value for name, value in built.items() if name != "img_size"}
     content = checkpoint.pack_weights(weights, options, {name: _plain(value) for name, value in metadata.items()})
     with TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"

@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.data import resolve_model_data_config
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -65,7 +66,7 @@ class Teacher:
         self.scale, self.shift, self.layout = stds[0] / stds[1], (means[0] - means[1]) / stds[1], layout
         for size in (phase.get("img_size") for phase in config.phases or ()):
             if size:
-                self._try_out((3, size, size), num_classes)
+                self._try_out((3, *to_2tuple(size)), num_classes)
         own_cost = self._try_out(data_config["input_size"], num_classes)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             copy.deepcopy(student).to("meta").eval()(torch.zeros(1, *data_config["input_size"], device="meta"))
