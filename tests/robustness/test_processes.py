@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, in_processes
+from processes import free_port, in_processes, run, script
 
 from vil import processes
 from vil.config import ConfigError
@@ -83,8 +83,57 @@ def test_the_host_speaks_over_gloo_beside_its_gpu_and_says_in_a_line_whom_it_did
         raise error
 
     monkeypatch.setattr(processes, "init_distributed_device", meet_nobody)
-    with pytest.raises(ConfigError, match=f"do not meet; torchrun sets these: {reason}$"):
+    with pytest.raises(ConfigError, match=f"do not meet: {reason}. Start"):
         processes.join_processes(device)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Sets the environment that a launcher leaves behind, and nothing else of that kind."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))] + ["RANK", "WORLD_SIZE"]:
+        monkeypatch.delenv(name, raising=False)
+    return lambda variables: [monkeypatch.setenv(*pair.split("=")) for pair in variables.split()]
+
+
+PLACE = "MASTER_ADDR=localhost MASTER_PORT=29500"
+
+
+@pytest.mark.parametrize(
+    ("variables", "found", "lacks"),
+    [
+        ("SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_NTASKS=4", "MASTER_ADDR, MASTER_PORT"),  # of salloc
+        (f"SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 {PLACE}", "SLURM_NTASKS=4", "step has 1"),
+        ("SLURM_NTASKS=4", "SLURM_NTASKS=4", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
+        ("WORLD_SIZE=4", "WORLD_SIZE=4", "RANK, MASTER_ADDR, MASTER_PORT"),
+        ("WORLD_SIZE=4 SLURM_NTASKS=1 RANK=0 MASTER_ADDR=x", "WORLD_SIZE=4", "lacks MASTER_PORT:"),
+        (f"WORLD_SIZE=4 RANK=4 {PLACE}", "WORLD_SIZE=4", "rank 4"), ("WORLD_SIZE=", "WORLD_SIZE", "number"),
+        (f"WORLD_SIZE=2 RANK=one {PLACE}", "RANK", "number"), ("SLURM_NTASKS=4(x2)", "SLURM_NTASKS", "number"),
+    ],
+)  # fmt: skip
+def test_processes_that_nobody_has_started_are_not_waited_for(launched, variables, found, lacks):
+    launched(variables)
+    with pytest.raises(ConfigError) as caught:
+        processes.join_processes("cpu")
+    assert found in str(caught.value)
+    assert lacks in str(caught.value)
+    assert "unset " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variables", ["SLURM_NTASKS=1 SLURM_PROCID=0", "WORLD_SIZE=1 SLURM_NTASKS=4", "RANK=0"])
+def test_a_launcher_of_one_process_is_no_reason_to_wait(launched, variables):
+    launched(variables)
+    assert processes.join_processes("cpu") == (torch.device("cpu"), 0, 1)
+
+
+@pytest.mark.parametrize("program", ["train_imagenet.py", "validate.py"])
+def test_both_programs_say_in_a_line_that_an_interactive_job_has_other_processes(launched, program):
+    launched("SLURM_NTASKS=4 SLURM_PROCID=0")
+    words = ["--model", "vil_tiny", *(["--synthetic"] if program == "train_imagenet.py" else [])]
+    ended = run([*script(program), *words, "--device", "cpu"], check=False)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1
+    assert "SLURM_NTASKS" in line
 
 
 def test_a_run_may_take_longer_than_gloo_waits_for_a_message(monkeypatch):
