@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from research import clothing, photographs, recall_results, seeds, transfer
+from research import clothing, clothing_fair, photographs, recall_results, seeds, transfer
 from research.compare import holm, paired, spread, welch
 from research.predictions import Judged, compare_images
 from research.recall_model import MIXERS
@@ -101,6 +101,10 @@ def of_photographs(table: Callable[..., str], judged: bool = True) -> str:
     return table(runs, found) if judged else table(runs)
 
 
+def of_fair_clothing(table: Callable[..., str]) -> str:
+    return table(clothing_fair.read(RESULTS / "clothing_fair.json"))
+
+
 def recipes() -> str:
     """ViL by each recipe less ViL by the plain one, on the test images; no accuracy before the last run of them all."""
     runs, judged = photographs.read(RESULTS / "photographs.json")
@@ -145,6 +149,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "transfer-differences": lambda: transfer.differences_table(runs_of("transfer")),
     "clothing": lambda: transfer.ways_table(runs_of("clothing")),
     "clothing-differences": lambda: clothing.differences_table(runs_of("clothing")),
+    "clothing-fair-rates": partial(of_fair_clothing, clothing_fair.rates_table),
+    "clothing-fair": partial(of_fair_clothing, clothing_fair.ways_table),
+    "clothing-fair-differences": partial(of_fair_clothing, clothing_fair.differences_table),
     "recipes": recipes,
     **{name: lambda name=name: seeds.report(runs_of(name)) for name in STUDIES},
     **{f"{name}-images": partial(image_by_image, name) for name in ("cifar10", "rehearsal", "rehearsal2")},

@@ -91,6 +91,10 @@ class Run(NamedTuple):
     seed: int
     rehearse: bool
 
+    def __str__(self) -> str:
+        suffix = " (to choose)" * self.rehearse
+        return f"{self.way}, {self.per_class} a class, {self.setting:g}, seed {self.seed}{suffix}"
+
 
 class Results:
     """The rows of runs that are done, in a JSON file as well if there is one, which says what machine each call had.
@@ -129,13 +133,12 @@ class Results:
         """That these calls together took."""
         return sum(call["seconds"] for call in self.calls)
 
-    def __contains__(self, run: Run) -> bool:
+    def __contains__(self, run: Any) -> bool:
         return any(all(row[name] == value for name, value in run._asdict().items()) for row in self.rows)
 
-    def add(self, run: Run, outcome: dict[str, Any]) -> None:
+    def add(self, run: Any, outcome: dict[str, Any]) -> None:
         self.rows.append({**run._asdict(), **outcome})
-        what = f"{run.way}, {run.per_class} a class, {run.setting:g}, seed {run.seed}"
-        print(f"{len(self.rows)}. {what}{' (to choose)' * run.rehearse}: {outcome['top1']:.2f}", flush=True)
+        print(f"{len(self.rows)}. {run}: {outcome['top1']:.2f}", flush=True)
 
     def write(self) -> None:
         if self.path:
@@ -262,10 +265,9 @@ def train(words: list[str], weights: str, folder: str, run: Run) -> dict[str, An
     return train_on(images_of(folder, run), [*words, *start], folder, run)
 
 
-def train_on(images: Path, words: list[str], folder: str, run: Run) -> dict[str, Any]:
-    """The same with any images, and, in `words`, any weights to start from."""
-    name = f"{run.way}-{run.per_class}-{run.setting}-{run.seed}-{run.rehearse}"
-    words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", name]
+def train_on(images: Path, words: list[str], folder: str, run: Any) -> dict[str, Any]:
+    """Train a run of any study on a folder of images and return its outcome; `words` specify the initial weights."""
+    words = [*words, "--data-dir", str(images), "--output", folder, "--experiment", "-".join(map(str, run))]
     words += ["--lr", str(run.setting), "--seed", str(run.seed)]
     config, start = load_config("", words), time.monotonic()
     with redirect_stdout(io.StringIO()):

@@ -1,0 +1,283 @@
+"""Fair comparison of training from scratch and fine-tuning on photographs of clothing (research/clothing_fair.md).
+
+    python -m research.clothing_fair --data-dir data/clothing --jobs 6 --out output/clothing_fair.json \\
+        --weights weights/vil_tiny_pooled_photographs.safetensors data/deit_tiny_photographs.safetensors \\
+        weights/vil_tiny_photographs.safetensors
+
+Each model is trained from scratch and fine-tuned from weights that were pre-trained on Tiny ImageNet, for 20 and for
+100 epochs, without layer decay. Each way chooses its learning rate on the split `validation` with a seed that is not
+reported. The reported accuracy is the top-1 of the EMA weights after the last epoch on the split `test`.
+
+The program trains the runs in the order of the page. A run that the JSON file already has is not trained again.
+Fine-tuning of a model starts when its file of weights exists. Unknown options are passed to `train_imagenet.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import yaml
+
+from research import transfer
+from research.compare import holm, listed, spread, welch
+from research.seeds import ROOT, digest_of, machine
+from research.transfer import FINE_TUNED, SCRATCH, Results
+from vil.data.splits import open_split
+from vil.evaluation.comparison import markdown_table
+
+Rows = Sequence[dict[str, Any]]
+
+CONFIG = ROOT / "configs" / "finetune.yaml"
+RECIPE = ["--layer-decay", "none"]
+RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+FIRST_RATES = RATES[1:-1]  # tried for the short budget; a neighbor is added if the best one is at an edge
+SHORT, LONG = BUDGETS = 20, 100  # epochs
+CHOICE_SEED = 100
+SEEDS = range(5)
+POOLED, DEIT, VIL = "vil_tiny_pooled", "deit_tiny_patch16_224", "vil_tiny"
+WEIGHTS = {POOLED: "vil_tiny_pooled_photographs", DEIT: "deit_tiny_photographs", VIL: "vil_tiny_photographs"}
+
+
+class Way(NamedTuple):
+    """A model, its start (from scratch or fine-tuned) and its budget in epochs."""
+
+    model: str
+    start: str
+    epochs: int
+
+
+class Run(NamedTuple):
+    """A training run; `rehearse` is True if the run serves to choose the learning rate."""
+
+    model: str
+    start: str
+    epochs: int
+    setting: float  # learning rate
+    seed: int
+    rehearse: bool
+
+    def __str__(self) -> str:
+        suffix = " (to choose)" * self.rehearse
+        return f"{self.model}, {self.start}, {self.epochs} epochs, {self.setting:g}, seed {self.seed}{suffix}"
+
+
+STAGES = tuple(
+    [Way(model, start, epochs) for model, start in ways]
+    for epochs, ways in (
+        (SHORT, [(POOLED, SCRATCH), (POOLED, FINE_TUNED), (DEIT, FINE_TUNED)]),
+        (LONG, [(POOLED, SCRATCH), (POOLED, FINE_TUNED), (DEIT, FINE_TUNED)]),
+        (SHORT, [(DEIT, SCRATCH), (VIL, SCRATCH), (VIL, FINE_TUNED)]),
+        (LONG, [(DEIT, SCRATCH), (VIL, SCRATCH), (VIL, FINE_TUNED)]),
+    )
+)
+TESTED = [
+    pair
+    for epochs in BUDGETS
+    for pair in (
+        (Way(POOLED, FINE_TUNED, epochs), Way(POOLED, SCRATCH, epochs)),
+        (Way(POOLED, FINE_TUNED, epochs), Way(DEIT, FINE_TUNED, epochs)),
+    )
+]
+ESTIMATED = [
+    (Way(POOLED, FINE_TUNED, SHORT), Way(POOLED, SCRATCH, LONG)),
+    *((Way(DEIT, FINE_TUNED, epochs), Way(DEIT, SCRATCH, epochs)) for epochs in BUDGETS),
+    *((Way(VIL, FINE_TUNED, epochs), Way(VIL, SCRATCH, epochs)) for epochs in BUDGETS),
+    *((Way(VIL, FINE_TUNED, epochs), Way(DEIT, FINE_TUNED, epochs)) for epochs in BUDGETS),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of the splits train, validation and test")
+    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="pre-trained weights; may appear later")
+    parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of all runs; existing runs are kept")
+    options, training_options = parser.parse_known_args()
+    about = {
+        "images": [digest_of(open_split(str(options.data_dir), "", name)) for name in ("train", "validation", "test")],
+        "config": yaml.safe_load(CONFIG.read_text()), "options": [*RECIPE, *training_options],
+        "choice_seed": CHOICE_SEED,
+    }  # fmt: skip
+    files = {model: path.resolve() for model, name in WEIGHTS.items() for path in options.weights if path.stem == name}
+    results = Results(options.out, about, dict(machine(), jobs=options.jobs), {})
+    check_weights(results.rows, files)
+    words = ["-c", str(CONFIG), *RECIPE, *training_options]
+    with TemporaryDirectory(dir=transfer.fast_folder(options.jobs)) as folder, transfer.processes(options.jobs) as pool:
+        training = partial(train, options.data_dir, words, files, folder)
+        do_all(results, pool, options.jobs, training, lambda: with_weights(files))
+    print(f"{results.seconds:.0f} s", rates_table(results.rows), ways_table(results.rows), sep="\n\n")
+    print(differences_table(results.rows))
+
+
+def with_weights(files: dict[str, Path]) -> set[str]:
+    """Return the models whose pre-trained weights exist now."""
+    return {model for model, path in files.items() if path.exists()}
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_weights(rows: Rows, files: dict[str, Path]) -> None:
+    """Compare the weights of the stored runs with the given files.
+
+    Raises:
+        SystemExit: A stored run started from other weights.
+    """
+    for model in with_weights(files):
+        if {row["weights"] for row in rows if row["model"] == model} - {digest(files[model]), None}:
+            sys.exit(f"error: stored runs of {model} must start from {files[model]}: give another --out")
+
+
+def train(data: Path, words: list[str], files: dict[str, Path], folder: str, run: Run) -> dict[str, Any]:
+    """Train one run and return its outcome."""
+    path = files[run.model] if run.start == FINE_TUNED else None
+    words = [*words, "--model", run.model, "--epochs", str(run.epochs)]
+    words += ["--val-split", "validation" if run.rehearse else "test"]
+    words += ["--pretrained-path", str(path)] if path else []
+    return transfer.train_on(data, words, folder, run) | dict(weights=digest(path) if path else None)
+
+
+def do_all(
+    results: Results, pool: Executor | None, jobs: int, training: Callable[[Run], dict], pretrained: Callable[[], set]
+) -> None:
+    """Train the missing runs in the order of `planned`, `jobs` at a time."""
+    running: dict[Future, Run] = {}
+    while True:
+        busy = set(running.values())
+        ready = [r for r in planned(results.rows, pretrained()) if r not in results and r not in busy]
+        if not pool and ready:
+            record(results, ready[0], training(ready[0]))
+            continue
+        if pool:
+            running |= {pool.submit(training, run): run for run in ready[: jobs - len(running)]}
+        if not running:
+            return
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            record(results, running.pop(future), future.result())
+
+
+def record(results: Results, run: Run, outcome: dict[str, Any]) -> None:
+    results.add(run, outcome)
+    results.write()
+
+
+def planned(rows: Rows, pretrained: Iterable[str]) -> Iterator[Run]:
+    """Yield the runs that can be trained now, in the registered order, those that are done included.
+
+    Args:
+        rows: Runs that are done.
+        pretrained: Models whose weights exist.
+    """
+    for ways in STAGES:
+        ways = [way for way in ways if way.start == SCRATCH or way.model in pretrained]
+        yield from (Run(*way, rate, CHOICE_SEED, True) for way in ways for rate in rates_to_try(rows, way))
+        rates = {way: chosen(rows, way) for way in ways}
+        yield from (Run(*way, rate, seed, False) for seed in SEEDS for way, rate in rates.items() if rate)
+
+
+def rates_to_try(rows: Rows, way: Way) -> Sequence[float]:
+    """Return the learning rates of a way that are known to be needed so far.
+
+    The short budget tries FIRST_RATES, and the next rate if the best one is at an edge. The long budget tries the rate
+    that the short budget chose and its two neighbors.
+    """
+    if way.epochs == LONG:
+        rate = chosen(rows, way._replace(epochs=SHORT))
+        return RATES[max(0, RATES.index(rate) - 1) : RATES.index(rate) + 2] if rate else ()
+    found = tried(rows, way)
+    if not all(rate in found for rate in FIRST_RATES):
+        return FIRST_RATES
+    best = max(FIRST_RATES, key=lambda rate: found[rate])
+    return (*FIRST_RATES, *{FIRST_RATES[0]: RATES[:1], FIRST_RATES[-1]: RATES[-1:]}.get(best, ()))
+
+
+def own(rows: Rows, way: Way, rehearse: bool) -> Rows:
+    return [row for row in rows if Way(*(row[name] for name in Way._fields)) == way and row["rehearse"] == rehearse]
+
+
+def tried(rows: Rows, way: Way) -> dict[float, float]:
+    """Return the top-1 on the validation images by learning rate."""
+    return {row["setting"]: row["top1"] for row in sorted(own(rows, way, True), key=lambda row: row["setting"])}
+
+
+def chosen(rows: Rows, way: Way) -> float | None:
+    """Return the best learning rate, the lowest on ties, or None before all rates were tried."""
+    found, needed = tried(rows, way), rates_to_try(rows, way)
+    if not needed or not all(rate in found for rate in needed):
+        return None
+    return max(found, key=lambda rate: found[rate])
+
+
+def by_seed(rows: Rows, way: Way) -> dict[int, float]:
+    """Return the top-1 on the test images of the runs at the chosen rate."""
+    rate = chosen(rows, way)
+    found = (row for row in own(rows, way, False) if row["setting"] == rate)
+    return {row["seed"]: row["top1"] for row in sorted(found, key=lambda row: row["seed"])}
+
+
+def is_complete(top1: dict[int, float]) -> bool:
+    return [*top1] == [*SEEDS]
+
+
+def rates_table(rows: Rows) -> str:
+    """Return a Markdown table of the top-1 on the validation images by learning rate."""
+    table = [["model", "start", "epochs", *(f"{rate:g}" for rate in RATES), "chosen"]]
+    for way in (way for ways in STAGES for way in ways):
+        found, rate = tried(rows, way), chosen(rows, way)
+        cells = [f"{found[rate]:.2f}" if rate in found else "-" for rate in RATES]
+        table.append([way.model, way.start, str(way.epochs), *cells, f"{rate:g}" if rate else "-"])
+    return markdown_table(table)
+
+
+def ways_table(rows: Rows) -> str:
+    """Return a Markdown table of the test accuracy of each way that has all seeds."""
+    table = [["model", "start", "epochs", "learning rate", "runs", "test top-1 %, mean ± deviation", "seeds"]]
+    for way in (way for ways in STAGES for way in ways):
+        top1, rate = by_seed(rows, way), chosen(rows, way)
+        cells = [spread(top1.values()), listed(top1.values())] if is_complete(top1) else ["-", "-"]
+        table.append([way.model, way.start, str(way.epochs), f"{rate:g}" if rate else "-", str(len(top1)), *cells])
+    return markdown_table(table)
+
+
+def differences_table(rows: Rows) -> str:
+    """Return a Markdown table of the differences between two ways that both have all seeds.
+
+    p-values are shown, with Holm's correction, when the last run of the four registered tests is there.
+    """
+    table = [["first", "less", "points (95% interval)", "p (Welch)", "p (Holm)"]]
+    gaps = [difference(rows, *pair) for pair in TESTED + ESTIMATED]
+    registered = gaps[: len(TESTED)]
+    corrected = holm([gap.p_value for gap in registered]) if all(registered) else []
+    for i, ((first, second), gap) in enumerate(zip(TESTED + ESTIMATED, gaps)):
+        tests = [f"{gap.p_value:.2g}", f"{corrected[i]:.2g}"] if gap and i < len(corrected) else ["-", "-"]
+        table.append([said(first), said(second), str(gap) if gap else "-", *tests])
+    return markdown_table(table)
+
+
+def difference(rows: Rows, first: Way, second: Way):
+    """Return the difference by Welch's test, or None before both ways have all seeds."""
+    both = by_seed(rows, first), by_seed(rows, second)
+    return welch(*both) if all(map(is_complete, both)) else None
+
+
+def said(way: Way) -> str:
+    return f"{way.model}, {way.start}, {way.epochs} epochs"
+
+
+def read(path: Path) -> Rows:
+    """Return the runs of a file of results, or no runs if the file does not exist."""
+    return json.loads(path.read_text())["runs"] if path.exists() else []
+
+
+if __name__ == "__main__":
+    main()
