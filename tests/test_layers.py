@@ -19,6 +19,7 @@ LAYERS = """
     vil.vision_longhorn
     vil.text
     vil.config vil.files vil.info vil.published
+    vil.classes
     vil.checkpoint vil.devices vil.processes
     vil.factory vil.output
     vil.data vil.cuda_graphs

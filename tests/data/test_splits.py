@@ -51,9 +51,7 @@ def test_a_split_is_found_by_the_names_in_use(tmp_path, wanted, there, found, ta
             (tmp_path / f"{name}.tar").touch()  # beside which the folder counts
     images = open_split(str(tmp_path), "", wanted)
     assert [os.path.basename(name) for name in images.filenames()] == [f"{found}.png"]
-    assert describe_split(wanted, images) == f"{wanted}: 1 images" + " of 1 classes, from 1 of 'a' to 1 of 'a'" * (
-        not tar
-    )
+    assert describe_split(wanted, images) == f"{wanted}: 1 images of 1 classes, from 1 of 'a' to 1 of 'a'"
     lines = [record.getMessage() for record in caplog.records]
     if wanted in (found, "train", "validation"):
         assert lines == []
@@ -65,7 +63,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
     files = {"cat": "png jpg webp bmp gif tif ppm WEBP jpeg", "dog": "PNG png HEIC txt txt txt"}
     for name, suffixes in files.items():
         for i, suffix in enumerate(suffixes.split()):
-            path = tmp_path / "a pet" / name / ("inner" if i == 1 else "") / f"{i}.{suffix}"
+            path = tmp_path / "a pet" / name / f"{i}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
             if suffix in ("HEIC", "txt"):
                 path.write_text("none")
@@ -86,7 +84,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
         f"{tmp_path}/a pet_split/{split}: {count} images\n" for split, count in (("train", 8), ("validation", 3))
     )
     names = sorted(path.name for path in (tmp_path / "a pet_split").glob("*/cat/*"))
-    assert names == sorted(f"{'inner-' * (i == 1)}{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
+    assert names == sorted(f"{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
     found = [describe_split(split, open_split("../a pet_split", "", split)) for split in ("train", "validation")]
     assert found[0] == "train: 8 images of 2 classes, from 1 of 'dog' to 7 of 'cat'"
     assert found[1] == "validation: 3 images of 2 classes, from 1 of 'dog' to 2 of 'cat'"
@@ -95,12 +93,21 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
         (tmp_path / "a pet" / name).rename(tmp_path / "a pet/train" / name)
         (tmp_path / "a pet/train" / name / "README").touch()
     assert describe_split("train", open_split(".", "", "train")).endswith(
-        "; not read as images: 8 'hidden', 3 '.txt', 2 'README', 1 '.heic'"
+        "; not read as images: 4 'hidden', 3 '.txt', 2 'README', 1 '.heic'"
     )
     kinds = folders.Counter({f".{i}": 9 - i for i in range(6)})
     five = "; not read as images: 9 '.0', 8 '.1', 7 '.2', 6 '.3', 5 '.4'"
     assert folders.endings(kinds) == f"{five}, ..."
     assert folders.endings(kinds - folders.Counter({".5": 4})) == five
+    with pytest.raises(SystemExit, match="^1$"):
+        folders.main()
+    assert "is split already, into train: train on it as it is, or split one of" in capsys.readouterr().err
+    monkeypatch.chdir("train/cat")
+    with pytest.raises(SystemExit, match="^1$"):
+        folders.main()
+    assert "has no class folders, its images lie directly in it" in capsys.readouterr().err
+    monkeypatch.chdir("..")
+    shutil.rmtree("dog")
     with pytest.raises(SystemExit, match="^1$"):
         folders.main()
     assert capsys.readouterr().err == "error: . has 1 folders of images: it needs one for each class\n"
@@ -109,7 +116,7 @@ def test_a_folder_is_split_by_the_command_that_its_error_names_and_described(tmp
 def pets(folder, count):
     """Two classes of so many pictures, no two of them alike in size."""
     for name in ("cat", "dog"):
-        (folder / name / "a").mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for i in range(count):
             Image.new("RGB", (4, 4 + i)).save(folder / name / f"{i}.png")
     return folder
@@ -117,9 +124,6 @@ def pets(folder, count):
 
 def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_are(tmp_path, monkeypatch):
     source = pets(tmp_path / "pets", 30)
-    for width, name in enumerate(("a-{}", "a/{}", "_a-{}"), start=1):  # which come to one name, or two
-        for i in range(9):
-            Image.new("RGB", (width, 10 + i)).save(source / "cat" / f"{name.format(i)}.png")
     Image.new("RGB", (3, 3)).save(source / "cover.jpg")  # of no class
     before = {path: path.read_bytes() for path in source.rglob("*.png")}
     monkeypatch.setattr("tempfile.tempdir", "/on/another/disk")
@@ -128,7 +132,7 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
         folders.split_folder(source, tmp_path / "one", 0.5)
     gone.unlink()
     counts = folders.split_folder(source, tmp_path / "one", 0.5)
-    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=44, validation=43)
+    assert folders.split_folder(source, tmp_path / "two", 0.5) == counts == dict(train=30, validation=30)
     assert {path: path.read_bytes() for path in source.rglob("*.png")} == before
     assert (tmp_path / "one").stat().st_mode == source.stat().st_mode  # not that of a temporary folder
     one, two = ({p.relative_to(tmp_path / n): p for p in (tmp_path / n).rglob("*.png")} for n in ("one", "two"))
@@ -144,11 +148,11 @@ def test_splitting_a_folder_holds_out_some_of_all_and_leaves_the_files_as_they_a
     for target in ("here/new", "there/is/new"):
         assert folders.split_folder(Path("pets"), Path(target), 0.5) == counts
         assert sorted(p.read_bytes() for p in Path(target).rglob("*.png")) == sorted(before.values())
-    for share, counts in ((0.999, dict(train=2, validation=85)), (0.001, dict(train=85, validation=2))):
+    for share, counts in ((0.999, dict(train=2, validation=58)), (0.001, dict(train=58, validation=2))):
         assert folders.split_folder(source, tmp_path / f"{share}", share) == counts
     (source / "fox").mkdir()
     Image.new("RGB", (1, 1)).save(source / "fox" / "0.png")
-    with pytest.raises(ValueError, match="the class 'fox' has one image, and each split needs one"):
+    with pytest.raises(ValueError, match="the class folder 'fox' has one image, and each split needs one"):
         folders.split_folder(source, tmp_path / "three")
     with pytest.raises(ValueError, match="there is no folder .*none"):
         folders.split_folder(tmp_path / "none", tmp_path / "four")
@@ -196,7 +200,7 @@ def test_a_folder_that_cannot_be_split_so_is_one_line(tmp_path, monkeypatch, cap
 
 
 def test_classes_have_timms_numbers(tmp_path):
-    for name in ("10", "9", "a2", "a10", "B", "."):  # those of none are one, too
+    for name in ("10", "9", "a2", "a10", "B"):
         (tmp_path / name).mkdir(exist_ok=True)
         for i in (1, 2, 10):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{i}.png")
@@ -212,12 +216,11 @@ def test_classes_have_timms_numbers(tmp_path):
     assert [*ours.class_to_idx] == ["a", *sorted(alike)]
     assert [Path(file).stem for file, number in ours.samples if number == 0] == sorted(alike)
     assert "inside of another" not in str(ours)
-    for name in ("abc", "ABC"):  # which thus is one class of both
-        (tmp_path / "more" / name / "all" / "batch2").mkdir(parents=True)
-        (tmp_path / "more" / name / "all" / "batch2" / "1.png").touch()
-    nested = str(folders.FolderReader(str(tmp_path / "more"), str(tmp_path)))
-    assert "of 10 classes" in nested
-    assert "; a class is the folder that an image is in, also 'batch2' inside of" in nested
+    (tmp_path / "more" / "abc" / "all" / "batch2").mkdir(parents=True)
+    (tmp_path / "more" / "abc" / "all" / "batch2" / "1.png").touch()
+    nested = folders.FolderReader(str(tmp_path / "more"), str(tmp_path))
+    assert [*nested.class_to_idx] == ["a", *sorted(alike), "batch2"]
+    assert "; a class is the folder that an image is in, also 'abc/all/batch2' inside of another class" in str(nested)
 
 
 def test_a_folder_that_may_not_be_read_is_passed_over(image_folder, monkeypatch):
@@ -287,8 +290,12 @@ def test_splits_must_agree_on_the_classes(image_folder, tmp_path):
 def test_images_without_folders_of_classes_are_nothing_to_train_on(image_folder, tmp_path):
     for split in ("train", "val"):
         shutil.copytree(image_folder / split / "ant", tmp_path / split)
-    with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
+    with pytest.raises(ConfigError, match="/train has no class folders, .* named like its class"):
         open_splits(small_config(tmp_path))
+    for split in ("train", "val"):
+        shutil.copytree(image_folder / split / "ant", tmp_path / "wrapped" / split / "images")
+    with pytest.raises(ConfigError, match="the split 'train' of .* has one class: each class needs a folder of its im"):
+        open_splits(small_config(tmp_path / "wrapped"))
     with pytest.raises(ConfigError, match="num_classes 1: there is nothing to tell apart"):
         open_splits(small_config(tmp_path, synthetic=8, num_classes=1))
     assert open_splits(small_config(tmp_path, synthetic=8, num_classes=2))[2] == 2

@@ -10,18 +10,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import posixpath
 import random
 import shutil
+import tarfile
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from timm.data import add_img_extensions, get_img_extensions
 from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
+from ..classes import check_distinct, ends_of, quoted
+from ..config import ConfigError
 from ..processes import warn
 
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval")}
@@ -30,50 +36,170 @@ SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val
 add_img_extensions((".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"))
 
 
-class FolderReader(ReaderImageFolder):
-    """timm's reader of a folder, with the same order and classes.
+class ClassFolders:
+    """The classes of a split: which folder's images belong to which class.
+
+    A class is the folder that an image is in, as timm has it. Its name is the folder's name; if another class folder
+    has the same name, it is the path of the folder inside the folder that holds all classes. Images beside all class folders belong to no class.
 
     Args:
-        root: Folder of the split; it may itself be a link.
-        data_dir: Folder of the data set, in which links of the split may lead.
+        files: The images.
+        folders: Path of each image's folder inside the split, with "/"; "" is the split itself.
+        where: Name of the split in messages.
 
     Attributes:
-        left_out: How many files with which ending are none that are read.
-        nested: The classes whose folders lie in those of others.
+        root: Path of the folder inside the split that holds all class folders.
+        names: Name of each class folder, by path.
+        class_to_idx: Index of each class, by name, in timm's order.
+
+    Raises:
+        ConfigError: There are no class folders, or two of them have names that only differ in their Unicode form.
+    """
+
+    def __init__(self, files: Sequence[str], folders: Sequence[str], where: str):
+        paths = {*folders}
+        if paths == {""}:
+            raise ConfigError(
+                f"{where} has no class folders, its images lie directly in it: move each image into a folder that is "
+                "named like its class (for ImageNet's validation images, the script valprep.sh does so)"
+            )
+        self.root = posixpath.commonpath(paths) if len(paths) > 1 else posixpath.dirname(*paths)
+        paths.discard(self.root)
+        if strays := [file for file, folder in zip(files, folders) if folder not in paths]:
+            warn(
+                __name__, "%d images of %r are left out, such as %r: they lie beside the class folders, in no class",
+                len(strays), where, strays[0],
+            )  # fmt: skip
+        leaves = Counter(map(posixpath.basename, paths))
+        self.names = {
+            path: leaf if leaves[leaf := posixpath.basename(path)] == 1 else self.inside(path) for path in sorted(paths)
+        }
+        self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(self.names.values()), key=natural_key))}
+        check_distinct(self.class_to_idx)
+
+    def inside(self, path: str) -> str:
+        """Return the path of a class folder inside the folder that all of them lie in."""
+        return path[len(self.root) :].strip("/")
+
+    def candidates(self) -> dict[str, list[str]]:
+        """Return the names that each class may have in another split: the ends of its path, the whole path first."""
+        return {name: ends_of(path)[name.count("/") :][::-1] for path, name in self.names.items()}
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the class names has to know, as clauses."""
+        notes = []
+        if by_path := [name for name in self.class_to_idx if "/" in name]:
+            notes.append(f"classes with equal folder names are named by their paths, such as {quoted(by_path[:2])}")
+        folders = {*map(PurePosixPath, self.names)}
+        if nested := sorted(str(folder) for folder in folders if not folders.isdisjoint(folder.parents)):
+            notes.append(f"a class is the folder that an image is in, also {nested[0]!r} inside of another class")
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name in self.class_to_idx:
+            alike[" ".join(name.casefold().split())].append(name)
+        if similar := [names for names in alike.values() if len(names) > 1]:
+            notes.append(f"the classes {quoted(similar[0])} differ only in case or spaces")
+        return notes
+
+
+class ClassReader(Reader):
+    """What the readers of folders and of tar files share: classes by folder, and their description.
+
+    Attributes:
+        class_to_idx: Index of each class, by name.
+        left_out: How many files are not read, by file name extension.
+    """
+
+    class_to_idx: dict[str, int]
+    left_out: Counter[str]
+    targets: list[int]
+
+    def find_classes(self, files: Sequence[str], folders: Sequence[str], where: str) -> dict[int, int]:
+        """Set the classes from each image's folder. Return the class index of each image that belongs to a class."""
+        self.folders = ClassFolders(files, folders, where)
+        self.class_to_idx, names = self.folders.class_to_idx, self.folders.names
+        return {i: self.class_to_idx[names[folder]] for i, folder in enumerate(folders) if folder in names}
+
+    def renumber(self, indices: Mapping[str, int], known: Mapping[str, int]) -> None:
+        """Replace the class indices by those of the `known` classes; `indices` has those of the present classes."""
+        new = {index: indices[name] for name, index in self.class_to_idx.items()}
+        self.targets = [new[target] for target in self.targets]
+        self.class_to_idx = dict(known)
+
+    def __str__(self) -> str:
+        """Return how many images there are of how many classes, and what was left out, in a line."""
+        names = {index: name for name, index in self.class_to_idx.items()}
+        counts = Counter(self.targets).most_common()
+        most, fewest = (f"{count} of {names[index]!r}" for index, count in (counts[0], counts[-1]))
+        images = f"{len(self.targets)} images of {len(counts)} classes, from {fewest} to {most}"
+        return "; ".join([images, *self.folders.notes()]) + endings(self.left_out)
+
+
+class FolderReader(ClassReader, ReaderImageFolder):
+    """timm's reader of a folder, with the same order and classes (see `ClassFolders`).
+
+    Args:
+        root: Folder of the split; may itself be a link.
+        data_dir: Folder of the data set, in which links of the split may lead.
 
     Raises:
         RuntimeError: There are no images.
+        ConfigError: There are no class folders.
     """
 
     def __init__(self, root: str, data_dir: str):
         Reader.__init__(self)
-        self.root = root
-        self.left_out: Counter[str] = Counter()
+        self.root, self.left_out = root, Counter()
         files = list_images(root, data_dir, self.left_out)
-        folders = [os.path.dirname(file) for file in files]
-        names = [os.path.basename(folder) if folder != root else "" for folder in folders]
-        of_classes = {Path(folder) for folder in {*folders} - {root}}
-        self.nested = sorted({folder.name for folder in of_classes if not of_classes.isdisjoint(folder.parents)})
-        self.class_to_idx = {name: i for i, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
-        self.samples = [(file, self.class_to_idx[name]) for file, name in zip(files, names)]
-        if not self.samples:
+        if not files:
             raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}")
+        targets = self.find_classes(files, folders_in(root, files), root)
+        self.samples = [(files[i], target) for i, target in targets.items()]
 
-    def renumber(self, class_map: dict[str, int]) -> None:
-        """Gives the classes other numbers, by their names, without a second look at the folder."""
-        numbers = {number: class_map[name] for name, number in self.class_to_idx.items()}
-        self.class_to_idx = class_map
-        self.samples = [(file, numbers[number]) for file, number in self.samples]
+    @property
+    def targets(self) -> list[int]:
+        return [target for _, target in self.samples]
 
-    def __str__(self) -> str:
-        """How many images there are of how many classes, and what else lies there, in a line."""
-        names = {number: name for name, number in self.class_to_idx.items()}
-        counts = Counter(number for _, number in self.samples).most_common()
-        most, fewest = (f"{count} of {names[number]!r}" for number, count in (counts[0], counts[-1]))
-        images = f"{len(self.samples)} images of {len(counts)} classes, from {fewest} to {most}"
-        if self.nested:
-            images += f"; a class is the folder that an image is in, also {self.nested[0]!r} inside of another"
-        return images + endings(self.left_out)
+    @targets.setter
+    def targets(self, targets: list[int]) -> None:
+        self.samples = [(file, target) for (file, _), target in zip(self.samples, targets)]
+
+
+class TarReader(ClassReader, ReaderImageInTar):
+    """timm's reader of a tar file, with the classes that the same files in a folder have (see `ClassFolders`).
+
+    Args:
+        root: The tar file, which may hold a tar file for each class.
+        use_list: Read and write timm's list of the members of a large file.
+
+    Raises:
+        ConfigError: There are no class folders.
+    """
+
+    def __init__(self, root: str, use_list: bool = True):
+        ReaderImageInTar.__init__(self, root, cache_tarinfo=None if use_list else False)
+        members = [_path_of(member, child) for member, _, child in self.samples]
+        shown = [i for i, path in enumerate(members) if not any(map(is_hidden, path.split("/")))]
+        self.left_out = Counter({"hidden": len(members) - len(shown)} if len(shown) < len(members) else {})
+        if not shown:
+            raise RuntimeError(f"no images in {root}{endings(self.left_out)}")
+        files = [members[i] for i in shown]
+        targets = self.find_classes(files, [posixpath.dirname(file) for file in files], root)
+        self.samples, self.targets = self.samples[[shown[i] for i in targets]], [*targets.values()]
+
+
+def _path_of(member: tarfile.TarInfo, tar: tarfile.TarInfo | None) -> str:
+    """Return the path of a member of a tar file, which may lie in a tar file inside of that."""
+    folder = posixpath.splitext(tar.name)[0] if tar else ""
+    return posixpath.normpath(posixpath.join(folder, member.name.lstrip("/")))
+
+
+def folders_in(root: str, files: Iterable[str]) -> list[str]:
+    """Return the path of each file's folder inside of `root`, with "/"."""
+    known: dict[str, str] = {}
+    return [
+        known.get(folder) or known.setdefault(folder, folder[len(root) :].replace(os.sep, "/").strip("/"))
+        for folder in map(os.path.dirname, files)
+    ]
 
 
 def endings(left_out: Counter[str]) -> str:
@@ -168,58 +294,71 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def split_folder(source: Path, target: Path, validation: float = 0.2) -> dict[str, int]:
-    """Makes `target`/{train,validation}/CLASS of `source`/CLASS, the same for the same files.
+    """Create `target`/{train,validation}/CLASS from `source`/CLASS; the same files give the same splits.
 
-    The files are hard links where that is possible, which take no room, and else copies.
+    Classes are those that training on `source` would have (see `ClassFolders`), and keep the paths of their folders.
+    The new files are hard links, or copies where the file system does not support hard links.
 
     Returns:
-        How many images each split has.
+        Number of images in each split.
 
     Raises:
-        ValueError: It is split already, a class has less than two images, there is something at `target`, or that is
-            inside of `source`.
-        OSError: Something cannot be read or written; then there is nothing at `target`.
+        ConfigError: `source` has no class folders.
+        ValueError: `source` is split already, a class has fewer than two images, `target` is not empty or lies inside
+            of `source`.
+        OSError: A file cannot be read or written; then `target` does not exist.
     """
     if not 0 < validation < 1:
         raise ValueError(f"the share of validation must be between 0 and 1, not {validation}")
     target = target.resolve()
     if target.is_relative_to(source.resolve()):
         raise ValueError(f"{target} is in {source}, of whose classes it would be one: name a folder beside it")
-    classes = defaultdict(list)
     if not source.is_dir():
         raise ValueError(f"there is no folder {source}")
-    for file in map(Path, list_images(str(source), str(source))):
-        inside = file.relative_to(source)
-        if len(inside.parts) > 1:
-            classes[inside.parts[0]].append(file)
-    if len(classes) < 2:
+    files = list_images(str(source), str(source))
+    folders = folders_in(str(source), files)
+    found = ClassFolders(files, folders, str(source)) if files else None
+    classes: dict[str, list[Path]] = {path: [] for path in (found.names if found else ())}
+    for file, folder in zip(files, folders):
+        if folder in classes:
+            classes[folder].append(Path(file))
+    if tops := {path.split("/")[0] for path in classes}:
+        if all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in tops):
+            raise ValueError(
+                f"{source} is split already, into {', '.join(sorted(tops))}: train on it as it is, or split one of "
+                "these folders"
+            )
+    if found is None or len(classes) < 2:
         raise ValueError(f"{source} has {len(classes)} folders of images: it needs one for each class")
-    if all(name.lower() in {"test", *chain(*SPLIT_NAMES.values())} for name in classes):
-        raise ValueError(f"{source} is split already, into {', '.join(sorted(classes))}: train on it as it is")
-    if few := [name for name, files in classes.items() if len(files) < 2]:
-        raise ValueError(f"the class {few[0]!r} has one image, and each split needs one")
+    for note in found.notes():
+        warn(__name__, "%s: %s", source, note)
+    if few := [path for path, images in classes.items() if len(images) < 2]:
+        raise ValueError(
+            f"the class folder {few[0]!r} has one image, and each split needs one: add images, or move this image to "
+            "another class folder"
+        )
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"there is something in {target}: name a folder that is new")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         (whole := Path(unfinished) / target.name).mkdir()  # with the user's usual permissions
-        counts = _fill(whole, source, classes, validation)
+        counts = _fill(whole, classes, validation)
         if target.exists():
             target.rmdir()  # Windows would not replace it
         whole.rename(target)
     return counts
 
 
-def _fill(target: Path, source: Path, classes: dict[str, list[Path]], validation: float) -> dict[str, int]:
+def _fill(target: Path, classes: dict[str, list[Path]], validation: float) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for name, files in classes.items():
+    for folder, files in classes.items():
         random.Random(0).shuffle(files)
         held_out = min(len(files) - 1, max(1, round(validation * len(files))))
         for place, file in enumerate(files):
             split = "validation" if place < held_out else "train"
-            copy = target / split / name / "-".join(file.relative_to(source / name).parts)
+            copy = target / split / folder / file.name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            while os.path.lexists(copy):  # a-b.png beside a/b.png, or A.png where a disk takes it for a.png
+            while os.path.lexists(copy):  # A.png on a file system that takes it for a.png
                 copy = copy.with_name(f"_{copy.name}")
             try:
                 os.link(file.resolve(), copy)  # no link that leads nowhere

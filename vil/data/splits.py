@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import shlex
-from pathlib import Path
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from timm.data import create_dataset, get_img_extensions
 from timm.data.dataset import ImageDataset, IterableImageDataset
 
+from ..classes import find, quoted
 from ..config import DATASETS, Config, ConfigError
 from ..processes import warn
-from .folders import SPLIT_NAMES, FolderReader, is_hidden
+from .folders import SPLIT_NAMES, ClassReader, FolderReader, TarReader, is_hidden
 from .images import restrict_pillow
 from .synthetic import SyntheticImages
 
@@ -41,54 +44,133 @@ def open_split(data_dir: str | None, dataset: str, split: str, num_classes: int 
         elif (root := _find_split(data_dir, split)).is_dir():
             images = ImageDataset(str(root), reader=FolderReader(str(root), str(data_dir)))
         else:
-            images = _open_tar(root, **kwargs)
+            images = _open_tar(root)
     except ConfigError:
         raise
     except Exception as error:  # of whatever is there, and of the packages that read it
         raise ConfigError(f"cannot open the split {split!r} of {data_dir}: {type(error).__name__}: {error}") from error
+    check_count(images, num_classes, split, data_dir)
+    return images
+
+
+def check_count(images, num_classes: int | None, split: str, data_dir: str | None) -> None:
+    """Raise a ConfigError if a split has another number of classes than the model."""
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
             f"the split {split!r} of {data_dir} has {classes} classes but the model {num_classes} (num_classes)"
         )
-    return images
 
 
-def renumbered(images, class_map: dict[str, int], data_dir: str | None, dataset: str, split: str):
-    """The split that was opened so, its classes with other numbers by their names, all of which the map has."""
-    if isinstance(images.reader, FolderReader):
-        images.reader.renumber(class_map)
-        return images
-    return open_split(data_dir, dataset, split, class_map=class_map)
+def follow_classes(
+    images, known: Sequence[str], owner: str, data_dir: str | None, dataset: str, split: str
+) -> tuple[Any, list[int]]:
+    """Give an opened split the class indices of the `known` classes, by name.
 
+    Args:
+        images: The split, opened with `data_dir`, `dataset` and `split`.
+        known: Class names by index.
+        owner: What has these classes, in messages.
+        data_dir, dataset, split: As for `open_split`.
 
-def _open_tar(path: Path, **kwargs):
-    """timm's dataset of a tar file, without its list of what is in a large one where that is broken or no list.
+    Returns:
+        The split, and the indices of its classes.
 
-    timm keeps such a list beside a file of more than 10 GB, and reads it by an unpickler that runs no code.
+    Raises:
+        ConfigError: The split has a class that is not `known`.
     """
-    opened = functools.partial(create_dataset, "", root=str(path), **kwargs)
+    reader, names = images.reader, class_names(images)
+    folders = reader.folders if isinstance(reader, ClassReader) else None
+    found = find(folders.candidates() if folders else {name: [name] for name in names}, known)
+    if unknown := [name for name in names if found[name] is None]:
+        paths = {name: folders.inside(path) for path, name in folders.names.items()} if folders else {}
+        hint = _hint(paths.get(unknown[0], unknown[0]), len(names), known)
+        raise ConfigError(f"the split {split!r} has classes that {owner} has not: {quoted(unknown)}{hint}")
+    indices = {name: index for name, index in found.items() if index is not None}
+    numbers = {name: index for index, name in enumerate(known)}
+    if folders:
+        reader.renumber(indices, numbers)
+    elif indices != names:
+        images = open_split(data_dir, dataset, split, class_map=numbers | indices)
+    return images, sorted(indices.values())
+
+
+def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
+    """Return the end of a message about a class folder that is not `known`: the likely cause and the remedy.
+
+    Args:
+        unknown: Path of the folder in its split.
+        classes: How many classes the split has.
+        known: The classes that it should have.
+    """
+    if similar := [name for name in known if name.casefold().split() == unknown.casefold().split()]:
+        return f". The name differs from {similar[0]!r} only in case or spaces: rename the folder"
+    *parents, leaf = unknown.split("/")
+    if outer := [parent for parent in parents if parent in known]:
+        return (
+            f". A class is the folder that an image is in: move the images of {unknown!r} up into the folder "
+            f"{outer[-1]!r}"
+        )
+    if parents and leaf in known:
+        return f". Several folders are called {leaf!r}, which is one class there: rename or merge these folders"
+    if deeper := [name for name in known if unknown in name.split("/")]:
+        return f". The class {deeper[0]!r} lies deeper: give both splits the same folders"
+    if classes == 1:
+        return ". All images lie in this folder: each class needs a folder of its images"
+    return ". Give these folders the names of the classes, or remove them"
+
+
+def _open_tar(path: Path):
+    """Open a tar file, without timm's list of its members if that list is broken.
+
+    timm keeps such a list beside a file of more than 10 GB, and reads it with an unpickler that runs no code.
+    """
+    listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
     try:
-        return opened()
+        reader = TarReader(str(path))
+    except ConfigError:
+        raise
     except Exception as error:
-        listed = path.with_name(f"_{path.stem}_tarinfos.pickle")
+        if not listed.exists() and isinstance(error, ValueError):  # timm's of a tar file without images
+            raise RuntimeError(f"no images in {path}") from error
         if not listed.exists():
             raise
         warn(__name__, "%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error)
-        return opened(cache_tarinfo=False)
+        reader = TarReader(str(path), use_list=False)
+    return ImageDataset(str(path), reader=reader)
 
 
 def _refuse_empty_classes(images) -> None:
-    """timm leaves out a class folder without images, and the classes after it have other numbers then."""
-    if not isinstance(images.reader, FolderReader):  # the root of others is where they keep files, or none
+    """Raise a ConfigError if a class folder has no images: timm would leave out the class and shift the indices."""
+    reader = images.reader
+    if not isinstance(reader, ClassReader):  # other readers keep other files in their root, or have none
         return
-    folder, known = Path(images.reader.root), class_names(images)
-    folders = [e for e in folder.iterdir() if e.is_dir() and not e.is_symlink() and not is_hidden(e.name)]
-    empty = sorted(entry.name for entry in folders if entry.name not in known and not _has_images(entry))
+    classes = {*map(PurePosixPath, reader.folders.names)}
+    outer = {parent for folder in classes for parent in folder.parents}
+    folders = _folders_of_tar(reader.root) if isinstance(reader, TarReader) else _folders_in(Path(reader.root), outer)
+    empty = sorted(str(folder) for folder in folders - classes - outer if classes.isdisjoint(folder.parents))
+    empty = [folder for folder in empty if str(PurePosixPath(folder).parent) not in empty]
     if empty:
         raise ConfigError(
-            f"class folders of {str(folder)!r} have no images: {_quoted(empty)}. Copy the images or remove the folders"
+            f"class folders of {reader.root!r} have no images: {quoted(empty)}. Copy the images or remove the folders"
         )
+
+
+def _folders_of_tar(path: str) -> set[PurePosixPath]:
+    with tarfile.open(path) as tar:
+        folders = {PurePosixPath(member.name.lstrip("/")) for member in tar if member.isdir()}
+    return {folder for folder in folders if not any(map(is_hidden, folder.parts))}
+
+
+def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
+    """Return the paths of folders that lie in `root` or in folders that hold class folders, if they have no images."""
+    found = set()
+    for folder in outer | {PurePosixPath()}:
+        with contextlib.suppress(OSError):  # a folder that cannot be read is skipped
+            for entry in (root / folder).iterdir():
+                if entry.is_dir() and not entry.is_symlink() and not is_hidden(entry.name):
+                    found.add(folder / entry.name)
+    return {folder for folder in found if not _has_images(root / folder)}
 
 
 def _has_images(folder: Path) -> bool:
@@ -119,21 +201,15 @@ def open_splits(config: Config):
             "images"
         )
     known, found = class_names(train), class_names(val)
-    if known != found:
-        if unknown := [name for name in found if name not in known]:
-            raise ConfigError(f"the split {config.val_split!r} has classes that training has not: {_quoted(unknown)}")
-        missing = [name for name in known if name not in found]
-        warn(
-            __name__, "the split %r has no images of %d of the %d classes: %s",
-            config.val_split, len(missing), num_classes, _quoted(missing),
-        )  # fmt: skip
-        val = renumbered(val, known, *location, config.val_split)
+    if found and known != found:
+        names = sorted(known, key=lambda name: known[name])
+        val, present = follow_classes(val, names, "training", *location, config.val_split)
+        if missing := [name for name, index in known.items() if index not in present]:
+            warn(
+                __name__, "the split %r has no images of %d of the %d classes: %s",
+                config.val_split, len(missing), num_classes, quoted(missing),
+            )  # fmt: skip
     return train, val, num_classes
-
-
-def _quoted(names: list[str]) -> str:
-    """Some names in a line, with what a terminal would obey escaped."""
-    return ", ".join(map(repr, names[:5])) + (", ..." if names[5:] else "")
 
 
 def limit_classes(images, num_classes: int) -> None:
@@ -142,9 +218,8 @@ def limit_classes(images, num_classes: int) -> None:
 
 
 def class_names(images) -> dict[str, int]:
-    """The number of each class by name; empty where a dataset does not know."""
-    reader = getattr(images, "reader", None)  # timm's reader of tar files has a name of its own for them
-    return dict(getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {})
+    """Return the index of each class by name; empty if the dataset does not store names."""
+    return dict(getattr(getattr(images, "reader", None), "class_to_idx", None) or {})
 
 
 def streams(images) -> bool:
@@ -163,21 +238,31 @@ def _find_split(data_dir: str | None, split: str) -> Path:
     root = Path(data_dir)
     if not root.is_dir():
         raise ConfigError(f"data_dir {data_dir} is not a folder")
-    names = next((names for names in SPLIT_NAMES.values() if split in names), (split,))
+    names = next((names for names in SPLIT_NAMES.values() if split.casefold() in names), (split,))
+    there = sorted(path.name for path in root.iterdir())
     for name in (split, *names):
-        for path in (root / name, root / f"{name}.tar"):
+        for wanted in (name, f"{name}.tar"):
+            alike = [wanted] if wanted in there else [other for other in there if other.casefold() == wanted.casefold()]
+            if len(alike) > 1:
+                raise ConfigError(f"{data_dir} has {quoted(alike)}, which differ only in case: name one as the split")
+            path = root / (alike[0] if alike else wanted)
             if path.is_dir() or path.is_file():
                 if name != split and split not in SPLIT_NAMES:  # these stand for any of theirs
                     warn(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
                 return path
-    found = _quoted(sorted(p.name for p in root.iterdir())) or "nothing"
-    remedy = ""
-    for folder, what in ((root, "If these are classes, this splits them"), (root / "train", "This splits 'train'")):
-        if _count_classes(folder) > 1 and (folder == root or split in SPLIT_NAMES["validation"]):
+    hints = ""
+    tests = [name for name in there if name.casefold() in ("test", "testing", "test.tar")]
+    if tests and names == SPLIT_NAMES["validation"]:
+        test = tests[0].removesuffix(".tar")
+        hints = f". The split {test!r} is read with --val-split {test} in training and --split {test} in validate.py"
+    train = next((root / name for name in there if name.casefold() in SPLIT_NAMES["train"]), root / "train")
+    for folder, what in ((root, "If these are classes, this splits them"), (train, f"This splits {train.name!r}")):
+        if _count_classes(folder) > 1 and (folder == root or names == SPLIT_NAMES["validation"]):
             command = ["python", "-m", "vil.data.folders", str(folder), f"{root.resolve()}_split"]
-            remedy = f". {what}: {shlex.join(command)}"
+            hints += f". {what}: {shlex.join(command)}"
+    found = quoted(there) or "nothing"
     raise ConfigError(
-        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}{remedy}"
+        f"{data_dir} has no split {split!r} (a folder or .tar called {' or '.join(names)}); it has {found}{hints}"
     )
 
 
@@ -187,6 +272,6 @@ def _count_classes(root: Path) -> int:
 
 
 def describe_split(name: str, images) -> str:
-    """What a split has, in a line."""
+    """Return what a split has, in a line."""
     reader = images.reader
-    return f"{name}: {reader if isinstance(reader, FolderReader) else f'{count_images(images)} images'}"
+    return f"{name}: {reader if isinstance(reader, ClassReader) else f'{count_images(images)} images'}"

@@ -10,32 +10,46 @@ import torch
 from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor, nn
 
+from ..classes import order_of
 from ..config import ConfigError
-from ..data.splits import class_names, limit_classes, open_split, renumbered
+from ..data.splits import check_count, class_names, follow_classes, limit_classes, open_split
 from ..published import IMAGENET_CLASSES
 
 
-def open_test_split(data_dir: str | None, dataset: str, split: str, num_classes: int, label_names: Sequence[str] = ()):
-    """timm's dataset for a split, and the classes that can be in it, None for all.
+def open_test_split(
+    data_dir: str | None, dataset: str, split: str, num_classes: int, label_names: Sequence[str] = (),
+    owner: str = "the model",
+):  # fmt: skip
+    """Open a split with the class indices of a model.
 
-    A split whose folders are named by the WordNet ids of some of ImageNet's classes, such as ImageNet-A and ImageNet-R,
-    gets the class numbers of ImageNet. One that lacks classes of the model's `label_names` gets theirs, and is judged
-    among all, as in training.
+    The indices follow the `label_names`. A model without names has the indices of the split, unless the split's folders
+    are named by the WordNet ids of some of ImageNet's classes.
+
+    Args:
+        data_dir, dataset, split: As for `open_split`.
+        num_classes: Classes of the model.
+        label_names: Class names of the model by index; empty if unknown.
+        owner: What has these class names, in messages.
+
+    Returns:
+        timm's dataset, and the classes among which its images are to be judged; None for all. A split with some of
+        ImageNet's classes, such as ImageNet-A and ImageNet-R, is judged among these.
 
     Raises:
-        ConfigError: As `open_split`.
+        ConfigError: As `open_split`, or the split has a class that the model has not.
     """
     images = open_split(data_dir, dataset, split)
     limit_classes(images, num_classes)
-    names = class_names(images)
-    if not names or len(names) == num_classes:
+    numbers = class_names(images)
+    names = sorted(numbers, key=lambda name: numbers[name])
+    if not names or order_of(names, label_names or names) == [*range(num_classes)]:
         return images, None
-    is_imagenet = num_classes == IMAGENET_CLASSES
-    known = ImageNetInfo().label_names() if is_imagenet else label_names
-    class_map = {name: number for number, name in enumerate(known[:num_classes]) if name in names}
-    if len(class_map) < len(names):  # it has others: the error says how many
-        return open_split(data_dir, dataset, split, num_classes), None
-    return renumbered(images, class_map, data_dir, dataset, split), list(class_map.values()) if is_imagenet else None
+    imagenet = ImageNetInfo().label_names()
+    is_imagenet = num_classes == IMAGENET_CLASSES and list(label_names or imagenet) == imagenet
+    if not label_names and (not is_imagenet or not {*names} <= {*imagenet}):
+        check_count(images, num_classes, split, data_dir)
+    images, present = follow_classes(images, label_names or imagenet, owner, data_dir, dataset, split)
+    return images, present if is_imagenet and len(present) < num_classes else None
 
 
 class OnlyClasses(nn.Module):
