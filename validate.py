@@ -33,7 +33,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import vil  # noqa: F401  registers the models
-from vil import checkpoint, output
+from vil import output
+from vil.checkpoint import Checkpoint
 from vil.config import ConfigError, Parser, check_choices, confirm_dataset, convert, parse_key_values
 from vil.data.loaders import evaluation_loader
 from vil.data.splits import class_names, count_images, describe_split
@@ -132,7 +133,8 @@ def main() -> None:
 def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str, Any]:
     """The model and data as the checkpoint says them, overridden by the command line."""
     path = options.checkpoint
-    saved = checkpoint.saved_config(path) | checkpoint.preprocessing(path) if path else {}
+    source = Checkpoint(path) if path else None
+    saved = source.options | source.preprocessing if source else {}
     names = ("model", "data_dir", "dataset", "num_classes", "img_size", "crop_pct", "interpolation")
     given = {name: getattr(options, name) for name in names}
     settings = {name: saved.get(name) if value is None else value for name, value in given.items()}
@@ -148,8 +150,8 @@ def resolve_settings(options: argparse.Namespace, model_option: str) -> dict[str
     settings["model_kwargs"] = own | parse_key_values(options.model_kwargs)
     use_ema = options.use_ema
     if use_ema is None:
-        use_ema = bool(options.checkpoint and checkpoint.says_average_is_best(options.checkpoint))
-    settings |= {"checkpoint": options.checkpoint, "use_ema": use_ema}
+        use_ema = bool(source and source.average_is_best)
+    settings |= {"checkpoint": options.checkpoint, "use_ema": use_ema, "source": source}
     if not settings["model"]:
         raise ConfigError(f"{model_option} is not given, and no checkpoint of train_imagenet.py says it")
     return settings
@@ -173,8 +175,8 @@ def second_settings(options: argparse.Namespace, first: dict[str, Any]) -> dict[
 def model_of(settings: dict[str, Any]) -> torch.nn.Module:
     arguments = {name: settings[name] for name in ("num_classes", "img_size") if settings[name]}
     arguments |= settings["model_kwargs"]
-    if path := settings["checkpoint"]:
-        return load_model(settings["model"], path, settings["use_ema"], **arguments)
+    if source := settings["source"]:
+        return load_model(settings["model"], source, settings["use_ema"], **arguments)
     name = settings["model"]
     if timm.is_model(name) and not timm.is_model_pretrained(name) and "pretrained_cfg_overlay" not in arguments:
         raise ConfigError(f"timm has no weights of {name}: give --checkpoint FILE, or --against FILE for the second")
@@ -207,15 +209,15 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     for run in runs[1:]:
         run |= {name: settings[name] for name in SHARED}
     confirm_dataset(settings, vars(options), settings["checkpoint"])
-    learned = checkpoint.label_names(settings["checkpoint"]) if settings["checkpoint"] else []
+    learned = settings["source"].label_names if settings["source"] else []
     place = settings["data_dir"], settings["dataset"], settings["split"]
     images, classes = open_test_split(*place, num_classes, learned)
     if world_size > (count := count_images(images)):
         raise ConfigError(f"{world_size} processes share {count} images: start no more than one for each")
     if rank == 0:
         logging.warning("%s", describe_split(settings["split"], images))
-    for path in filter(None, (run["checkpoint"] for run in runs)):
-        warn_of_other_classes(images, path)
+    for source in filter(None, (run["source"] for run in runs)):
+        warn_of_other_classes(images, source)
     notes = ["the moving average of its weights"] if settings["use_ema"] and len(runs) == 1 else []
     if classes:
         judged = [OnlyClasses(model, classes, num_classes).to(device) for model in judged]
@@ -243,9 +245,9 @@ def validate(models, runs, options, device: torch.device, rank: int, world_size:
     return Outcome(results, notes, names, comparison, speeds, images)
 
 
-def warn_of_other_classes(images, path: str) -> None:
-    """Says so where the classes of a dataset are not called what a checkpoint's are."""
-    learned, numbers = dict(enumerate(checkpoint.label_names(path))), class_names(images)
+def warn_of_other_classes(images, source: Checkpoint) -> None:
+    """Warn if classes of a dataset have other names than those of a checkpoint."""
+    learned, numbers = dict(enumerate(source.label_names)), class_names(images)
     if len(learned) == IMAGENET_CLASSES and all(name == str(number) for name, number in numbers.items()):
         return  # ImageNet-V2, whose folders are numbered
     pairs = [(label_of(name), learned.get(number)) for name, number in numbers.items()]
@@ -254,7 +256,7 @@ def warn_of_other_classes(images, path: str) -> None:
         logging.warning(
             "%d of the %d classes here have another name than in %s, such as %r for %r: the accuracy says nothing "
             "unless they mean the same",
-            len(others), len(numbers), path, *others[0],
+            len(others), len(numbers), source, *others[0],
         )  # fmt: skip
 
 
@@ -332,7 +334,7 @@ def validation_line(name: str, num_classes: int, result: Evaluation, notes: Sequ
 
 def as_dict(settings: dict[str, Any], model: torch.nn.Module, result: Evaluation) -> dict[str, Any]:
     return {
-        **settings,
+        **{name: value for name, value in settings.items() if name != "source"},
         "weights": (settings["checkpoint"] or "pretrained") + ", the moving average" * settings["use_ema"],
         "parameters": sum(p.numel() for p in model.parameters()),
         "images": result.images,

@@ -1,33 +1,28 @@
-"""Checkpoints: atomic files that hold a whole run, and weights from files of any origin, with errors that say why."""
+"""Checkpoints: files that hold a whole run, written atomically, and weights from files of any origin."""
 
 from __future__ import annotations
 
-import argparse
+import errno
 import json
 import logging
 import math
-import mmap
-import os
-import re
 import shutil
-import struct
 import sys
-import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import chain, islice
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from timm.models import clean_state_dict
 from torch import nn
 
-from .config import options_of_checkpoint
+from . import torch_files
+from .config import ConfigError, options_of_checkpoint
 from .files import write_atomically
 from .text import LONGEST_LABEL, label_of, printable
 
@@ -38,16 +33,14 @@ PARTS: dict[str, type] = {
     "config": dict, "history": list, "progress": dict, "scheduler": dict, "state_dict": dict, "num_images": int,
 }  # fmt: skip
 LARGEST = 1e6  # of a mean or standard deviation of pixels from 0 to 1, and one over the smallest
-MOST_CONFIG = 2**26  # characters of config.json
+MOST_CONFIG = 2**23  # bytes of config.json
+MOST_HEADER = 2**24  # bytes of the header of a .safetensors file, which may take 30 times as much memory
+MOST_OPTIONS = 10_000  # values in the options of a run
 IN_FOLDER = "model.safetensors"  # the weights in a folder of `vil.export`
-PRODUCER = "vision-longhorn"  # whose files of weights alone say their model
-# levels of values within values, of which files of any origin have some five, and values of one level
-DEEPEST, MOST = 20, 2_000_000
+PRODUCER = "vision-longhorn"  # in the metadata of .safetensors files that name their model
 MOST_RESAMPLED = 2**26  # values that resampling for images of another size may add to them
-MOST_TENSORS, MOST_DIMENSIONS = 100_000, 64  # of a .safetensors file: PyTorch computes with as many dimensions
-# what PyTorch's unpickler allows, and by which a few bytes become any size
-GROWING = re.compile(rb"(?:__builtin__|builtins)\n(?:bytearray|set)\n|collections\nCounter\n")
-READABLE = (OSError, RuntimeError, zipfile.BadZipFile, SafetensorError)  # those that say what is wrong with a file
+MOST_TENSORS = 100_000  # of a .safetensors file
+READABLE = (zipfile.BadZipFile, SafetensorError, torch_files.TorchFileError)  # whose messages say what is wrong
 
 
 class CheckpointError(RuntimeError):
@@ -86,104 +79,193 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
         ) from error
 
 
-def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
-    """Reads a checkpoint of `save_checkpoint`; unless the `whole`, its tensors have shapes alone, on the meta device.
+class Checkpoint:
+    """What a file of weights holds, whoever wrote the file. The file is opened, checked and read once.
+
+    Args:
+        path: A checkpoint of train_imagenet.py, timm or ViM, a plain state dict (.pth, .safetensors), or a folder of
+            `vil.export`.
+        whole: Read the tensors' values. Otherwise tensors are on the meta device, and a .safetensors file has none.
 
     Raises:
-        CheckpointError: It is missing, corrupt, or not one of ours, or of another version, or lacks a part, as best.pt
-            does.
-        ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
+        CheckpointError: The file is missing or cannot be read.
+        BrokenCheckpointError: The file is damaged, or holds what weights do not need.
     """
-    checkpoint = _content(path, whole)
-    if not _is_ours(checkpoint):
-        raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
-    if checkpoint["version"] != VERSION:
-        other = "a newer" if checkpoint["version"] > VERSION else "an older"
-        raise CheckpointError(
-            f"{path} has version {checkpoint['version']}, of {other} train_imagenet.py, and this one goes on from "
-            f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
-        )
-    checkpoint.setdefault("num_images", 0)  # first versions did not say it
-    if "best" in checkpoint and "optimizer" not in checkpoint:
-        raise CheckpointError(
-            f"{path} holds weights without the optimizer's state: --resume {Path(path).with_name('last.pt')} goes on "
-            f"with the run, --pretrained-path {path} starts another one from its weights"
-        )
-    for name, kind in PARTS.items():
-        part = checkpoint.get(name)
-        losses = part.get("losses", []) if isinstance(part, dict) else []
-        if not isinstance(part, kind) or not isinstance(losses, list):
-            raise CheckpointError(f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from")
-    checkpoint["config"] = options_of_checkpoint(checkpoint["config"], path)
-    return checkpoint
+
+    def __init__(self, path: str | Path, whole: bool = True):
+        self.path, self.content = Path(path), _content(path, whole)
+
+    @classmethod
+    def of(cls, source: str | Path | Checkpoint) -> Checkpoint:
+        """Return the checkpoint itself if it has been read already, otherwise read the file."""
+        return source if isinstance(source, Checkpoint) else cls(source)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def is_ours(self) -> bool:
+        return _is_ours(self.content)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The options of the run that wrote the file, as far as a checkpoint may decide them. Other files have none.
+
+        Raises:
+            ConfigError: An option has a value that no run of ours has (see `options_of_checkpoint`).
+        """
+        if not self.is_ours:
+            return {}
+        try:
+            torch_files.refuse_growth(config := self.content["config"], MOST_OPTIONS)
+        except torch_files.TorchFileError as error:
+            raise ConfigError(f"the options in {self.path} cannot be read: {error}") from error
+        return options_of_checkpoint(config, self.path)
+
+    @cached_property
+    def label_names(self) -> list[str]:
+        """The names of the classes by class index, or an empty list if the file does not store them.
+
+        Raises:
+            CheckpointError: There is not one name for each class (see `vil.text.label_of`).
+            ConfigError: See `options`.
+        """
+        names = self.content.get("label_names") if self.is_ours else None
+        if names is None:
+            return []
+        classes = self.options.get("num_classes")
+        are_labels = isinstance(names, list) and all(isinstance(name, str) and name == label_of(name) for name in names)
+        if not are_labels or len(names) != classes:
+            raise CheckpointError(
+                f"{self.path} has label_names that are not a name for each of its {classes} classes, of at most "
+                f"{LONGEST_LABEL} printable characters"
+            )
+        return names
+
+    @cached_property
+    def preprocessing(self) -> dict[str, Any]:
+        """How images are prepared, as far as a file of `vil.export` or the config.json in its folder specifies it.
+
+        The dict has some of timm's mean and std (a list of one number for each channel), crop_mode, crop_pct and
+        interpolation.
+
+        Raises:
+            CheckpointError: The values cannot be read or are not preprocessing.
+            ConfigError: crop_pct or interpolation is not allowed in a checkpoint (see `options_of_checkpoint`).
+        """
+        metadata = self.content.get("metadata", {}) if self.is_ours else {}
+        try:
+            found = {name: json.loads(metadata[name]) for name in ("mean", "std") if name in metadata}
+            found |= {name: metadata[name] for name in ("crop_mode",) if name in metadata}
+        except (ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise _broken(file_of(self.path), error) from error
+        if (beside := self.path / "config.json").is_file():  # timm reads this file of a folder
+            try:
+                with open(beside, "rb") as file:
+                    own = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
+                names = "mean", "std", "crop_mode", "crop_pct", "interpolation"
+                found |= {name: own[name] for name in names if own.get(name) is not None}
+            except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+                raise BrokenCheckpointError(f"{beside} is not a model's config.json: {str(error)[:200]}") from error
+        check_preprocessing(found, self.path, (self.options.get("model_kwargs") or {}).get("in_chans", 3))
+        return found
+
+    @property
+    def average_is_best(self) -> bool | None:
+        """Whether the EMA weights of a best.pt are better than its model's weights; None if the file does not say."""
+        best = self.content.get("best") if self.is_ours else None
+        return None if best is None else best == "state_dict_ema"
+
+    def weights(self, use_ema: bool | None = None) -> dict[str, Any]:
+        """Return the state dict of the file.
+
+        Args:
+            use_ema: Take the EMA weights. None: Take what the file calls the best, otherwise its EMA weights if any.
+
+        Raises:
+            CheckpointError: The file has no EMA weights, or something that is not a weight.
+        """
+        content = self.content if isinstance(self.content, dict) else {}
+        averages = [n for n in ("state_dict_ema", "model_ema") if isinstance(content.get(n), dict)]
+        wanted = self.average_is_best is not False if use_ema is None else use_ema
+        if use_ema and not averages:
+            raise CheckpointError(f"{self.path} has no moving average of its weights")
+        names = averages * wanted + ["state_dict", "model"]
+        try:
+            found = next((content[n] for n in names if isinstance(content.get(n), dict)), self.content)
+            weights = clean_state_dict(found)
+        except Exception as error:  # of names that are not text, or of a file that is not a dict
+            raise _broken(file_of(self.path), error) from error
+        for name, tensor in weights.items():
+            if complaint := _is_unfit(tensor):
+                raise CheckpointError(f"{self.path} is no weights of a model: {name!r} {complaint}")
+        return weights
+
+    def run(self) -> dict[str, Any]:
+        """Return the content of a file of `save_checkpoint`, from which a run can be resumed.
+
+        Raises:
+            CheckpointError: The file has another format or version, or lacks a part, as best.pt does.
+            ConfigError: See `options`.
+        """
+        content, path = self.content, self.path
+        if not self.is_ours:
+            raise CheckpointError(f"{path} is not a checkpoint of train_imagenet.py")
+        if content["version"] != VERSION:
+            other = "a newer" if content["version"] > VERSION else "an older"
+            raise CheckpointError(
+                f"{path} has version {content['version']}, of {other} train_imagenet.py, and this one goes on from "
+                f"version {VERSION} alone: resume with that one, or start another run with --experiment NAME"
+            )
+        if "best" in content and "optimizer" not in content:
+            raise CheckpointError(
+                f"{path} holds weights without the optimizer's state: --resume {path.with_name('last.pt')} goes on "
+                f"with the run, --pretrained-path {path} starts another one from its weights"
+            )
+        content = {"num_images": 0, **content}  # first versions did not store it
+        for name, kind in PARTS.items():
+            part = content.get(name)
+            losses = part.get("losses", []) if isinstance(part, dict) else []
+            if not isinstance(part, kind) or not isinstance(losses, list):
+                raise CheckpointError(
+                    f"{path} has no {name} as train_imagenet.py writes it, and is nothing to go on from"
+                )
+        return content | {"config": self.options, "label_names": self.label_names}
+
+
+def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
+    """Return `Checkpoint.run` of a file."""
+    return Checkpoint(path, whole).run()
 
 
 def saved_config(path: str | Path) -> dict[str, Any]:
-    """The options of the run that wrote a checkpoint, as far as it may decide; none if it is not one of ours.
-
-    Raises:
-        CheckpointError: The file is missing or corrupt.
-        ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
-    """
-    checkpoint = _content(path, whole=False)
-    return options_of_checkpoint(checkpoint["config"], path) if _is_ours(checkpoint) else {}
+    """Return `Checkpoint.options` of a file."""
+    return Checkpoint(path, whole=False).options
 
 
 def label_names(path: str | Path) -> list[str]:
-    """The names of the classes, by their numbers, of the run that wrote a checkpoint; none where it does not say them.
-
-    Raises:
-        CheckpointError: The file is missing or corrupt, or has other than a name for each class (`vil.text.label_of`).
-        ConfigError: It has options that none of ours would have (see `options_of_checkpoint`).
-    """
-    return labels_in(_content(path, whole=False), path)
-
-
-def labels_in(checkpoint: Any, path: str | Path) -> list[str]:
-    """The same of what `read_checkpoint` has read."""
-    names = checkpoint.get("label_names") if _is_ours(checkpoint) else None
-    if names is None:
-        return []
-    classes = options_of_checkpoint(checkpoint["config"], path).get("num_classes")
-    are_labels = isinstance(names, list) and all(isinstance(name, str) and name == label_of(name) for name in names)
-    if not are_labels or len(names) != classes:
-        raise CheckpointError(
-            f"{path} has label_names that are not a name for each of its {classes} classes, of at most {LONGEST_LABEL} "
-            "printable characters"
-        )
-    return names
-
-
-def labels_of(numbers: dict[str, int]) -> list[str]:
-    """The names of classes in the order of their numbers, as a checkpoint holds them."""
-    return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]
+    """Return `Checkpoint.label_names` of a file."""
+    return Checkpoint(path, whole=False).label_names
 
 
 def preprocessing(path: str | Path) -> dict[str, Any]:
-    """How images are prepared, as far as weights of `vil.export`, or the config.json in their folder, say it.
+    """Return `Checkpoint.preprocessing` of a file."""
+    return Checkpoint(path, whole=False).preprocessing
 
-    Returns:
-        Some of timm's mean, std (of 0 to 1, a number for each channel), crop_mode, crop_pct and interpolation.
 
-    Raises:
-        CheckpointError: A file is missing or corrupt, or says what is no preprocessing.
-        ConfigError: crop_pct or interpolation is none that a checkpoint may have (see `options_of_checkpoint`).
-    """
-    content = _content(path, whole=False)
-    metadata = content.get("metadata", {}) if _is_ours(content) else {}
-    with _reading(file_of(path)):
-        said = {name: json.loads(metadata[name]) for name in ("mean", "std") if name in metadata}
-        said |= {name: metadata[name] for name in ("crop_mode",) if name in metadata}
-    if (beside := Path(path) / "config.json").is_file():  # what timm reads of a folder
-        try:
-            with open(beside, encoding="utf-8") as file:
-                own = json.loads(file.read(MOST_CONFIG)).get("pretrained_cfg", {})
-            names = "mean", "std", "crop_mode", "crop_pct", "interpolation"
-            said |= {name: own[name] for name in names if own.get(name) is not None}
-        except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise BrokenCheckpointError(f"{beside} is no table of a model: {str(error)[:200]}") from error
-    check_preprocessing(said, path, (saved_config(path).get("model_kwargs") or {}).get("in_chans", 3))
-    return said
+def says_average_is_best(path: str | Path) -> bool | None:
+    """Return `Checkpoint.average_is_best` of a file."""
+    return Checkpoint(path, whole=False).average_is_best
+
+
+def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:
+    """Return `Checkpoint.weights` of a file."""
+    return Checkpoint(path).weights(use_ema)
+
+
+def labels_of(numbers: dict[str, int]) -> list[str]:
+    """Return the names of classes in the order of their indices, as a checkpoint stores them."""
+    return [label_of(name) for name in sorted(numbers, key=lambda name: numbers[name])]
 
 
 def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 3) -> None:
@@ -198,20 +280,6 @@ def check_preprocessing(said: dict[str, Any], path: str | Path, channels: int = 
             f"{path} has crop_mode {str(said['crop_mode'])[:100]}, and may have center, squash or border"
         )
     options_of_checkpoint({name: said[name] for name in ("crop_pct", "interpolation") if name in said}, path)
-
-
-def says_average_is_best(path: str | Path) -> bool | None:
-    """Whether the moving average of a best.pt is better than its model; None if the file does not say.
-
-    Raises:
-        CheckpointError: The file is missing or corrupt.
-    """
-    return _average_is_best(_content(path, whole=False))
-
-
-def _average_is_best(checkpoint: Any) -> bool | None:
-    best = checkpoint.get("best") if _is_ours(checkpoint) else None
-    return None if best is None else best == "state_dict_ema"
 
 
 def pack_weights(weights: dict[str, torch.Tensor], options: dict[str, Any], metadata: dict[str, str]) -> bytes:
@@ -241,34 +309,9 @@ def digest(weights: Any, said: Any = None) -> str:
 
 
 def _content(path: str | Path, whole: bool) -> Any:
-    """What a file holds, once it has been judged: the one place where files of any origin are read.
-
-    Args:
-        path: The file.
-        whole: Otherwise tensors have shapes alone, on the meta device, which takes neither time nor memory.
-
-    Raises:
-        CheckpointError: It is missing, corrupt, or made to become much more than it is.
-    """
+    """Open, check and read a file from one file object."""
     path = file_of(path)
-    with _reading(path):
-        content = _read_safetensors(path, whole) if str(path).endswith(".safetensors") else _read_pickled(path, whole)
-        _refuse_growth(content, Path(path).stat().st_size)
-        digests = content.get("digest") if whole and _is_ours(content) else None
-        for name, said in (digests or {}).items():
-            if name in content and digest(content[name], content.get("metadata")) != said:
-                raise zipfile.BadZipFile(f"the checksum of its {name} is wrong")
-    return content
-
-
-def file_of(path: str | Path) -> Path:
-    """The file that is meant: of a folder of `vil.export`, its weights."""
-    return Path(path) / IN_FOLDER if Path(path).is_dir() else Path(path)
-
-
-@contextmanager
-def _reading(path: str | Path) -> Iterator[None]:
-    if not (path := Path(path)).is_file():
+    if not path.is_file():
         best = path.with_name("best.pt")  # of a folder that is a run's
         is_of_run = path.name == IN_FOLDER and best.is_file()
         raise CheckpointError(f"there is no checkpoint {path}" + f": give {best}, to --resume last.pt" * is_of_run)
@@ -278,143 +321,71 @@ def _reading(path: str | Path) -> Iterator[None]:
             "vil.predict"
         )
     try:
-        yield
+        with open(path, "rb") as file:
+            content = (_read_safetensors if path.suffix == ".safetensors" else torch_files.load)(file, whole)
+        digests = content.get("digest") if whole and _is_ours(content) else None
+        for name, said in (digests or {}).items():
+            if name in content and digest(content[name], content.get("metadata")) != said:
+                raise torch_files.TorchFileError(f"the checksum of its {name} is wrong")
+        return content
     except Exception as error:  # what the readers raise on broken files has no common type
-        raise BrokenCheckpointError(
-            f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {_reason(error)}"
-        ) from error
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: zipfile seeks nowhere
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise _broken(path, error) from error
 
 
-def _read_safetensors(path: str | Path, whole: bool) -> dict[str, Any]:
-    """Its weights as a checkpoint has them; if it is a file of `pack_weights`, with its options and labels."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-        names = file.keys() if whole else ()
-        if len(names) > MOST_TENSORS or any(len(file.get_slice(name).get_shape()) > MOST_DIMENSIONS for name in names):
-            raise zipfile.BadZipFile(f"it has {len(names)} tensors, or one of more than {MOST_DIMENSIONS} dimensions")
-        content: dict[str, Any] = {"state_dict": {name: file.get_tensor(name) for name in names}}
+def _is_ours(content: Any) -> bool:
+    return isinstance(content, dict) and isinstance(content.get("version"), int) and "config" in content
+
+
+def file_of(path: str | Path) -> Path:
+    """Return the path itself, or the file of weights in a folder of `vil.export`."""
+    return Path(path) / IN_FOLDER if Path(path).is_dir() else Path(path)
+
+
+def _broken(path: Path, error: Exception) -> BrokenCheckpointError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = "it holds no tensors as torch.save and safetensors write them"
+    if isinstance(error, READABLE) and lines:
+        reason = lines[0][:400]
+    return BrokenCheckpointError(f"{path} cannot be read as a checkpoint; it may be cut off or corrupt: {reason}")
+
+
+def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
+    """Return the content of a .safetensors file in the format of a checkpoint.
+
+    A file of `pack_weights` also has options and label names.
+    """
+    start = file.read(8)
+    if (length := int.from_bytes(start, "little")) > MOST_HEADER:
+        raise torch_files.TorchFileError(f"its header has {length} bytes, more than {MOST_HEADER}")
+    header = json.loads(text := file.read(length))
+    metadata = header.pop("__metadata__", None) or {}
+    content: dict[str, Any] = {"state_dict": {}}
+    if whole:
+        dimensions = max((len(entry["shape"]) for entry in header.values()), default=0)
+        if len(header) > MOST_TENSORS or dimensions > torch_files.MOST_DIMENSIONS:
+            raise torch_files.TorchFileError(
+                f"it has {len(header)} tensors, or one of more than {torch_files.MOST_DIMENSIONS} dimensions"
+            )
+        content = {"state_dict": safetensors.torch.load(start + text + file.read())}
     if metadata.get("producer") != PRODUCER:
         return content
     if "digest" in metadata:
         content |= {"digest": {"state_dict": metadata.pop("digest")}, "metadata": metadata}
     said: dict[str, Any] = {name: metadata.get(name) for name in ("config", "label_names")}
     for name, text in said.items():
-        with suppress(ValueError, RecursionError):  # what is no JSON is for whoever looks at it to refuse
+        with suppress(ValueError, RecursionError):  # `Checkpoint` refuses what is not JSON
             said[name] = text and json.loads(text)
     return {"version": VERSION, **content, **said}
-
-
-def _read_pickled(path: str | Path, whole: bool) -> Any:
-    """A file of `torch.save`, by PyTorch's unpickler of weights, which runs no code."""
-    with open(path, "rb") as file:
-        if file.read(4) == b"PK\3\4":  # so does PyTorch tell an archive, whatever its end looks like
-            _judge_archive(file, whole)
-        elif GROWING.search(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)):
-            raise zipfile.BadZipFile("it holds more than tensors, lists and tables")
-    # ViM's training script keeps its options beside the weights; nothing else that runs code on loading is let in
-    with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of pickles by others, with advice to file an issue
-        return torch.load(path, map_location="cpu" if whole else "meta", weights_only=True)
-
-
-def _judge_archive(file: BinaryIO, whole: bool) -> None:
-    """Raises an error unless all that PyTorch will read of an archive is stored as it is, and its checksums are right.
-
-    PyTorch writes a checksum of each part, but does not look at it, and it never compresses.
-    """
-    size = file.seek(0, os.SEEK_END)
-    if (place := _place_of_directory(file, size)) is None:
-        raise zipfile.BadZipFile("its list of parts is not at its end, as PyTorch's are")
-    with zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-        if archive.start_dir != place:
-            raise zipfile.BadZipFile("its list of parts is not where its end says")
-        if sum(part.file_size for part in parts) > size:
-            raise zipfile.BadZipFile("its parts are compressed, as PyTorch's are not")
-        for part in parts:
-            if not part.CRC:  # torch.serialization.set_crc32_options(False) writes none
-                del part.CRC
-            if "/data/" not in part.filename:
-                content = archive.read(part)
-                if part.filename.endswith("/byteorder") and content != sys.byteorder.encode():
-                    raise zipfile.BadZipFile("its numbers are in the byte order of other machines")
-                if GROWING.search(content):
-                    raise zipfile.BadZipFile("it holds more than tensors, lists and tables")
-            elif whole:
-                with archive.open(part) as values:
-                    while values.read(2**20):
-                        pass
-
-
-def _place_of_directory(file: BinaryIO, size: int) -> int | None:
-    """Where an archive's list of parts is for every reader: its end says so, and nothing comes after that."""
-    file.seek(max(0, size - 98))
-    end = file.read().rjust(98)
-    large, locator, small = struct.unpack("<4s44xQ", end[:56]), struct.unpack("<4s4xQ4x", end[56:76]), end[76:]
-    if small[:4] != b"PK\5\6":  # a comment comes after it, which could hold another end
-        return None
-    if locator[0] == b"PK\6\7":  # which makes the first 56 bytes its beginning
-        return large[1] if (large[0], locator[1]) == (b"PK\6\6", size - 98) else None
-    return struct.unpack("<16xI2x", small)[0]
-
-
-def _refuse_growth(content: Any, size: int) -> None:
-    """Raises an error if values that refer to one another, or tensors, are much more than a file of this size holds."""
-    claimed, level = 0, [content]
-    for _ in range(DEEPEST):
-        claimed += sum(value.numel() * value.element_size() for value in level if isinstance(value, torch.Tensor))
-        if claimed > 2 * size:  # twice where two names share a tensor
-            raise zipfile.BadZipFile(f"its tensors have {claimed} bytes or more, and the file {size}")
-        if len(level) == MOST:
-            raise zipfile.BadZipFile(f"it has {MOST} values, and is no checkpoint")
-        level = list(islice(chain.from_iterable(map(_inside, level)), MOST))
-    if level:
-        raise zipfile.BadZipFile(f"its values lie {DEEPEST} deep within one another, or deeper")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, (dict, argparse.Namespace)):
-        return (value if isinstance(value, dict) else vars(value)).values()
-    return value if isinstance(value, (list, tuple)) else ()
-
-
-def _is_ours(checkpoint: Any) -> bool:
-    return isinstance(checkpoint, dict) and isinstance(checkpoint.get("version"), int) and "config" in checkpoint
-
-
-def read_weights(path: str | Path, use_ema: bool | None = None) -> dict[str, Any]:
-    """The state dict of a checkpoint of ours, timm's or ViM's, or of a plain one (.pth, .safetensors).
-
-    Args:
-        path: The file.
-        use_ema: Take the moving average. None: what the file says is best, or else the average where it has one.
-
-    Raises:
-        CheckpointError: The file is missing or corrupt, or has no average.
-    """
-    content = _content(path, whole=True)
-    with _reading(file_of(path)):
-        averages = [n for n in ("state_dict_ema", "model_ema") if isinstance(content.get(n), dict)]
-        wanted = _average_is_best(content) is not False if use_ema is None else use_ema
-        names = averages * wanted + ["state_dict", "model"]
-        weights = clean_state_dict(next((content[n] for n in names if isinstance(content.get(n), dict)), content))
-    if use_ema and not averages:
-        raise CheckpointError(f"{path} has no moving average of its weights")
-    for name, tensor in weights.items():
-        if complaint := _is_unfit(tensor):
-            raise CheckpointError(f"{path} is no weights of a model: {name!r} {complaint}")
-    return weights
 
 
 def _is_unfit(tensor: Any) -> str | None:
     """Why a value of a state dict can be no weight, or None."""
     if not isinstance(tensor, torch.Tensor):
         return f"is no tensor but {type(tensor).__name__}"
-    if tensor.is_nested or tensor.is_meta:
-        return "is a tensor that is nested or has no values"
-    tiny = tensor.is_floating_point() and tensor.element_size() == 1
-    if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized or tiny:
-        return f"is a tensor of {tensor.dtype}, {tensor.layout}"
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):
+        return f"is a tensor of {tensor.dtype}"
     if tensor.is_floating_point() and not tensor.float().isfinite().all():  # as models compute with it
         return "has values that are not finite"
     return None
@@ -443,15 +414,3 @@ def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     if fit is None or {n: w.shape for n, w in weights.items()} == {n: t.shape for n, t in model.state_dict().items()}:
         return weights
     return fit(dict(weights), model)
-
-
-def _reason(error: Exception) -> str:
-    """Why a file could not be read, without PyTorch's advice to load it with all of pickle's power."""
-    if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
-        return f"it holds {code[1]}, and nothing is loaded that may run code; save its state_dict() alone"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if "TorchScript" in str(error):
-        return "it is a TorchScript program, and nothing is loaded that may run code; save its state_dict() alone"
-    if isinstance(error, READABLE) and lines and "weights_only" not in lines[0]:
-        return lines[0][:400]
-    return "it holds no tensors as torch.save and safetensors write them"

@@ -15,46 +15,45 @@ from timm.data import resolve_data_config, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from . import checkpoint
+from .checkpoint import Checkpoint, fitted, load_weights
 from .config import ConfigError
 from .processes import warn
 from .text import nearest, one_line, printable
 from .vision_longhorn import VisionLonghorn, resample_pos_embed
 
 
-def create_model(model: str, pretrained_path: str | None = None, **arguments: Any) -> nn.Module:
-    """timm's model of this name, started from the weights in a file if one is given.
+def create_model(model: str, pretrained_path: str | Path | Checkpoint | None = None, **arguments: Any) -> nn.Module:
+    """Create timm's model of this name, initialized with the weights in a file if one is given.
 
-    The file's head is kept if it has as many classes as the model, position embeddings and patches are resampled. A
-    `depth` less than the file's takes its first blocks.
+    The file's head is kept if it has as many classes as the model. Position embeddings and patches are resampled. If
+    `depth` is less than the file's, the model has the file's first blocks.
 
     Raises:
         ConfigError: There is no such model, it does not take the arguments, or it does not fit the weights.
         CheckpointError: The file is missing or corrupt.
     """
     start: dict[str, Any] = {}
-    if pretrained_path:
-        given = _first_blocks(checkpoint.read_weights(pretrained_path), arguments.get("depth"))
-        weights = _adapted(model, arguments, given, pretrained_path, start=True)
+    source = Checkpoint.of(pretrained_path) if pretrained_path else None
+    if source:
+        given = _first_blocks(source.weights(), arguments.get("depth"))
+        weights = _adapted(model, arguments, given, source, start=True)
         classes = _classes_of(model, weights) or -1  # timm: -1 for a new head
         start = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=weights, num_classes=classes))
     try:
         created = _create(model, arguments, **start)
         own = created.state_dict().keys()
-        if start and 2 * len(there := checkpoint.fitted(weights, created).keys() & own) < len(own):  # timm goes on
-            raise RuntimeError(f"{len(there)} of its {len(own)} tensors are in {pretrained_path}")
+        if start and 2 * len(there := fitted(weights, created).keys() & own) < len(own):  # timm goes on
+            raise RuntimeError(f"{len(there)} of its {len(own)} tensors are in {source}")
     except RuntimeError as error:
         names = [] if timm.is_model(model) else timm.list_models()
         unknown = nearest(model, names) or "; timm.list_models() has those that there are" * bool(names)
         reason = printable(one_line(error, 2000))  # with names of tensors in it
-        raise ConfigError(
-            f"cannot create the model {model}: {reason}{unknown}{_how_it_was_built(pretrained_path)}"
-        ) from error
+        raise ConfigError(f"cannot create the model {model}: {reason}{unknown}{_how_it_was_built(source)}") from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error
-    if pretrained_path:
+    if source:
         taken = printable(_what_was_taken(created, weights, given))
-        warn(__name__, "started from %s: %s", pretrained_path, taken)
+        warn(__name__, "started from %s: %s", source, taken)
     return created
 
 
@@ -81,7 +80,7 @@ def _first_blocks(weights: dict[str, Tensor], depth: Any) -> dict[str, Tensor]:
 
 
 def _adapted(
-    model: str, arguments: dict[str, Any], weights: dict[str, Tensor], path: str, start: bool = False
+    model: str, arguments: dict[str, Any], weights: dict[str, Tensor], source: Checkpoint, start: bool = False
 ) -> dict[str, Tensor]:
     """Weights with positions for the model's grid of patches, if their file says from which: it need not be square.
 
@@ -90,35 +89,35 @@ def _adapted(
     Raises:
         ConfigError: A pooled model is to have all weights of one that is not, or the other way round.
     """
-    said, positions = _said_by(path), weights.get("pos_embed")
+    said, positions = _said_by(source), weights.get("pos_embed")
     if "model" not in said or positions is None:
         return weights
     with torch.device("meta"):
         own = {"img_size": said.get("img_size"), **(said.get("model_kwargs") or {})}
-        source, target = create_model(said["model"], **own), create_model(model, **arguments)
-    if not isinstance(source, VisionLonghorn) or not isinstance(target, VisionLonghorn):
+        built, target = create_model(said["model"], **own), create_model(model, **arguments)
+    if not isinstance(built, VisionLonghorn) or not isinstance(target, VisionLonghorn):
         return weights
-    if source.pooled != target.pooled:
-        difference = f"{path} is of {said['model']}, whose scans read other tokens than those of {model}"
+    if built.pooled != target.pooled:
+        difference = f"{source} is of {said['model']}, whose scans read other tokens than those of {model}"
         if not start:
             raise ConfigError(f"{difference}: name {said['model']}")
         warn(__name__, "%s: it learns more from weights of its own form", difference)
-    if positions.shape != source.pos_embed.shape:
+    if positions.shape != built.pos_embed.shape:
         return weights
-    grids = target.patch_embed.grid_size, source.patch_embed.grid_size
+    grids = target.patch_embed.grid_size, built.patch_embed.grid_size
     return weights | {"pos_embed": resample_pos_embed(positions.to(target.pos_embed.dtype), *grids)}
 
 
-def _said_by(path: str) -> dict[str, Any]:
-    """The options that a file says; none if it says some that it may not have."""
+def _said_by(source: Checkpoint) -> dict[str, Any]:
+    """Return the options in a file, or none if the file has options that it may not have."""
     with suppress(ConfigError):
-        return checkpoint.saved_config(path)
+        return source.options
     return {}
 
 
-def _how_it_was_built(path: str | None) -> str:
-    """The options that make the model of a file, where it says them."""
-    saved = _said_by(path) if path else {}
+def _how_it_was_built(source: Checkpoint | None) -> str:
+    """Return the options that build the model of a file, if the file stores them."""
+    saved = _said_by(source) if source else {}
     if "model" not in saved:
         return ""
     not_of_weights = ("img_size", "drop_rate", "drop_path_rate")
@@ -138,32 +137,33 @@ def _classes_of(model: str, weights: dict[str, Tensor]) -> int:
 def _what_was_taken(model: nn.Module, weights: dict[str, Tensor], given: dict[str, Tensor]) -> str:
     """How the tensors `given` by a file were used by the model that was started from them, once on its grid."""
     own = model.state_dict()
-    fitted = checkpoint.fitted(weights, model)
-    taken = [n for n in own if n in fitted and torch.equal(fitted[n].to(own[n]), own[n])]
+    adapted = fitted(weights, model)
+    taken = [n for n in own if n in adapted and torch.equal(adapted[n].to(own[n]), own[n])]
     resampled = [n for n in taken if n in given and given[n].shape != own[n].shape]
     others = {"resampled": resampled, "new": [n for n in own if n not in taken]}
-    others["not used"] = [n for n in fitted if n not in own]
+    others["not used"] = [n for n in adapted if n not in own]
     said = [f"{what}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}" for what, names in others.items() if names]
     return "; ".join([f"{len(taken) - len(resampled)} of {len(own)} tensors as they are", *said])
 
 
-def load_model(model: str, path: str, use_ema: bool = False, **arguments: Any) -> nn.Module:
-    """timm's model of this name with all of its weights from a file.
+def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False, **arguments: Any) -> nn.Module:
+    """Create timm's model of this name with all of its weights from a file.
 
     Raises:
-        ConfigError: There is no such model, or it does not take the arguments.
-        CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
+        ConfigError: There is no such model, or it does not accept the arguments.
+        CheckpointError: The file is missing or corrupt, or has another architecture or number of classes.
     """
-    weights = _adapted(model, arguments, checkpoint.read_weights(path, use_ema), path)
+    source = Checkpoint.of(path)
+    weights = _adapted(model, arguments, source.weights(use_ema), source)
     with torch.device("meta"):  # a file that asks for more than it holds is refused before memory is taken
-        checkpoint.load_weights(create_model(model, **arguments), weights, path)
+        load_weights(create_model(model, **arguments), weights, source.path)
     loaded = create_model(model, **arguments)
-    checkpoint.load_weights(loaded, weights, path)
+    load_weights(loaded, weights, source.path)
     return loaded
 
 
 def from_checkpoint(
-    path: str | Path, model: str | None = None, *, use_ema: bool | None = None, **arguments: Any
+    path: str | Path | Checkpoint, model: str | None = None, *, use_ema: bool | None = None, **arguments: Any
 ) -> nn.Module:
     """A trained model, on the CPU and in evaluation mode, which knows what images it is for and what its classes are.
 
@@ -184,19 +184,20 @@ def from_checkpoint(
             take the arguments.
         CheckpointError: The file is missing or corrupt, or of another architecture or number of classes.
     """
-    saved = checkpoint.saved_config(path)
+    source = Checkpoint.of(path)
+    saved = source.options
     name = model or saved.get("model")
     if not name:
-        call = f"vil.from_checkpoint({str(path)!r}, 'vim_tiny')"
-        raise ConfigError(f"{path} does not say its model: give the name as well, {call}")
+        call = f"vil.from_checkpoint({str(source)!r}, 'vim_tiny')"
+        raise ConfigError(f"{source} does not say its model: give the name as well, {call}")
     said = {option: saved[option] for option in ("num_classes", "img_size") if saved.get(option)}
     arguments = said | (saved.get("model_kwargs") or {}) | arguments
     without_head = arguments.get("num_classes") == 0
     if without_head:  # it is loaded with the head that the file has
-        arguments["num_classes"] = said.get("num_classes") or _classes_of(name, checkpoint.read_weights(path))
+        arguments["num_classes"] = said.get("num_classes") or _classes_of(name, source.weights())
     if use_ema is None:
-        use_ema = bool(checkpoint.says_average_is_best(path))
-    loaded: Any = load_model(name, str(path), use_ema, **arguments).eval()
+        use_ema = bool(source.average_is_best)
+    loaded: Any = load_model(name, source, use_ema, **arguments).eval()
     if without_head:
         loaded.reset_classifier(0)
     config = {key: value for key, value in loaded.pretrained_cfg.items() if not key.startswith("test_")}
@@ -204,9 +205,9 @@ def from_checkpoint(
     channels, size = arguments.get("in_chans") or channels, to_2tuple(arguments.get("img_size") or size)
     config |= {"input_size": (channels, *size), "num_classes": loaded.num_classes}
     config |= {option: saved[option] for option in ("crop_pct", "interpolation") if saved.get(option)}
-    config |= checkpoint.preprocessing(path)
+    config |= source.preprocessing
     config |= {name: list(config[name]) * channels for name in ("mean", "std") if len(config[name]) == 1}
-    names = checkpoint.label_names(path)
+    names = source.label_names
     if names and len(names) == loaded.num_classes:
         config["label_names"] = names
     loaded.pretrained_cfg = loaded.default_cfg = config

@@ -19,6 +19,7 @@ from processes import SMALL, run, script
 from timm.data import ImageNetInfo
 
 import validate
+from vil.checkpoint import Checkpoint
 from vil.evaluation.comparison import Speed
 from vil.export import export_model
 from vil.factory import from_checkpoint
@@ -242,7 +243,7 @@ def test_classes_by_other_names_are_counted(here, learned, others, caplog, monke
     names = learned and learned.split(" ")
     state = dict(version=3, config=dict(num_classes=len(names or numbers)), label_names=names)
     monkeypatch.setattr("vil.checkpoint._content", lambda path, whole: state)
-    validate.warn_of_other_classes(SimpleNamespace(reader=SimpleNamespace(class_to_idx=numbers)), "best.pt")
+    validate.warn_of_other_classes(SimpleNamespace(reader=SimpleNamespace(class_to_idx=numbers)), Checkpoint("best.pt"))
     assert [message.split(" ")[0] for message in caplog.messages] == [str(others)] * bool(others)
     assert all(message.isprintable() for message in caplog.messages)
 

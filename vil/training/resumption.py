@@ -90,7 +90,7 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], path: Path, m
 
 def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> None:
     """Raises a CheckpointError that says so where a class of a checkpoint has another name in the run that resumes."""
-    for number, (was, now) in enumerate(zip(checkpoint.labels_in(saved, path), names)):
+    for number, (was, now) in enumerate(zip(saved["label_names"], names)):
         if was != now:
             raise CheckpointError(
                 f"{path} is of a run whose class {number} is {was!r}, here it is {now!r}: give the folders of the "
@@ -100,7 +100,7 @@ def check_same_classes(saved: dict[str, Any], names: list[str], path: Path) -> N
 
 def check_same_teacher(saved: dict[str, Any], teacher: str | None, path: Path) -> None:
     """Raises a CheckpointError if the digest of the teacher's weights is another than that of a checkpoint's run."""
-    if str(saved.get("teacher")) != str(teacher):
+    if saved.get("teacher") != teacher:
         raise CheckpointError(
             f"{path} is of a run whose teacher had other weights: give the --teacher-checkpoint that it had, or start "
             "another run with --experiment NAME"

@@ -103,10 +103,11 @@ class Teacher:
 def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
     """A model with its own weights, on the CPU."""
     if path:
-        said = checkpoint.saved_config(path).get("num_classes")
+        source = checkpoint.Checkpoint(path)
+        said = source.options.get("num_classes")
         if said not in (None, num_classes):
             raise ConfigError(_other_classes(path, said, num_classes))
-        return from_checkpoint(path, name, num_classes=num_classes)
+        return from_checkpoint(source, name, num_classes=num_classes)
     known = timm.get_pretrained_cfg(name)
     if known is None or not known.has_weights:
         raise ConfigError(f"teacher {name} has no weights that timm knows of: give --teacher-checkpoint FILE")

@@ -14,7 +14,7 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 
-from ..checkpoint import saved_config
+from ..checkpoint import Checkpoint
 from ..config import ConfigError
 from ..data.folders import list_images
 from ..data.images import read_image
@@ -65,12 +65,13 @@ def draw(options: argparse.Namespace) -> None:
     """
     if options.count < 1:
         raise ConfigError(f"--count must be at least 1, not {options.count}")
-    config = saved_config(options.checkpoint)
+    source = Checkpoint(options.checkpoint)
+    config = source.options
     if not config.get("model"):
         raise ConfigError(f"{options.checkpoint} is not a checkpoint of train_imagenet.py, and does not say its model")
     arguments = {name: config[name] for name in ("num_classes", "img_size") if config.get(name)}
     arguments |= config.get("model_kwargs") or {}
-    model = from_checkpoint(options.checkpoint)  # first: it may be of another size than it says
+    model = from_checkpoint(source)  # first: it may be of another size than it says
     torch.manual_seed(0)
     untrained = create_model(config["model"], **arguments).eval()
     if not isinstance(model, VisionLonghorn):

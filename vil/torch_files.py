@@ -1,0 +1,325 @@
+"""Reader of the files that `torch.save` writes, which may come from anybody. It builds tensors and plain values only.
+
+A pickle is a program for a stack machine. The machine below knows the opcodes of plain values, calls only the functions
+in `GLOBALS`, and checks their arguments. So a file can neither run code nor become much larger than it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import pickletools
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from types import FunctionType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a file without an archive
+PART_BYTES = 64  # of an archive for each part, at least: two headers
+DEEPEST, MOST = 20, 2_000_000  # levels of nested values (checkpoints have about five), and values of all levels
+MOST_CHARACTERS = 2**24  # of all texts, because a pickle can refer to one text many times
+MOST_ARGUMENTS, MOST_DIMENSIONS = 8, 64
+LARGEST, LARGEST_KEY = 2**128, 2**32  # integers; a dict of large keys can be slow, because their hashes collide
+
+LITERALS = {
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING",
+    "SHORT_BINSTRING",
+}  # fmt: skip
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+WITHOUT_EFFECT = {"PROTO", "FRAME"}
+
+
+class TorchFileError(ValueError):
+    """A file is damaged, or holds what weights do not need. The message says which."""
+
+
+def load(file: BinaryIO, whole: bool = True) -> Any:
+    """Return the value in a file of `torch.save`.
+
+    Args:
+        file: A file that is open for reading.
+        whole: Read the tensors' values. Otherwise tensors are on the meta device.
+
+    Raises:
+        TorchFileError: The file is damaged, or holds more than tensors and plain values.
+        OSError: The file cannot be read.
+        Exception: `torch.save` did not write the file; the error is of any kind.
+    """
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    is_archive = file.read(4) == b"PK\3\4"
+    file.seek(0)
+    content = (_load_archive if is_archive else _load_legacy)(file, _Machine(size, whole))
+    refuse_growth(content, MOST, 2 * size)  # twice, because two names may share a tensor
+    return content
+
+
+def _load_archive(file: BinaryIO, machine: _Machine) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        parts = {part.filename: part for part in archive.infolist()}
+        folder = next(iter(parts)).partition("/")[0]
+        if f"{folder}/constants.pkl" in parts:
+            raise TorchFileError("it is a TorchScript program, which is code; save its state_dict() instead")
+        if sum(part.file_size + PART_BYTES for part in archive.infolist()) > machine.size:
+            raise TorchFileError("its parts are compressed or overlap, so they are larger than the file")
+        for part in parts.values():
+            if not part.CRC:  # torch.serialization.set_crc32_options(False) writes no checksums
+                del part.CRC
+        order = f"{folder}/byteorder"
+        _check_byte_order(order not in parts or archive.read(order) == b"little")
+        content = machine.run(io.BytesIO(archive.read(f"{folder}/data.pkl")))
+        for key, storage in machine.storages.items() if machine.whole else ():
+            with archive.open(f"{folder}/data/{key}") as values:
+                _fill(storage, values)
+                if values.read(1):
+                    raise TorchFileError("a tensor's storage is longer than its pickle says")
+        return content
+
+
+def _load_legacy(file: BinaryIO, machine: _Machine) -> Any:
+    magic, protocol, system = (machine.run(file) for _ in range(3))
+    if (magic, protocol) != (MAGIC, PROTOCOL):
+        raise ValueError("not a file of torch.save")
+    _check_byte_order(system["little_endian"])
+    content = machine.run(file)
+    for key in machine.run(file) if machine.whole else ():
+        file.read(8)  # the number of elements
+        _fill(machine.storages[key], file)
+    return content
+
+
+def _check_byte_order(is_little: bool) -> None:
+    if is_little != (sys.byteorder == "little"):
+        raise TorchFileError("it is in the byte order of other machines")
+
+
+def _fill(storage: Tensor, values: Any) -> None:
+    """Read the values of a storage. The last read of an archive's part compares its checksum."""
+    view = memoryview(storage.numpy())
+    for start in range(0, len(view), 2**20):
+        piece = view[start : start + 2**20]
+        if values.readinto(piece) != len(piece):
+            raise TorchFileError("it ends within a tensor")
+
+
+class _Machine:
+    """Stack machine of pickles.
+
+    Args:
+        size: Bytes of the file, which are the most that storages may claim.
+        whole: Storages get memory for their values.
+    """
+
+    def __init__(self, size: int, whole: bool):
+        self.size, self.whole, self.stored = size, whole, 0
+        self.storages: dict[str, Tensor] = {}
+
+    def run(self, program: BinaryIO) -> Any:
+        stack: list[Any] = []
+        outer: list[list[Any]] = []  # stacks below the marks
+        memo: dict[int, Any] = {}
+        for opcode, argument, _ in pickletools.genops(program):
+            name = opcode.name
+            if name in LITERALS:
+                if type(argument) is int and abs(argument) > LARGEST:
+                    raise TorchFileError("it holds an integer of more than 128 bits")
+                stack.append(argument)
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            elif name in CONSTANTS:
+                stack.append(CONSTANTS[name])
+            elif name in EMPTY:
+                stack.append(EMPTY[name]())
+            elif name == "MARK":
+                outer.append(stack)
+                stack = []
+            elif name in ("TUPLE", "APPENDS", "SETITEMS"):
+                items, stack = stack, outer.pop()
+                stack.append(tuple(items)) if name == "TUPLE" else _extend(stack[-1], items)
+            elif name in TUPLES:
+                items = [stack.pop() for _ in range(TUPLES[name])]
+                stack.append(tuple(items[::-1]))
+            elif name == "APPEND":
+                item = stack.pop()
+                _extend(stack[-1], [item])
+            elif name == "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                _extend(stack[-1], [key, value])
+            elif name == "GLOBAL":
+                stack.append(_find(argument))
+            elif name == "STACK_GLOBAL":
+                attribute, module = stack.pop(), stack.pop()
+                stack.append(_find(f"{module} {attribute}"))
+            elif name in ("REDUCE", "NEWOBJ"):
+                arguments, function = stack.pop(), stack.pop()
+                stack.append(_call(function, arguments))
+            elif name == "BUILD":
+                state = stack.pop()
+                if type(stack[-1]) not in (OrderedDict, argparse.Namespace) or type(state) is not dict:
+                    raise TorchFileError(f"it sets attributes of {type(stack[-1]).__name__}")
+                stack[-1].__dict__ = state  # not a copy, because many objects may have one state
+            elif name == "BINPERSID":
+                stack.append(self.storage(stack.pop()))
+            elif name == "STOP":
+                return stack.pop()
+            elif name not in WITHOUT_EFFECT:
+                raise TorchFileError(f"it holds more than tensors, lists and dicts (pickle's {name})")
+        raise TorchFileError("its pickle is truncated")
+
+    def storage(self, identity: Any) -> Tensor:
+        """Return the 1-D tensor of a storage. `load` reads the values later."""
+        kind, dtype, key, _, count, *view = identity if type(identity) is tuple and len(identity) < 7 else [None] * 5
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or view not in ([], [None]):
+            raise TorchFileError("it refers to something that is not a storage of a tensor")
+        if key not in self.storages:
+            length = count * dtype.itemsize
+            self.stored += length
+            if not 0 <= length <= self.stored <= self.size:
+                raise TorchFileError(f"its tensors have {self.stored} bytes or more, and the file {self.size}")
+            self.storages[key] = torch.empty(length, dtype=torch.uint8, device="cpu" if self.whole else "meta")
+        return self.storages[key].view(dtype)
+
+
+def _find(name: str) -> Any:
+    """Return what stands for the global `module name`."""
+    if name not in GLOBALS:
+        raise TorchFileError(
+            f"it holds {name.replace(' ', '.')[:200]}, which weights do not need, and nothing is loaded that may run "
+            "code; save only its state_dict()"
+        )
+    return GLOBALS[name]
+
+
+def _call(function: Any, arguments: Any) -> Any:
+    """Call a function of `GLOBALS`, and no other, because a machine's stack holds no others."""
+    if not isinstance(function, FunctionType) or type(arguments) is not tuple or len(arguments) > MOST_ARGUMENTS:
+        raise TorchFileError(f"it calls {type(function).__name__} with arguments that weights do not need")
+    return function(*arguments)
+
+
+def _extend(container: Any, items: list[Any]) -> None:
+    if type(container) is list:
+        container.extend(items)
+        return
+    if type(container) not in (dict, OrderedDict):
+        raise TorchFileError(f"it uses {type(container).__name__} as a dict")
+    for key, value in zip(items[::2], items[1::2]):
+        if not isinstance(key, (str, int, type(None))) or (type(key) is int and abs(key) > LARGEST_KEY):
+            raise TorchFileError(f"a dict has a key that is {type(key).__name__}, neither text nor a small integer")
+        container[key] = value
+
+
+def _tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: Any) -> Tensor:
+    """Stand in for `torch._utils._rebuild_tensor` and `_rebuild_tensor_v2`."""
+    return storage.as_strided(_numbers(size), _numbers(stride), *_numbers((offset,)))
+
+
+def _tensor_of_dtype(storage: Tensor, offset: int, size: tuple, stride: tuple, _: Any, __: Any, dtype: Any, *___: Any):
+    """Stand in for `torch._utils._rebuild_tensor_v3`, whose storage is of bytes."""
+    return _tensor(storage.view(dtype), offset, size, stride)
+
+
+def _parameter(data: Any, *_: Any) -> Tensor:
+    """Stand in for `torch._utils._rebuild_parameter`."""
+    if not isinstance(data, Tensor):
+        raise TorchFileError("a parameter is not a tensor")
+    return data
+
+
+def _of_subclass(function: Any, _: Any, arguments: Any, __: Any) -> Tensor:
+    """Stand in for `torch._tensor._rebuild_from_type_v2` of a tensor with attributes, such as a buffer."""
+    return _parameter(_call(function, arguments))
+
+
+def _numbers(values: Any) -> torch.Size:
+    if (
+        not isinstance(values, tuple)
+        or len(values) > MOST_DIMENSIONS
+        or any(type(value) is not int for value in values)
+    ):
+        raise TorchFileError(f"a size is not a tuple of at most {MOST_DIMENSIONS} integers")
+    return torch.Size(values)
+
+
+def _device(kind: str, *_: Any) -> str:
+    return kind
+
+
+def _complex(real: float, imaginary: float) -> complex:
+    return complex(real, imaginary)
+
+
+def _ordered_dict() -> OrderedDict:
+    return OrderedDict()
+
+
+def _namespace() -> argparse.Namespace:
+    return argparse.Namespace()
+
+
+STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+}  # fmt: skip
+GLOBALS: dict[str, Any] = {
+    **{f"{module} {name}Storage": kind for name, kind in STORAGES.items() for module in ("torch", "torch.cuda")},
+    **{f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch.storage UntypedStorage": torch.uint8,
+    "torch._tensor Tensor": None,  # an argument of `_of_subclass`
+    "torch Tensor": None,
+    "torch Size": _numbers,
+    "torch device": _device,
+    "torch._utils _rebuild_tensor": _tensor,
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils _rebuild_parameter": _parameter,
+    "torch._utils _rebuild_parameter_with_state": _parameter,
+    "torch._tensor _rebuild_from_type_v2": _of_subclass,
+    "collections OrderedDict": _ordered_dict,
+    "argparse Namespace": _namespace,  # of ViM's training script, which stores its options beside the weights
+    "builtins complex": _complex,
+    "__builtin__ complex": _complex,
+}
+
+
+def refuse_growth(content: Any, most: int, most_bytes: float = math.inf) -> None:
+    """Raise a TorchFileError if values that refer to one another are more than code can go through.
+
+    Args:
+        content: Nested values.
+        most: Number of values allowed.
+        most_bytes: Bytes allowed for tensors.
+    """
+    values = characters = claimed = 0
+    level = [content]
+    for _ in range(DEEPEST):
+        level = list(islice(chain.from_iterable(map(_inside, level)), most + 1))
+        values += len(level)
+        characters += sum(len(value) for value in level if isinstance(value, str))
+        claimed += sum(value.numel() * value.element_size() for value in level if isinstance(value, Tensor))
+        if claimed > most_bytes:
+            raise TorchFileError(f"its tensors have {claimed} bytes or more, and the file {int(most_bytes) // 2}")
+        if values > most or characters > MOST_CHARACTERS:
+            raise TorchFileError(f"it has more than {most} values, or {MOST_CHARACTERS} characters in its texts")
+    if level:
+        raise TorchFileError(f"its values are nested {DEEPEST} levels deep or deeper")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        return chain(value, value.values())
+    return value if isinstance(value, (list, tuple)) else ()
