@@ -15,6 +15,7 @@ had happened, on as many processes as there are then. docs/reliability.md says w
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from contextlib import ExitStack, suppress
@@ -24,7 +25,8 @@ if __name__ == "__main__":  # before the other imports, which take seconds: unti
     def end_at_once(*_):
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):
-                os.write(2, b"\nstopped by a signal with nothing to save\n")
+                if os.name == "nt" or select.select([], [2], [], 0)[1]:  # else a pipe that nobody reads would block
+                    os.write(2, b"\nstopped by a signal with nothing to save\n")
         os._exit(75)  # PREEMPTED
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
@@ -64,7 +66,6 @@ from vil.devices import autocast, known_device
 from vil.evaluation.evaluator import Evaluator
 from vil.factory import chosen_data_config
 from vil.files import FolderInUseError, FolderLock
-from vil.output import outlive_output
 from vil.processes import (
     FirstProcessError,
     from_first_process,
@@ -73,6 +74,7 @@ from vil.processes import (
     leave_processes,
     sum_over_processes,
 )
+from vil.streams import exit_at_once, outlive_output
 from vil.text import one_line
 from vil.training import resumption
 from vil.training.building import build_model, build_optimizer, build_scheduler
@@ -106,9 +108,8 @@ def main() -> None:
     except Exception as error:
         foreseen = isinstance(error, FORESEEN)
         if dist.is_initialized():  # at once: tidying up would wait for other processes, which may be gone
-            sys.stdout.flush()
             print(f"error: {error}" if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
-            os._exit(1)
+            exit_at_once(1)
         if foreseen:
             sys.exit(f"error: {error}")
         raise

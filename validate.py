@@ -46,9 +46,10 @@ from vil.evaluation.imagenet import OnlyClasses, Renormalized, open_test_split, 
 from vil.evaluation.report import report_page
 from vil.factory import create_model, data_config_of, load_model
 from vil.files import write_atomically
-from vil.output import LostResultError, errors_in_a_line, outlive_output, print_result
+from vil.output import LostResultError, errors_in_a_line, print_result
 from vil.processes import init_processes, is_first_process
 from vil.published import IMAGENET_CLASSES, published_for
+from vil.streams import outlive_output
 from vil.text import label_of
 
 PAGE = "index.html"

@@ -17,7 +17,7 @@ LAYERS = """
     vil.kernels
     vil.block
     vil.vision_longhorn
-    vil.text
+    vil.text vil.streams
     vil.config vil.files vil.info vil.published
     vil.classes
     vil.checkpoint vil.devices vil.processes
@@ -30,7 +30,7 @@ LAYERS = """
     research
 """
 RANKS = {room: rank for rank, line in enumerate(LAYERS.splitlines()) for room in line.split()}
-DEPENDENCIES = "torch torchvision timm yaml filelock safetensors PIL numpy numba llvmlite jinja2"
+DEPENDENCIES = "torch torchvision timm yaml safetensors PIL numpy numba llvmlite jinja2"
 OPTIONAL = "triton cuda tqdm sklearn matplotlib onnx onnxruntime onnxscript wandb webdataset"
 PATHS = [path for top in ("vil", "research") for path in (ROOT / top).rglob("*.py")]
 PATHS += [ROOT / "train_imagenet.py", ROOT / "validate.py"]

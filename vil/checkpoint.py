@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import math
-import shutil
+import os
 import sys
 import zipfile
 import zlib
@@ -23,7 +23,7 @@ from torch import nn
 
 from . import torch_files
 from .config import ConfigError, options_of_checkpoint
-from .files import write_atomically
+from .files import cause_of, machine_error_in, remedy_for, write_atomically
 from .text import LONGEST_LABEL, label_of, printable
 
 _logger = logging.getLogger(__name__)
@@ -55,26 +55,25 @@ class BrokenCheckpointError(CheckpointError):
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = None) -> None:
-    """Writes `path` atomically: it holds either the new checkpoint or, after any failure, what it held before.
+    """Write `path` atomically: it holds the old or the new checkpoint after any failure.
 
     Args:
         state: The content.
         path: The file.
-        previous: The file that was at `path` moves here, once the new one is complete on the disk.
+        previous: Name that the old file gets once the new one is complete on the disk.
 
     Raises:
-        CheckpointError: It could not be written; the message names the file, the cause and the space left.
+        CheckpointError: Writing failed. The message names the file, the cause and the remedy.
     """
     digests = {name: digest(state[name]) for name in ("state_dict", "state_dict_ema") if name in state}
     state = {"version": VERSION, "digest": digests, **state}
     try:
         write_atomically(path, lambda file: torch.save(state, file), previous)
-    except (OSError, RuntimeError) as error:  # PyTorch's writer turns a full disk into a RuntimeError
-        free = shutil.disk_usage(path.parent).free / 2**20
-        kept = f"the previous {path} is intact" if path.exists() else "there was none before"
-        reason = getattr(error, "strerror", None) or error
+    except (OSError, RuntimeError) as error:  # PyTorch's writer turns an OSError into a RuntimeError
+        cause = machine_error_in(error) or error
+        kept = f". The last complete {path.name} is kept" if os.path.exists(path) else ""
         raise CheckpointError(
-            f"could not write {path} ({free:.0f} MiB free on its disk): {reason}; {kept}. Make room and go on with "
+            f"could not write {path}: {cause_of(cause)}{kept}. To continue, {remedy_for(cause)}, then resume with "
             "--resume auto"
         ) from error
 

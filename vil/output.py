@@ -1,4 +1,4 @@
-"""Text for people: streams whose loss ends no run, and tables that open as text in a spreadsheet."""
+"""Results and errors of commands, and tables that open as text in a spreadsheet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +18,6 @@ from .files import write_atomically
 from .text import label_of
 
 FORMULAS = "=+-@＝＋－＠"  # that begin one in a spreadsheet
-
-
-class _Lossy:
-    """A text stream that loses what it cannot write: onto a full disk, to a closed terminal, through `| head`."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # ValueError: it is closed
-            self.stream.write(text)
-
-    def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-
-def outlive_output(*names: str) -> None:
-    """Has a process go on when nobody takes any more what it writes to sys.`names`, by default both.
-
-    A stream that was closed from the start is opened: a file would take its number, and get what C libraries print.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    for name in names or ("stdout", "stderr"):
-        setattr(sys, name, _Lossy(getattr(sys, name) or open(os.devnull, "w")))  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def check_outputs(paths: Iterable[Path]) -> None:

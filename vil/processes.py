@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .config import ConfigError
 from .launch import is_first_process, launch_error, named_processes
+from .streams import exit_at_once
 
 GRACE = 20  # seconds in which a process may notice by itself that another is gone
 RESTART = 120  # seconds in which all processes have been started again, if they are
@@ -135,7 +136,7 @@ class _Watch(threading.Thread):
             time.sleep(GRACE)
             gone = f"the process of rank {self.next} is gone, and this one waits for it"
             print(f"error: {gone}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
+            exit_at_once(1)
 
     def end(self) -> None:
         """All processes call it."""

@@ -1,6 +1,7 @@
 """Files that runs write, and the folder that a run holds: beside other users, other runs, and after crashes."""
 
 import errno
+import fcntl
 import functools
 import multiprocessing
 import os
@@ -18,7 +19,8 @@ from processes import Forked, become, draw_nothing, in_processes, run, train_com
 import train_imagenet
 from vil import checkpoint, files
 from vil.files import FolderInUseError, FolderLock, write_atomically
-from vil.output import _Lossy, check_outputs, outlive_output
+from vil.output import check_outputs
+from vil.streams import BackgroundStream, outlive_output
 
 
 def test_a_file_has_its_whole_content_or_keeps_the_old(tmp_path, monkeypatch):
@@ -105,7 +107,7 @@ def test_files_get_the_users_usual_permissions(tmp_path, umask, mode):
 def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 0.1)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    with (held := FolderLock(tmp_path / "run")):
+    with FolderLock(tmp_path / "run"):
         message = rf"run is in use: process {os.getpid()} on here has trained here since 20\d\d-.*--experiment NAME"
         monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")  # for the second
         half = tmp_path / "run" / ".last.pt.0123456789abcdef.vil.tmp"
@@ -118,8 +120,74 @@ def test_a_folder_is_held_by_one_run(tmp_path, monkeypatch):
         (tmp_path / "run" / ".holder").unlink()  # or not yet written
         with pytest.raises(FolderInUseError, match="run is in use: another process. End that run first"):
             FolderLock(tmp_path / "run")
-    with FolderLock(tmp_path / "run"):
-        assert not held.lock.is_locked  # that is over
+    with FolderLock(tmp_path / "run"):  # the first one has released it
+        pass
+
+
+def leave_escape_codes(holder):
+    holder.write_text("process \x1b]0;owned\x07 on\nhost \u202e" + "x" * 10**6)
+
+
+def leave_bytes(holder):
+    holder.write_bytes(b"process \xff\xfe on host")
+
+
+@pytest.mark.parametrize("leave", [leave_escape_codes, leave_bytes, os.mkfifo, os.mkdir])
+def test_what_holds_a_folder_is_named_in_one_printable_line_whatever_its_file_is(leave, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    with FolderLock(tmp_path):
+        (tmp_path / ".holder").unlink()
+        leave(tmp_path / ".holder")
+        with pytest.raises(FolderInUseError, match="is in use: (process|another process)") as refused:
+            FolderLock(tmp_path)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 2000
+
+
+LOCK_ERRORS = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP]
+
+
+@pytest.mark.parametrize("number", LOCK_ERRORS, ids=errno.errorcode.get)
+def test_a_file_system_without_locks_has_a_warning_and_no_lock_that_outlives_a_crash(
+    number, tmp_path, monkeypatch, caplog
+):
+    def failing_flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", failing_flock)
+    for _ in range(2):  # the second finds what a crashed run leaves
+        lock = FolderLock(tmp_path)
+    lock.release()
+    assert f"{tmp_path} cannot be locked ({os.strerror(number)})" in caplog.text
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
+def test_a_file_system_without_fsync_of_folders_has_one_warning_and_whole_files(number, tmp_path, monkeypatch, caplog):
+    fsync = os.fsync
+
+    def fsync_of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_of_files)
+    for content in ("one", "two"):
+        write_atomically(tmp_path / "file", content)
+    assert (tmp_path / "file").read_text() == "two"
+    assert len(caplog.messages) == 1
+    assert "without fsync" in caplog.text
+
+
+def test_a_fork_that_lets_go_of_a_lock_leaves_it_to_the_run(tmp_path, monkeypatch):
+    """As a loader's worker does, which has copies of all objects of the run."""
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    with FolderLock(tmp_path) as lock:
+        child = multiprocessing.get_context("fork").Process(target=lock.release)
+        child.start()
+        child.join()
+        with pytest.raises(FolderInUseError):
+            FolderLock(tmp_path)
 
 
 def hold_and_crash(folder, ready):
@@ -177,7 +245,7 @@ def test_a_run_goes_on_when_nobody_takes_what_it_prints(image_folder, tmp_path, 
         assert len(checkpoint.read_checkpoint(folder / "run" / "last.pt")["history"]) == 2
     with open(os.devnull, "w") as closed:
         pass
-    print("more", file=_Lossy(closed), flush=True)
+    print("more", file=BackgroundStream(closed), flush=True)
 
 
 def close_and_go_on(rank):

@@ -1,9 +1,13 @@
 """Checkpoints of runs: what is written when, which one a run goes on from, and with what it may go on."""
 
+import contextlib
+import errno
 import itertools
 import os
 import re
+import resource
 import shlex
+import signal
 from argparse import Namespace
 
 import pytest
@@ -47,13 +51,12 @@ def test_the_last_checkpoint_is_kept_until_the_next_is_complete(tmp_path, monkey
     assert epochs(last, previous) == [3, 2]
 
     def fail(*_):
-        raise OSError("the disk is gone")
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", {tmp_path: Namespace(free=3 * 2**20)}.get)
-    with pytest.raises(CheckpointError, match=r"\(3 MiB free .*: the disk is gone; the previous .*last.pt is intact"):
+    with pytest.raises(CheckpointError, match=r"last.pt: Input/output error. The last complete last.pt is kept"):
         save(last, 4, previous=previous)
-    with pytest.raises(CheckpointError, match="could not write .*new.pt .*; there was none before. Make room"):
+    with pytest.raises(CheckpointError, match="could not write .*new.pt: Input/output error. To continue"):
         save(tmp_path / "new.pt", 4)
     assert epochs(last, previous) == [3, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
@@ -79,9 +82,85 @@ def test_a_loss_of_power_finds_either_checkpoint_whole(tmp_path, monkeypatch):
     assert done == [("on disk", temporary), (temporary, "last.pt"), ("on disk", tmp_path.name)]
     done.clear()
     save(last, 2, previous=previous)
-    temporary = done[0][1]
-    renamed = [("last.pt", "previous.pt"), (temporary, "last.pt")]
+    temporary, kept = done[0][1], done[2][0]
+    renamed = [(temporary, "last.pt"), (kept, "previous.pt")]
     assert done == [("on disk", temporary), *renamed, ("on disk", tmp_path.name)]
+
+
+RENAMES = [(rename, links) for links in (True, False) for rename in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("failing", "links"), RENAMES)
+def test_a_rename_that_fails_leaves_a_complete_checkpoint_where_a_run_looks_for_one(
+    failing, links, tmp_path, monkeypatch
+):
+    """Also on a file system without hard links, and if all later renames fail as well."""
+    last, previous, replace, calls = tmp_path / "last.pt", tmp_path / "previous.pt", os.replace, []
+
+    def failing_replace(*names):
+        calls.append(names)
+        if len(calls) >= failing:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(*names)
+
+    def no_link(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    for epoch in (1, 2):
+        save(last, epoch, previous=previous)
+    for epoch in (3, 4):  # the second meets what the first one left
+        calls.clear()
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "replace", failing_replace)
+            if not links:
+                broken.setattr(os, "link", no_link)
+            with contextlib.suppress(CheckpointError):
+                save(last, epoch, previous=previous)
+        assert find_resumed("auto", tmp_path)[1]["epoch"] in (2, 3, 4)
+        assert not list(tmp_path.glob(".*"))
+    if links:
+        assert len(epochs(last, previous)) == 2  # both are complete
+
+
+CAUSES = [
+    (errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EACCES, "permission"), (errno.EROFS, "read-write"),
+    (errno.EIO, "check the disk"), (errno.ESTALE, "check the disk"), (errno.EFBIG, "ulimit -f"),
+    (errno.EMFILE, "ulimit -n"), (errno.ENOENT, "move the folder back"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "remedy"), CAUSES, ids=lambda value: str(value))
+def test_a_checkpoint_that_cannot_be_written_has_its_cause_and_remedy(number, remedy, tmp_path, monkeypatch):
+    def failing_fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", failing_fsync)
+    with pytest.raises(CheckpointError, match=remedy) as refused:
+        save(tmp_path / "last.pt", 1)
+    assert os.strerror(number) in str(refused.value)
+    assert ("make room" in str(refused.value)) == (remedy == "make room")
+
+
+def test_an_error_of_the_disk_is_named_although_pytorchs_writer_has_one_of_its_own(tmp_path):
+    state = PARTS | {"state_dict": {"a": torch.zeros(10**5)}}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, hard))
+    try:
+        with pytest.raises(CheckpointError, match="last.pt: File too large.*ulimit -f"):
+            checkpoint.save_checkpoint(state, tmp_path / "last.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_moved_during_a_run_is_one_error(tmp_path):
+    (folder := tmp_path / "run").mkdir()
+    save(folder / "last.pt", 1)
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"could not write .*run/last.pt: No such file.*move the folder back"):
+        save(folder / "last.pt", 2, previous=folder / "previous.pt")
 
 
 @pytest.mark.parametrize(("version", "whose"), [(2, "an older"), (99, "a newer")])

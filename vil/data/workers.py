@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ..config import ConfigError
 from ..processes import SCHEDULERS_SIGNALS
+from ..streams import outlive_output
 from .images import WorkersError, restrict_pillow
 
 _logger = logging.getLogger(__name__)
@@ -245,6 +246,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def prepare_worker(worker: int) -> None:
+    outlive_output()  # a worker that is no fork has streams of its own
     restrict_pillow()
     _heed_the_parent_alone()
 

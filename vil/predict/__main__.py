@@ -16,7 +16,8 @@ from ..config import ConfigError, Parser
 from ..data.folders import endings, list_images
 from ..devices import known_device
 from ..files import write_atomically
-from ..output import check_outputs, csv_text, errors_in_a_line, outlive_output, print_result
+from ..output import check_outputs, csv_text, errors_in_a_line, print_result
+from ..streams import outlive_output
 from ..text import label_of
 from . import Prediction, classifier_of, predictions, reason_of
 from . import __doc__ as description

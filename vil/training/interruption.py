@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from ..processes import SCHEDULERS_SIGNALS, is_first_process
+from ..streams import write_now
 
 PREEMPTED = 75  # exit status, EX_TEMPFAIL: stopped by a signal, everything saved; "try again later"
 SIGNALS = (*SCHEDULERS_SIGNALS, signal.SIGINT)
@@ -66,6 +65,5 @@ class CheckpointTimer:
         self.signalled = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            with suppress(OSError):  # nobody reads it any more
-                if is_first_process():
-                    os.write(2, b"\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")
+            if is_first_process():
+                write_now("\nfinishing the step and writing a checkpoint; Ctrl-C again ends the run without\n")
