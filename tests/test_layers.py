@@ -17,7 +17,7 @@ LAYERS = """
     vil.kernels
     vil.block
     vil.vision_longhorn
-    vil.text vil.streams
+    vil.text vil.launch vil.streams
     vil.config vil.files vil.info vil.published
     vil.classes
     vil.checkpoint vil.devices vil.processes
