@@ -10,7 +10,8 @@ kernels/cuda operator.block, _Block.forward, the planned forward, Plan.__call__,
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -195,9 +196,10 @@ class BidirectionalMixer(nn.Module):
         self.pool = pool
         inner, rank = expand * dim, math.ceil(dim / 16)
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **dd)
-        self.directions = nn.ModuleList(
+        directions = nn.ModuleList(
             [self.direction(inner, state_size, rank, conv_width, reverse=reverse, **dd) for reverse in (False, True)]
         )
+        self.directions: Sequence[LonghornDirection] = cast(Any, directions)  # nn.ModuleList has no type parameter
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
     # Of LonghornMixer and MambaMixer the fused kernels take the place of this: an edit shows with VIL_FUSED=0
@@ -285,11 +287,12 @@ class Longhorn(nn.Module):
 
     def forward(self, x_BLC: Tensor) -> Tensor:
         u_BLD, z_BLD = self.in_proj(x_BLC).chunk(2, dim=-1)
-        y_GBLD = torch.stack([
-            longhorn_scan(*way(u_BLD), way.skip, way.step_bias(), reverse=way.conv1d.reverse)
-            for way in self.directions
-        ])  # fmt: skip
-        return self.out_proj(y_GBLD.mean(0) * F.silu(z_BLD))
+        outputs = []
+        for direction in self.directions:
+            v_BLD, step_logits_BLD, k_BLN, q_BLN = direction(u_BLD)
+            skip, step_bias, reverse = direction.skip, direction.step_bias(), direction.conv1d.reverse
+            outputs.append(longhorn_scan(v_BLD, step_logits_BLD, k_BLN, q_BLN, skip, step_bias, reverse=reverse))
+        return self.out_proj(torch.stack(outputs).mean(0) * F.silu(z_BLD))
 
 
 class MambaMixer(BidirectionalMixer):
@@ -297,6 +300,8 @@ class MambaMixer(BidirectionalMixer):
 
     direction = MambaDirection
     recurrence = "selective"
+    if TYPE_CHECKING:  # TorchScript would compile the annotation
+        directions: Sequence[MambaDirection]
 
     def scan(
         self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
@@ -399,7 +404,7 @@ def run_blocks(
     """
     if not called and (type(blocks) not in (nn.Sequential, Blocks) or watched(blocks)):
         return blocks(x_BLC, checkpointing, grid) if isinstance(blocks, Blocks) else blocks(x_BLC)
-    modules = list(blocks)
+    modules: list[Any] = list(cast(nn.Sequential, blocks))
     fused = [fused_block(m, x_BLC) if type(m) is Block and not watched(m) else None for m in modules]
     normed, dtype = None, x_BLC.dtype
     for i, (block, found) in enumerate(zip(modules, fused)):
@@ -411,6 +416,7 @@ def run_blocks(
             x_BLC, normed = block(x_BLC, **grid_for(block, grid)), None
         else:
             run, weights = found
+            assert isinstance(block, Block)
             norm_next = not last and fused[i + 1] is not None and modules[i + 1].norm.eps == block.norm.eps
             how = options(block, weights, only, norm_next, lines_of(block, x_BLC, grid))
             x_BLC, normed = run(x_BLC, weights, how, path_scale(block, x_BLC), normed)
@@ -434,23 +440,23 @@ def checkpointed(
     """
     found = fused_block(block, x_BLC) if type(block) is Block and not watched(block) else None
     if found is None:
-        only = {"class_token_only": True} if class_token_only else {}
-        return checkpoint(block, x_BLC, **only, **grid_for(block, grid))
+        arguments: dict[str, Any] = {"class_token_only": True} if class_token_only else {}
+        return checkpoint(block, x_BLC, **arguments, **grid_for(block, grid))
+    assert isinstance(block, Block)
     run, weights = found
     how = options(block, weights, class_token_only, lines=lines_of(block, x_BLC, grid))
-    arguments = x_BLC, weights, how, path_scale(block, x_BLC)
-    return checkpoint(run, *arguments, preserve_rng_state=False)[0]
+    return checkpoint(run, x_BLC, weights, how, path_scale(block, x_BLC), preserve_rng_state=False)[0]
 
 
-def grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, tuple[int, int]]:
-    """The grid as an argument of a block that takes it."""
+def grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, Any]:
+    """Return the grid as a keyword argument for a block that accepts one."""
     return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 
 
 KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # kernels, pooled models, vil.export and vil.viz have forms of these
-_DIRECTION = [TokenConv1d, nn.Linear, StepProjection]
+_DIRECTION: list[type] = [TokenConv1d, nn.Linear, StepProjection]
 # for each mixer that runs fused, the types of a block's parts in their order
-FUSED = {
+FUSED: dict[type, list[type]] = {
     mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]
     for mixer in KNOWN_MIXERS
 }
@@ -475,13 +481,16 @@ def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | 
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
     weights = weights_as_built(block)
-    run = None if weights is None else fused_operator(x_BLC, weights, block.pool is not None)
+    if weights is None:
+        return None
+    run = fused_operator(x_BLC, weights, block.pool is not None)
     return None if run is None else (run, weights)
 
 
 def weights_as_built(block: Block) -> BlockWeights | None:
     """The weights by name, unless a part was replaced or is watched, or has a parameter that no kernel reads."""
-    norm, mixer, drop_path = (block._modules[name] for name in ("norm", "mixer", "drop_path"))
+    modules: dict[str, Any] = block._modules
+    norm, mixer, drop_path = modules["norm"], modules["mixer"], modules["drop_path"]
     if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
         return None
     parts = [norm, mixer, *mixer._modules.values()]
@@ -520,7 +529,10 @@ def watched(*modules: nn.Module) -> bool:
 def lines_of(block: Block, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines | None:
     """The lines of patches whose means a pooled block reads."""
     pool = block.pool
-    return None if pool is None else Lines.of(*grid_of(x_BLC.shape[1], grid), pool == "columns")
+    if pool is None:
+        return None
+    h, w = grid_of(x_BLC.shape[1], grid)
+    return Lines.of(h, w, pool == "columns")
 
 
 def options(
@@ -530,7 +542,8 @@ def options(
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else weights.norm.dtype
     class_token_only = class_token_only and lines is None  # pooled kernels compute all tokens
-    recurrence, eps = block._modules["mixer"].recurrence, block._modules["norm"].eps
+    modules: dict[str, Any] = block._modules
+    recurrence, eps = modules["mixer"].recurrence, modules["norm"].eps
     return Options(recurrence, eps, dtype, class_token_only, norm_next, lines)
 
 

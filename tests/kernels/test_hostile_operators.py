@@ -350,7 +350,7 @@ def test_a_block_of_the_class_token_alone_has_no_norm_for_the_next(monkeypatch):
 @pytest.mark.parametrize(("most_C", "most_D", "C", "D"), [(2**16 - 1, 2**15, 2**16, 2**15), (1, 2**29 - 1, 1, 2**29)])
 def test_a_block_may_be_as_wide_as_32_bits_count(most_C, most_D, C, D):
     def check(C, D):
-        shapes = (1, 3, C), *Sizes(C, D, N=16, R=1, K=4).shapes(A_log=False).flat()
+        shapes = (1, 3, C), *Sizes(C, D, N=16, R=1, K=4).shapes()
         x, *weights = (torch.empty(shape, device="meta") for shape in shapes)
         contract.check_forward(Options("longhorn", 1e-5, torch.float32), True, [x, None, None, None, *weights])
 

@@ -76,8 +76,8 @@ def crop_resize_flip(
             top, left, h, w = boxes[row].tolist()
             crop[:, :h, :w] = images[places[row]][:, top : top + h, left : left + w]
         axes = to_device(np.stack([boxes[rows, 2:], resized[rows], offsets[rows]]), device)
-        vertical = _resize_weights(*axes[..., 0], size[0], height, interpolation)
-        horizontal = _resize_weights(*axes[..., 1], size[1], width, interpolation)
+        vertical = _resize_weights(axes[..., 0], size[0], height, interpolation)
+        horizontal = _resize_weights(axes[..., 1], size[1], width, interpolation)
         flipped = to_device(flips[rows], device)[:, None, None]
         horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
         narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL, too, rounds between the two directions
@@ -94,13 +94,14 @@ def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int =
         yield from np.split(rows, range(count, len(rows), count))
 
 
-def _resize_weights(
-    lengths_B: Tensor, resized_B: Tensor, offsets_B: Tensor, size: int, longest: int, interpolation: str
-) -> Tensor:
-    """(B, size, longest): the share of each input pixel in each output pixel; 0 beyond an image's own length."""
-    lengths, resized, offsets = (t[:, None, None] for t in (lengths_B, resized_B, offsets_B))
-    place = torch.arange(size, device=lengths_B.device)[:, None] + offsets
-    pixel = torch.arange(longest, device=lengths_B.device) + 0.5
+def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str) -> Tensor:
+    """Return the share of each input pixel in each output pixel, (B, size, longest).
+
+    Pixels beyond an image's own length have no share. `axis_3B` holds lengths, resized lengths and offsets.
+    """
+    lengths, resized, offsets = axis_3B[:, :, None, None]
+    place = torch.arange(size, device=axis_3B.device)[:, None] + offsets
+    pixel = torch.arange(longest, device=axis_3B.device) + 0.5
     scale = lengths / resized
     x = ((pixel - (place + 0.5) * scale) / scale.clamp(min=1)).abs()
     weights = _kernel(x, interpolation, a=-0.5) * (pixel < lengths)
@@ -176,7 +177,7 @@ def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolati
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     columns, column_weights = _taps(x - 0.5, width, interpolation)
     rows, row_weights = _taps(y - 0.5, height, interpolation)
-    pixels, moved = images.flatten(2), 0
+    pixels, moved = images.flatten(2), torch.zeros((), device=images.device)
     for row, row_weight in zip(rows.split(1, dim=1), row_weights.split(1, dim=1)):
         index = (row * width + columns).flatten(1)[:, None].expand(-1, 3, -1)
         taps = pixels.gather(2, index).view(-1, 3, *columns.shape[1:])
@@ -298,11 +299,13 @@ def finish(
     shift, scale = (torch.tensor([255 * value for value in of], device=device).view(3, 1, 1) for of in (mean, std))
     normalised = images.float().sub_(shift).div_(scale)
     if erasing is not None:
+        assert keys is not None
         for image, (top, left, h, w), key in zip(normalised, erasing.tolist(), keys.tolist()):
             if h:
                 image[:, top : top + h, left : left + w] = _noise(key, mode, h, w, device)
     if mixing is None:
         return normalised
+    assert partners is not None
     top, bottom, left, right, share, _ = to_device(mixing, device)[:, :, None, None, None].unbind(1)
     y = torch.arange(height, device=device)[:, None]
     x = torch.arange(width, device=device)

@@ -85,7 +85,7 @@ def _backend_for(device: torch.device) -> str:
         candidates = ["triton"] if torch.version.hip else ["cuda", "triton"]
     else:
         return "reference"
-    reasons = []
+    reasons: list[str] = []
     for backend in candidates:
         reason = unavailable(backend, device)
         if reason is None:

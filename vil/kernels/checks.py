@@ -11,8 +11,10 @@ from torch import Tensor
 
 KINDS = 4096  # that are remembered
 
+Row = tuple[str, Tensor | None, str, torch.dtype | None]  # of a table that `check` reads
 
-def check(sizes: dict[str, int], *table: tuple[str, Tensor | None, str, torch.dtype | None]) -> None:
+
+def check(sizes: dict[str, int], *table: Row) -> None:
     """Raises a ValueError that names the first tensor that does not fit, unless all do.
 
     Args:
@@ -20,7 +22,7 @@ def check(sizes: dict[str, int], *table: tuple[str, Tensor | None, str, torch.dt
         table: Name, tensor (None passes), the letters of its dimensions and its dtype, or None for any floating one.
             The device of the first is that of all.
     """
-    device = table[0][1].device
+    device = given(table[0][1]).device
     for name, t, layout, dtype in table:
         if t is None:
             continue
@@ -39,6 +41,12 @@ def check_given(**tensors: Tensor | None) -> None:
     for name, t in tensors.items():
         if t is None:
             raise ValueError(f"{name} must be a tensor; it is None")
+
+
+def given(t: Tensor | None) -> Tensor:
+    """Return `t`, which the caller knows to be a tensor."""
+    assert t is not None
+    return t
 
 
 def check_choice(name: str, value: object, choices: Iterable) -> None:

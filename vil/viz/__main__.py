@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from PIL import Image
@@ -21,7 +21,7 @@ from ..data.images import read_image
 from ..factory import create_model, data_config_of, from_checkpoint
 from ..files import write_atomically
 from ..output import errors_in_a_line
-from ..predict import predict
+from ..predict import Prediction, predict
 from ..text import label_of
 from ..vision_longhorn import VisionLonghorn
 from . import __doc__ as description
@@ -74,7 +74,7 @@ def draw(options: argparse.Namespace) -> None:
     model = from_checkpoint(source)  # first: it may be of another size than it says
     torch.manual_seed(0)
     untrained = create_model(config["model"], **arguments).eval()
-    if not isinstance(model, VisionLonghorn):
+    if not (isinstance(model, VisionLonghorn) and isinstance(untrained, VisionLonghorn)):
         raise ConfigError(f"{options.checkpoint} is of {config['model']}, which has no scans to look into")
     depth = len(model.blocks)
     blocks = options.blocks or sorted({0, depth // 2, depth - 1})
@@ -90,9 +90,11 @@ def draw(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     asked = images[: options.count]
     shown = (asked[:SHOWN] * std + mean).clamp(0, 1)
+    # of several images
+    predicted = cast("list[list[Prediction]]", predict(model, opened[: len(shown)], topk=1))
     titles = [
         f"{label_of('/'.join(path.parts[-2:]))[-30:]}\n{label_of(best.label)[:30]} ({best.probability:.1%})"
-        for path, (best,) in zip(files, predict(model, opened[: len(shown)], topk=1))
+        for path, (best,) in zip(files, predicted)
     ]
     figure, said = why(model, asked, shown, titles)
     write_atomically(options.out / "why.png", partial(figure.savefig, dpi=110))

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ..vision_longhorn import VisionLonghorn
-from .traces import patch_maps, trace_scans
+from .traces import blocks_of, patch_maps, trace_scans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def plot_scans(
 
     traces = trace_scans(model, images)
     blocks = range(len(traces)) if blocks is None else blocks
-    step = {"longhorn": "beta", "selective": "dt"}[model.blocks[0].mixer.recurrence]
+    step = {"longhorn": "beta", "selective": "dt"}[blocks_of(model)[0].mixer.recurrence]
     columns = [
         (name, field) for name, field in zip(("relevance", step, "state norm"), ("relevance", "step", "state_norm"))
     ]
@@ -110,8 +110,8 @@ def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
     figure = Figure(figsize=(3.1 * len(fields), 2.9), layout="constrained")
     for axis, (title, field_HW) in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields.items()):
         top = float(field_HW.max())
-        field_HW = field_HW.clamp(min=top * 1e-4).numpy(force=True)
-        drawn = axis.imshow(field_HW, cmap="magma", norm=LogNorm(top * 1e-4, top))
+        visible_HW = field_HW.clamp(min=top * 1e-4).numpy(force=True)
+        drawn = axis.imshow(visible_HW, cmap="magma", norm=LogNorm(top * 1e-4, top))
         figure.colorbar(drawn, ax=axis, shrink=0.7).ax.tick_params(labelsize=6)
         axis.set_title(title, fontsize=9)
         axis.set(xticks=[], yticks=[])

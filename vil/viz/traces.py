@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..block import KNOWN_MIXERS, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
+from ..block import KNOWN_MIXERS, Block, LonghornDirection, at_least_fp32, repeat_rows, transpose_grid
 from ..kernels.scan.chunked import RECURRENCES
 from ..vision_longhorn import VisionLonghorn, split_class_token
 
@@ -41,14 +42,14 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
         TypeError: The model is no VisionLonghorn, or a mixer is of another class.
     """
     check_model(model)
-    for block in model.blocks:
+    for block in blocks_of(model):
         if type(block.mixer) not in KNOWN_MIXERS:
             name = type(block.mixer).__name__
             raise TypeError(f"the recurrence of a {name} is not known here: add its form to vil/viz/traces.py")
     with _recorded_tokens(model) as recorded:
         model.forward_features(images)
     traces = []
-    for block in model.blocks:
+    for block in blocks_of(model):
         parts = [
             _trace(block.mixer.recurrence, direction, recorded[direction], reverse)
             for direction, reverse in zip(block.mixer.directions, (False, True))
@@ -64,6 +65,10 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"a {type(model).__name__} has no scans to look into; this is for VisionLonghorn models")
 
 
+def blocks_of(model: VisionLonghorn) -> list[Block]:
+    return cast("list[Block]", list(model.blocks))  # nn.Sequential has no type parameter
+
+
 @contextmanager
 def _recorded_tokens(model: VisionLonghorn):
     """Collects the tokens that each direction reads. With hooks on them, blocks run unfused."""
@@ -72,7 +77,7 @@ def _recorded_tokens(model: VisionLonghorn):
     def record(direction: LonghornDirection):
         return direction.x_proj.register_forward_pre_hook(lambda _, inputs: recorded.update({direction: inputs[0]}))
 
-    handles = [record(direction) for block in model.blocks for direction in block.mixer.directions]
+    handles = [record(direction) for block in blocks_of(model) for direction in block.mixer.directions]
     try:
         yield recorded
     finally:
@@ -137,7 +142,8 @@ def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
 def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[int]) -> Tensor:
     """Values of tokens as maps (B, G, h, w) of the patches, without the class token's."""
     patches, _ = split_class_token(values_BGL.flatten(0, 1).unsqueeze(-1))
-    grid = model.patch_embed.dynamic_feat_size(tuple(image_size[-2:]))
+    height, width = image_size[-2:]
+    grid = model.patch_embed.dynamic_feat_size((height, width))
     return patches.reshape(*values_BGL.shape[:2], *grid)
 
 

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import aligned
+from ..checks import aligned, given
 from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
 from . import launch as kernels
 from .forward import REVERSE, project, project_pooled, split
 from .launch import PackedWeights
+from .lines import Lines
 from .tokens import Tokens
-from .weights import BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
+from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
 
 
 class DirectionGradients(NamedTuple):
@@ -45,18 +46,19 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
         flat: The gradients of x' and, or None, of xhat'; xhat' and its factors, or None twice; the scale or None; norm
             and in_proj, for the gradients of their product; and `SavedForBackward`.
     """
-    dx_BMC, dnext_TC, next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *saved = map(aligned, flat)
-    saved = SavedForBackward(*saved)
+    dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, saved = BackwardInputs.of(map(aligned, flat))
+    xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
     (B, L, _), C, dtype = saved.uz.shape, sizes.C, saved.uz.dtype
-    tokens, selective = Tokens(L, options.class_token_only), saved.A is not None
+    tokens = Tokens(L, options.class_token_only)
     w = PackedWeights.of(saved.packed, sizes)
     if dnext_TC is None:
         dx_TC = dx_BMC.view(-1, C)
         dout_TC = dx_TC.to(dtype)
     else:
-        dx_TC, dout_TC = kernels.norm_backward(dnext_TC, next_xhat_TC, next_rstd_T, dx_BMC.view(-1, C))
+        assert next_normed is not None
+        dx_TC, dout_TC = kernels.norm_backward(dnext_TC, *next_normed, dx_BMC.view(-1, C))
 
-    u_BLD, z_BMD = split(saved.uz, saved.xhat, w, tokens)
+    u_BLD, z_BMD = split(saved.uz, xhat_TC, w, tokens)
     if options.class_token_only:
         duz_BLE = du_BLD = torch.zeros_like(saved.uz)
         dz_BMD = torch.empty_like(z_BMD)
@@ -72,17 +74,19 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     if options.lines is None:
         of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     else:
-        of_directions = _through_lines(options, u_BLD, dy_BLD, du_BLD, w, saved)
-    dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, saved, tokens)
-    *per_weight, dA_2DN = of_directions
-    dweights = kernels.unpack_gradients(norm_C, in_proj, sizes, dfolded, *per_weight, dtype, in_one)
+        of_directions = _through_lines(options.recurrence, options.lines, u_BLD, dy_BLD, du_BLD, w, saved)
+    dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, xhat_TC, tokens)
+    dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
+    dweights = kernels.unpack_gradients(
+        norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype, in_one
+    )
 
     if options.class_token_only:  # zeros for the residual stream of the other tokens
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
     if not options.norm_given:
-        dx_TC, _ = kernels.norm_backward(dxhat_TC, saved.xhat, saved.rstd, dx_TC)
+        dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
     # the derivative of -exp(A_log) is itself
-    dA_log = (dA_2DN * saved.A).to(norm_C.dtype) if selective else None
+    dA_log = None if saved.A is None else (dA_2DN * saved.A).to(norm_C.dtype)
     return [
         dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
     ]  # fmt: skip
@@ -95,7 +99,7 @@ def _through_directions(
     """Scan, projections and convolutions of both directions; writes du."""
     p = project(u_BLD, w, tokens.H, True)
     dv_2BHD, dstep_logits_2BHD, dk_2BHN, dq_2BHN, dA_2DN, dchannels = scans.scan_backward(
-        recurrence, tokens.read_by_both(dy_BLD), p.v, p.step_logits, p.k, p.q, saved.A, w.skip,
+        recurrence, tokens.read_by_both(dy_BLD), p.v, given(p.step_logits), p.k, p.q, saved.A, w.skip,
         w.step_bias, saved.states, REVERSE, overwrite_step_logits=True,
     )  # fmt: skip
     v_2TD, dstep_logits_2TD, step_2TR, dk_2TN, dq_2TN = (
@@ -108,12 +112,13 @@ def _through_directions(
 
 
 def _through_lines(
-    options: BackwardOptions, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights, saved: SavedForBackward
-) -> DirectionGradients:
+    recurrence: str, lines: Lines, u_BLD: Tensor, dy_BLD: Tensor, du_BLD: Tensor, w: PackedWeights,
+    saved: SavedForBackward,
+) -> DirectionGradients:  # fmt: skip
     """Scan, projections and convolutions of both directions of a pooled block; writes du."""
-    p, dy_BSD = project_pooled(saved.pooled, w), kernels.sum_lines(dy_BLD, options.lines)
+    p, dy_BSD = project_pooled(given(saved.pooled), w), kernels.sum_lines(dy_BLD, lines)
     dmeans_2BSD, dstep_logits_2BSD, dk_2BSN, dq_2BSN, dA_2DN, dchannels = scans.scan_backward(
-        options.recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, p.step_logits, p.k, p.q, saved.A, None, w.step_bias,
+        recurrence, dy_BSD.expand(2, -1, -1, -1), p.v, given(p.step_logits), p.k, p.q, saved.A, None, w.step_bias,
         saved.states, REVERSE, overwrite_step_logits=True,
     )  # fmt: skip
     means_2TD, dmeans_2TD, dstep_logits_2TD, step_2TR, dk_2TN, dq_2TN = (
@@ -123,21 +128,21 @@ def _through_lines(
     dx_proj = kernels.products_over_tokens(dprojected_2TP, means_2TD)
     dmeans_2TD.baddbmm_(dprojected_2TP, w.x_proj)
     dfilters, dskips = kernels.pooled_conv_backward(
-        u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, options.lines
+        u_BLD, dy_BLD, dmeans_2BSD, w.conv, w.conv_bias, w.skip, du_BLD, lines
     )
     # the scan has had no skip
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dskips, dchannels[:, 1], dA_2DN)
 
 
 def _through_in_proj(
-    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, saved: SavedForBackward, tokens: Tokens
+    duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the projection that contains the norm's weight, and of xhat."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
-    dfolded, dxhat_TC = _mm(duz_TE.t(), saved.xhat), torch.mm(duz_TE, w.in_proj[:E])
+    dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # what z adds
         dz_BD = dz_BMD.squeeze(1)
-        xhat_BC, dxhat_BC = (tokens.wanted(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (saved.xhat, dxhat_TC))
+        xhat_BC, dxhat_BC = (tokens.wanted(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
     return dfolded, dxhat_TC

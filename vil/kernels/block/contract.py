@@ -6,22 +6,25 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..checks import check, check_choice, check_given, once_a_kind
+from ..checks import Row, check, check_choice, check_given, given, once_a_kind
 from ..scan.chunks import chunk_state_count
 from . import launch as kernels
 from .lines import Lines
 from .tokens import Tokens
-from .weights import BlockWeights, DirectionWeights, Inputs, Normed, Options, SavedForBackward
+from .weights import BlockWeights, Inputs, Normed, Options
 
 FP32 = torch.float32
 TAPS = (2, 3, 4)  # of the convolutions that there are kernels for
 WEIGHTS = 2**32 - 1  # elements of in_proj, counted in 32 bits
 
 # The letters of dimensions: E 2D, P R + 2N, K taps, S states between chunks, l pooled tokens, U columns of uz, W of
-# packed weights; and the dtype where it is not that of the weights, or of products.
-DIRECTION = DirectionWeights("D1K", "D", "PD", "DR", "D", "D", "DN")
-SAVED = SavedForBackward("BLU", "BMD", "2BSND", "W", "2DN", "2BlD", "TC", "T")
-SAVED_DTYPES = SavedForBackward(None, None, FP32, None, FP32, None, None, FP32)
+# packed weights.
+DIRECTION = dict(conv="D1K", conv_bias="D", x_proj="PD", step_proj="DR", step_bias="D", skip="D", A_log="DN")
+# The fields of `SavedForBackward` with their dtypes, None for that of products.
+SAVED: dict[str, tuple[str, torch.dtype | None]] = {
+    "uz": ("BLU", None), "mean": ("BMD", None), "states": ("2BSND", FP32), "packed": ("W", None), "A": ("2DN", FP32),
+    "pooled": ("2BlD", None), "xhat": ("TC", None), "rstd": ("T", FP32),
+}  # fmt: skip
 
 
 def unobserved(t: Tensor) -> bool:
@@ -48,8 +51,10 @@ def check_lists(recurrence: str, pooled: bool, **lists: list[Tensor]) -> None:
 
 def check_forward(options: Options, keep: bool, flat: list[Tensor | None]) -> None:
     """Raises a ValueError that names what does not fit, unless there are kernels for these inputs."""
+    x, _, _, _, norm, in_proj, out_proj, *_ = flat
+    check_given(x_BLC=x, norm_C=norm, in_proj=in_proj, out_proj=out_proj)
     x_BLC, scale_B, normed, weights = Inputs.of(flat)
-    residual = "x_BLC", x_BLC, "BLC", FP32
+    residual: Row = "x_BLC", x_BLC, "BLC", FP32
     sizes = _check_weights(residual, scale_B, weights)
     check_choice("dtype", options.dtype, backends.DTYPES)
     sizes["T"] = sizes["B"] * sizes["L"]
@@ -100,22 +105,23 @@ def _check_lines(lines: Lines | None, L: int, class_token_only: bool) -> None:
 
 def _saved_fields(recurrence: str, lines: Lines | None) -> list[tuple[str, str, torch.dtype | None]]:
     missing = {"A": recurrence != "selective", "pooled": lines is None}
-    return [row for row in zip(SavedForBackward._fields, SAVED, SAVED_DTYPES) if not missing.get(row[0])]
+    return [(name, layout, dtype) for name, (layout, dtype) in SAVED.items() if not missing.get(name)]
 
 
-def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype) -> list[tuple]:
+def _norm_rows(name: str, normed: Normed | None, tokens: str, dtype: torch.dtype) -> list[Row]:
     if normed is None:
         return []
     return [(f"{name}[0]", normed.xhat, tokens + "C", dtype), (f"{name}[1]", normed.rstd, tokens, FP32)]
 
 
-def _check_weights(residual: tuple, scale_B: Tensor | None, weights: BlockWeights) -> dict[str, int]:
-    """The sizes of a block whose kernels there are, by their letters.
+def _check_weights(residual: Row, scale_B: Tensor | None, weights: BlockWeights) -> dict[str, int]:
+    """Return the sizes of a block by their letters, after a check that the kernels support them.
 
-    residual is the row of the residual stream, or of its gradient, in a table that `check` takes.
+    `residual` is the row of the residual stream or of its gradient in a table that `check` reads.
     """
     norm_C, in_proj, out_proj, directions = weights
-    check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{residual[0]: residual[1]})
+    name_of_x, x, _, _ = residual
+    check_given(norm_C=norm_C, in_proj=in_proj, out_proj=out_proj, **{name_of_x: x})
     dtype = norm_C.dtype
     check_choice("the dtype of norm_C,", dtype, backends.DTYPES)
     fields = len([t for t in directions[0] if t is not None])
@@ -126,13 +132,13 @@ def _check_weights(residual: tuple, scale_B: Tensor | None, weights: BlockWeight
         *(
             (f"directions[{g * fields + i}] ({name})", t, layout, dtype)
             for g, direction in enumerate(directions)
-            for i, (name, t, layout) in enumerate(zip(DirectionWeights._fields, direction, DIRECTION))
+            for i, (t, (name, layout)) in enumerate(zip(direction, DIRECTION.items()))
         ),
     )  # fmt: skip
     C, D, E, P, R = (sizes[letter] for letter in "CDEPR")
     N = sizes.setdefault("N", (P - R) // 2)
-    if 0 in (residual[1].numel(), D, R):
-        raise ValueError(f"{residual[0]}, out_proj and step_proj must not be empty")
+    if 0 in (given(x).numel(), D, R):
+        raise ValueError(f"{name_of_x}, out_proj and step_proj must not be empty")
     if E != 2 * D or P != R + 2 * N:
         raise ValueError(f"in_proj and x_proj must have 2 D = {2 * D} and R + 2 N = {R + 2 * N} rows, not {E} and {P}")
     check_choice("the number of states in x_proj,", N, backends.STATE_SIZES)

@@ -16,9 +16,9 @@ WARPS = 4  # of a CTA, as in conv.cu
 def conv(u_BLD: Tensor, conv_2DK: Tensor, conv_bias_2D: Tensor, H: int) -> Tensor:
     """v_2BHD = silu(conv(u)) of the H tokens that each direction reads first; the last tap is the token itself."""
     (B, L, D), dtype, taps = u_BLD.shape, u_BLD.dtype, conv_2DK.shape[2]
-    v_2BHD = u_BLD.new_empty(2, B, H, D)
-    macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector_width(16 // dtype.itemsize, u_BLD), TAPS=taps)
-    threads = B * D // min(4, macros["VECTOR"])
+    v_2BHD, vector = u_BLD.new_empty(2, B, H, D), vector_width(16 // dtype.itemsize, u_BLD)
+    macros = dict(INPUT=ELEMENT[dtype], VECTOR=vector, TAPS=taps)
+    threads = B * D // min(4, vector)
     stretch = stretch_of(threads, L, hardware.multiprocessors(place(u_BLD)))
     blocks = -(-threads * -(-L // stretch) // (32 * WARPS))
     compiler.launch("block/conv", "conv", macros, blocks, 32 * WARPS, dict(

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..cpu.compiler import LANES, Kernel
 from ..scan import cpu_scan as scans
+from .lines import Lines
 from .tokens import Tokens
 from .weights import BlockWeights, DirectionWeights, Normed, Options, needs_gradients
 
@@ -47,7 +48,7 @@ class Scanned(NamedTuple):
     k: Tensor
     q: Tensor
     A: Tensor | None
-    skip: Tensor
+    skip: Tensor | None
     step_bias: Tensor
 
 
@@ -68,6 +69,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x_BLC, scale_B, *flat):
         y_BLC, saved = _forward(options, x_BLC, scale_B, BlockWeights.of(flat), keep=True)
+        assert saved is not None, "pooled blocks have no backward on CPUs"
         ctx.options = options
         ctx.save_for_backward(x_BLC, scale_B, *saved, *flat)
         return y_BLC
@@ -83,15 +85,16 @@ class _Block(torch.autograd.Function):
 
 def _forward(
     options: Options, x_BLC: Tensor, scale_B: Tensor | None, weights: BlockWeights, keep: bool
-) -> tuple[Tensor, Saved]:
-    """x', and what backward needs, with the states if `keep`."""
+) -> tuple[Tensor, Saved | None]:
+    """Return x' and what backward needs, with the states if `keep`; a pooled block has no backward."""
     (B, L, C), T = x_BLC.shape, x_BLC.shape[0] * x_BLC.shape[1]
     x_TC = x_BLC.view(T, C)
     h_TC, rstd_T = torch.empty_like(x_TC), x_TC.new_empty(T)
     _rows("norm_forward", T, C, T, _bits(options.eps), *_addresses(x_TC, weights.norm, h_TC, rstd_T))
     uz_TE = torch.mm(h_TC, weights.in_proj.t())
     if options.lines is not None:
-        y_TC = torch.addmm(x_TC, _pooled(options, uz_TE, scale_B, B, L, weights), weights.out_proj.t())
+        gated_TD = _pooled(options.recurrence, options.lines, uz_TE, scale_B, B, L, weights)
+        y_TC = torch.addmm(x_TC, gated_TD, weights.out_proj.t())
         return y_TC.view(B, L, C), None
     v_2TD, projected_2TP, step_logits_2TD = _project(uz_TE, B, L, weights)
     scanned = _scanned(v_2TD, projected_2TP, step_logits_2TD, B, L, weights)
@@ -111,9 +114,11 @@ def _project(uz_TE: Tensor, B: int, L: int, weights: BlockWeights) -> tuple[Tens
     return v_2TD, projected_2TP, torch.bmm(projected_2TP[..., :R], _both(weights, "step_proj").mT)
 
 
-def _pooled(options: Options, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights) -> Tensor:
-    """What out_proj reads in a pooled block, over u."""
-    (_, D, N, R, K), lines, T = weights.sizes(), options.lines, len(uz_TE)
+def _pooled(
+    recurrence: str, lines: Lines, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: int, weights: BlockWeights
+) -> Tensor:
+    """Return the input of out_proj in a pooled block, written over u."""
+    (_, D, N, R, K), T = weights.sizes(), len(uz_TE)
     skips = [direction.skip for direction in weights.directions]
     means_2BSD = uz_TE.new_empty(2, B, lines.S, D)
     _channels(
@@ -127,10 +132,10 @@ def _pooled(options: Options, uz_TE: Tensor, scale_B: Tensor | None, B: int, L: 
         torch.mm(mean_BSD.view(-1, D), direction.x_proj.t(), out=projected_TP)
         torch.mm(projected_TP[:, :R], direction.step_proj.t(), out=step_logits_TD)
     scanned = _scanned(means_2BSD.view(2, -1, D), projected_2TP, step_logits_2TD, B, lines.S, weights)
-    y_2BSD, _ = scans.forward(options.recurrence, *scanned._replace(skip=None), REVERSE, False)
+    y_2BSD, _ = scans.forward(recurrence, *scanned._replace(skip=None), REVERSE, False)
     scale = 0 if scale_B is None else scale_B.data_ptr()
     places = uz_TE.data_ptr(), 8 * D, *_addresses(*y_2BSD), scale
-    _rows("pooled_gate_forward", T, D, T, L, *places, lines.count, lines.length, lines.columns)
+    _rows("pooled_gate_forward", T, D, T, L, *places, lines.number, lines.length, lines.columns)
     return uz_TE[:, :D]
 
 
@@ -145,9 +150,9 @@ def _filters(weights: BlockWeights) -> list[Tensor]:
 def _scanned(v_2TD, projected_2TP, step_logits_2TD, B: int, L: int, weights: BlockWeights) -> Scanned:
     _, _, N, R, _ = weights.sizes()
     k_2TN, q_2TN = projected_2TP[..., R : R + N], projected_2TP[..., R + N :]
-    per_token = (t.unflatten(1, (B, L)) for t in (v_2TD, step_logits_2TD, k_2TN, q_2TN))
+    x, step_logits, k, q = (t.unflatten(1, (B, L)) for t in (v_2TD, step_logits_2TD, k_2TN, q_2TN))
     A_2DN = None if weights.directions[0].A_log is None else -_both(weights, "A_log").exp()
-    return Scanned(*per_token, A_2DN, _both(weights, "skip"), _both(weights, "step_bias"))
+    return Scanned(x, step_logits, k, q, A_2DN, _both(weights, "skip"), _both(weights, "step_bias"))
 
 
 def _backward(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import aligned
+from ..checks import aligned, given
 from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
 from . import launch as kernels
@@ -42,14 +42,15 @@ def forward(options: Options, keep: bool, flat: list[Tensor | None]) -> list[Ten
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)
     # a product that is no part of a kernel is written over the residual stream
     copy = not (options.class_token_only or kernels.fuses_product(x_TC, D, dtype))
-    packed, own_norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
+    packed, norm = kernels.pack_weights(weights, dtype, tiles, None if normed else x_TC, options.eps, copy)
     w, A_2DN = PackedWeights.of(packed, weights.sizes()), A_of(weights)
     if normed:
-        own_norm = *normed, x_TC.clone() if copy else x_TC
-    xhat_TC, rstd_T, x_TC = own_norm
+        norm = [*normed, x_TC.clone() if copy else x_TC]
+    xhat_TC, rstd_T, x_TC = map(given, norm)
     uz_BLE = torch.mm(xhat_TC, w.in_proj[: tokens.columns(D)].t()).view(B, L, -1)
     u_BLD, z_BMD = split(uz_BLE, xhat_TC, w, tokens)
     kept = (None, None) if normed else (xhat_TC, rstd_T)
+    means_2BSD: Tensor | None
     if options.lines is None:
         y, means_2BSD, states = _read_tokens(options, keep, u_BLD, w, A_2DN, tokens)
     else:
@@ -71,7 +72,7 @@ def _read_tokens(
     schedule, from_step = kernels.schedule_scan(options.recurrence, u_BLD, tokens.H, w.x_proj, w.step_proj)
     p = project(u_BLD, w, tokens.H, not from_step)
     y_2BHD, states = scans.scan_forward(
-        options.recurrence, p.v, p.step if from_step else p.step_logits, p.k, p.q, A_2DN,
+        options.recurrence, p.v, p.step if from_step else given(p.step_logits), p.k, p.q, A_2DN,
         w.skip, w.step_bias, REVERSE, keep, schedule=schedule, step_proj_GDR=w.step_proj if from_step else None,
     )  # fmt: skip
     return kernels.Read(*tokens.wanted_of_both(y_2BHD)), None, states
@@ -89,7 +90,7 @@ def _read_lines(
     else:
         p = project_pooled(means_2BSD, w)
         y_2BSD, states = scans.scan_forward(
-            options.recurrence, p.v, p.step_logits, p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
+            options.recurrence, p.v, given(p.step_logits), p.k, p.q, A_2DN, None, w.step_bias, REVERSE, keep
         )
         y_BSD = y_2BSD[0] + y_2BSD[1]
     return kernels.Read(skipped_BLD, y_BSD, lines), means_2BSD, states
@@ -107,14 +108,15 @@ def project_pooled(means_2BSD: Tensor, w: PackedWeights) -> Projected:
 
 def A_of(weights: BlockWeights) -> Tensor | None:
     """A (2, D, N), if the recurrence has rates."""
-    forward, backward = (direction.A_log for direction in weights.directions)
-    return None if forward is None else -torch.stack([forward.float(), backward.float()]).exp()
+    first, second = (direction.A_log for direction in weights.directions)
+    return None if first is None or second is None else -torch.stack([first.float(), second.float()]).exp()
 
 
 def split(uz_BLE: Tensor, xhat_TC: Tensor, w: PackedWeights, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """u of all tokens and z of those that are put out."""
     if not tokens.class_token_only:
-        return uz_BLE.chunk(2, dim=-1)
+        u_BLD, z_BLD = uz_BLE.chunk(2, dim=-1)
+        return u_BLD, z_BLD
     B, L, D = uz_BLE.shape
     xhat_BC = tokens.wanted(xhat_TC.view(B, L, -1)).squeeze(1)
     return uz_BLE, torch.mm(xhat_BC, w.in_proj[D:].t()).unsqueeze(1)
@@ -128,5 +130,5 @@ def project(u_BLD: Tensor, w: PackedWeights, H: int, project_step: bool) -> Proj
     )
     parts = projected_2TP.tensor_split((R, (R + P) // 2), dim=-1)
     step_2BHR, k_2BHN, q_2BHN = (t.unflatten(1, (B, -1)) for t in parts)
-    step_logits_2BHD = step_logits_2TD.unflatten(1, (B, -1)) if project_step else None
+    step_logits_2BHD = None if step_logits_2TD is None else step_logits_2TD.unflatten(1, (B, -1))
     return Projected(v_2BHD, k_2BHN, q_2BHN, step_2BHR, step_logits_2BHD)

@@ -22,7 +22,8 @@ def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bo
 
 def empty_tiles(T: int, out_proj: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Room for out_proj as this kernel wants it and `pack_weights` writes it, if it is to run."""
-    takes = fits(T, *out_proj.shape, dtype, place(out_proj))
+    C, D = out_proj.shape
+    takes = fits(T, C, D, dtype, place(out_proj))
     return torch.empty_like(out_proj, dtype=dtype, memory_format=torch.contiguous_format) if takes else None
 
 

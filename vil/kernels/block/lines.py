@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Lines(NamedTuple):
-    """Each line of patches is one pooled token, and the class token one more, number count // 2 of them.
+    """Each line of patches is one pooled token, and the class token one more, at index number // 2.
 
-    Among the tokens of a sequence the class token is number count * length // 2, be they in the order of lines or as in
-    memory, where patches are row by row.
+    The class token is at index number * length // 2 of the sequence, both in the order of lines and in memory, where
+    patches are row by row.
     """
 
-    count: int
+    number: int
     length: int
     columns: bool  # lines are columns
 
@@ -29,29 +29,29 @@ class Lines(NamedTuple):
     def read(cls, numbers: Sequence[int]) -> Lines | None:
         """From an operator's argument, where there are none if the block is not pooled."""
         if len(numbers) not in (0, 3):
-            raise ValueError(f"lines must hold count, length and columns, or nothing; it holds {len(numbers)} numbers")
+            raise ValueError(f"lines must hold number, length and columns, or nothing; it holds {len(numbers)} numbers")
         return cls(numbers[0], numbers[1], bool(numbers[2])) if numbers else None
 
     @property
     def S(self) -> int:
         """Pooled tokens."""
-        return self.count + 1
+        return self.number + 1
 
     @property
     def L(self) -> int:
         """Tokens."""
-        return self.count * self.length + 1
+        return self.number * self.length + 1
 
     def arguments(self) -> dict[str, int]:
         """As lines.cuh takes them."""
-        next, next_line = (self.count, 1) if self.columns else (1, self.length)
-        return dict(count=self.count, length=self.length, next=next, next_line=next_line)
+        next, next_line = (self.number, 1) if self.columns else (1, self.length)
+        return dict(count=self.number, length=self.length, next=next, next_line=next_line)
 
     def order(self) -> Tensor:
         """The number in memory of each token, in the order of lines."""
         patches = torch.arange(self.L - 1)
         if self.columns:
-            patches = patches.view(self.length, self.count).t().flatten()
+            patches = patches.view(self.length, self.number).t().flatten()
         center = (self.L - 1) // 2
         patches = patches + (patches >= center)
         return torch.cat([patches[:center], torch.tensor([center]), patches[center:]])
@@ -59,8 +59,8 @@ class Lines(NamedTuple):
     def pooled(self) -> Tensor:
         """The pooled token of each token, in the order of lines."""
         lines = torch.arange(self.L - 1) // self.length
-        lines, center = lines + (lines >= self.count // 2), (self.L - 1) // 2
-        return torch.cat([lines[:center], torch.tensor([self.count // 2]), lines[center:]])
+        lines, center = lines + (lines >= self.number // 2), (self.L - 1) // 2
+        return torch.cat([lines[:center], torch.tensor([self.number // 2]), lines[center:]])
 
     def pooled_in_memory(self) -> Tensor:
         """The same of each token as it is in memory."""

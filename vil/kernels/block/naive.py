@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import given
 from ..scan.interface import longhorn_scan, selective_scan
 from .weights import BlockWeights, DirectionWeights, Options
 
@@ -33,5 +34,5 @@ def direction(recurrence: str, u_BLD: Tensor, weights: DirectionWeights, *, reve
     step_logits_BLD = F.linear(step_BLR, weights.step_proj)
     if recurrence == "longhorn":
         return longhorn_scan(v_BLD, step_logits_BLD, k_BLN, q_BLN, weights.skip, weights.step_bias, reverse=reverse)
-    A_DN = -weights.A_log.exp()
+    A_DN = -given(weights.A_log).exp()
     return selective_scan(v_BLD, step_logits_BLD, A_DN, k_BLN, q_BLN, weights.skip, weights.step_bias, reverse=reverse)

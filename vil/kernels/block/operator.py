@@ -226,7 +226,7 @@ _apply = super(torch.autograd.Function, _Block).apply
 @functools.lru_cache(maxsize=256)
 def _stand_ins(sizes: Sizes) -> list[Tensor]:
     """Tensors of the sizes of what `unpack_gradients` has, in no memory."""
-    norm_C, in_proj, _, *directions = sizes.shapes(A_log=False).flat()
+    norm_C, in_proj, _, *directions = sizes.shapes()
     return [torch.empty(shape, device="meta") for shape in (norm_C, in_proj, *directions)]
 
 

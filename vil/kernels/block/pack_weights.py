@@ -91,7 +91,7 @@ def pack_weights(
     return packed, [xhat_TC, rstd_T, copy_TC if copy else x_TC]
 
 
-def by_direction(prefix: str, directions: Sequence[Sequence[Tensor]]) -> dict:
+def by_direction(prefix: str, directions: Sequence[Sequence[Tensor | None]]) -> dict:
     """The first six weights of both directions as kernels call them, with the prefix d for gradients."""
     names = "conv", "conv_bias", "x_proj", "step", "step_bias", "skip"
     return {f"{prefix}{name}_{g}": t for g, weights in enumerate(directions) for name, t in zip(names, weights)}
@@ -99,8 +99,9 @@ def by_direction(prefix: str, directions: Sequence[Sequence[Tensor]]) -> dict:
 
 def plain_packed(weights: BlockWeights, dtype: torch.dtype) -> PackedWeights:
     """The definition of `PackedWeights`, in the dtype of the parameters or, of both directions' weights, in `dtype`."""
+    first, second = weights.directions
     conv, conv_bias, x_proj, step_proj, step_bias, skip = [
-        torch.stack(pair).to(dtype) for pair in list(zip(*weights.directions))[:6]
+        torch.stack(pair).to(dtype) for pair in zip(first[:6], second[:6])
     ]
     R = step_proj.shape[2]
     x_proj = torch.cat([F.pad(x_proj[:, :R], (0, 0, 0, -R % 8)), x_proj[:, R:]], 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def gradients(function: Callable, inputs: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
-    """Gradients of `function(*inputs)` by autograd, None for inputs that are None."""
+def gradients(function: Callable, inputs: Sequence[Tensor | None], dy: Tensor) -> list[Any]:
+    """Return the gradients of `function(*inputs)` by autograd, a tensor or None like the input of each."""
     inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         y = function(*inputs)

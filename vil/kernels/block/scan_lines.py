@@ -61,9 +61,11 @@ def plain(
     step_logits = step @ step_proj_2DR.mT[:, None]
     y_BSD = torch.zeros_like(means_2BSD[0])
     for g in (0, 1):
-        read = means_2BSD[g], step_logits[g], k[g], q[g], None, step_bias_2D[g]
+        x, logits, bias = means_2BSD[g], step_logits[g], step_bias_2D[g]
         if A_2DN is None:
-            y_BSD += naive.longhorn(*read, reverse=g == 1)
+            found_BSD = naive.longhorn(x, logits, k[g], q[g], None, bias, reverse=g == 1)
         else:
-            y_BSD += naive.selective(*read[:2], A_2DN[g], *read[2:], reverse=g == 1)
+            found_BSD = naive.selective(x, logits, A_2DN[g], k[g], q[g], None, bias, reverse=g == 1)
+        assert isinstance(found_BSD, Tensor)  # without its final state
+        y_BSD += found_BSD
     return y_BSD

@@ -31,7 +31,7 @@ def unpack_gradients(
         in_one: All in one tensor, for `unflatten`.
     """
     C, D, _, R, K = sizes
-    norm, in_proj_shape, _, *directions = sizes.shapes(A_log=False).flat()
+    norm, in_proj_shape, _, *directions = sizes.shapes()
     gradients = [norm_C.new_empty(shape) for shape in (norm, in_proj_shape, *directions)]
     if in_one:
         memory = norm_C.new_empty(sum(t.numel() for t in gradients))
@@ -71,6 +71,6 @@ def plain(
     dpacked = (
         dfolded, dx_proj.sum(1), dstep_proj.sum(1), dfilters[:, :-1].mT, dfilters[:, -1], dstep_bias, dskip
     )  # fmt: skip
-    directions = [torch.zeros(shape, dtype=dtype) for shape in sizes.shapes(A_log=False).flat()[3:]]
+    directions = [torch.zeros(shape, dtype=dtype) for shape in sizes.shapes()[3:]]
     found = by_autograd(packed, [norm_C, in_proj, *directions], torch.cat([t.flatten() for t in dpacked]))
     return [torch.cat([t.flatten() for t in found])] if in_one else found

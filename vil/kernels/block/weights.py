@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import given
 from .lines import Lines
 
 
@@ -40,12 +41,11 @@ class Sizes(NamedTuple):
     def padded_P(self) -> int:
         return self.padded_R + 2 * self.N
 
-    def shapes(self, A_log: bool) -> BlockWeights:
-        """The shape of each weight."""
-        C, D, N, R, K = self
-        A = (D, N) if A_log else None
-        direction = DirectionWeights((D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,), A)
-        return BlockWeights((C,), (2 * D, C), (C, D), (direction, direction))
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the weights but A_log, in the order of `BlockWeights.flat`."""
+        C, D, _, R, K = self
+        direction: list[tuple[int, ...]] = [(D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,)]
+        return [(C,), (2 * D, C), (C, D), *direction, *direction]
 
 
 class DirectionWeights(NamedTuple):
@@ -69,11 +69,11 @@ class BlockWeights(NamedTuple):
     directions: tuple[DirectionWeights, DirectionWeights]  # first token to last, last token to first
 
     def flat(self) -> list[Tensor]:
-        """One behind the other, without what there is not."""
-        forward, backward = self.directions
-        if forward.A_log is None:
-            forward, backward = forward[:6], backward[:6]
-        return [self.norm, self.in_proj, self.out_proj, *forward, *backward]
+        """Return all weights as one list, which has no A_log unless the recurrence has one."""
+        first, second = self.directions
+        if first.A_log is None or second.A_log is None:
+            return [self.norm, self.in_proj, self.out_proj, *first[:6], *second[:6]]
+        return [self.norm, self.in_proj, self.out_proj, *first[:6], first.A_log, *second[:6], second.A_log]
 
     @classmethod
     def of(cls, flat: Sequence[Tensor]) -> BlockWeights:
@@ -135,9 +135,10 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """From what `flat` returns."""
+        """Return the inputs from what `flat` returns."""
         x, scale, xhat, rstd, *weights = flat
-        return cls(x, scale, None if xhat is None else Normed(xhat, rstd), BlockWeights.of(weights))
+        normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
+        return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
 
 
 class SavedForBackward(NamedTuple):
@@ -165,3 +166,23 @@ class SavedForBackward(NamedTuple):
         A = others.pop(0) if recurrence == "selective" else None
         means = others.pop(0) if pooled else None
         return cls(uz, mean, states, packed, A, means, *((None, None) if norm_given else others))
+
+
+class BackwardInputs(NamedTuple):
+    """The tensors of backward."""
+
+    dx: Tensor  # (B, M, C), the gradient of x'
+    dnext: Tensor | None  # (B M, C), the gradient of next_normed.xhat
+    next_normed: Normed | None  # the norm of x' that forward has returned
+    scale: Tensor | None  # (B,), of stochastic depth
+    norm: Tensor  # (C,), the weight
+    in_proj: Tensor  # (2D, C)
+    saved: SavedForBackward
+
+    @classmethod
+    def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
+        """Return the inputs from one list in the order of the fields, with None twice for no `next_normed`."""
+        dx, dnext, xhat, rstd, scale, norm, in_proj, uz, mean, states, packed, *others = flat
+        next_normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
+        saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
+        return cls(given(dx), dnext, next_normed, scale, given(norm), given(in_proj), saved)

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -161,8 +162,9 @@ def _widen_vectors() -> None:
     """
     from numba.core import codegen, config
 
-    if config.CPU_FEATURES is None:
-        config.CPU_FEATURES = _wide(codegen.get_host_cpu_features())
+    settings: Any = config  # a module that sets its attributes from a dictionary
+    if settings.CPU_FEATURES is None:
+        settings.CPU_FEATURES = _wide(codegen.get_host_cpu_features())
 
 
 def _wide(features: str) -> str:
@@ -197,7 +199,10 @@ def _engine():
 
 @functools.cache
 def _sources(module: str) -> tuple[str, ...]:
-    paths = importlib.util.find_spec(module).origin, Path(__file__).parent / "language.py", __file__
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    paths = spec.origin, Path(__file__).parent / "language.py", __file__
     return tuple(Path(path).read_text() for path in paths)
 
 

@@ -141,7 +141,9 @@ def parameters(name: str, entry: str) -> tuple[Parameter, ...]:
         listed = re.sub(rf"\b{macro}\(([^,()]*),\s*([^,()]*)\)", expand, listed)
     result = []
     for declared in re.split(r",(?![^<]*>)", listed) if listed.strip() else []:
-        kind, own = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*", declared, re.S).groups()
+        parts = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*", declared, re.S)
+        assert parts is not None, declared
+        kind, own = parts.groups()
         pointee = re.sub(r"\bconst\b|__restrict__|\*|\s", "", kind) if "*" in kind else None
         result.append(Parameter(own, pointee, kind))
     return tuple(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that a CTA may have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks this field
+    return properties.shared_memory_per_block_optin
 
 
 @functools.cache

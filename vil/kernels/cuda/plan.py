@@ -37,7 +37,7 @@ ALLOCATIONS = {
     aten.new_empty_strided.default,
 }  # fmt: skip
 # the same by PyTorch's own bindings, which the host calls in less time
-BINDINGS = {
+BINDINGS: dict[Any, Callable] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype),
@@ -134,7 +134,7 @@ class Plan:
         self.steps, self.outputs = recording.finish(results)
         self.buffers = len(recording.bases)
 
-    def __call__(self, given: list[Tensor | None]) -> list[Tensor | None]:
+    def __call__(self, given: list[Any]) -> list[Tensor | None]:
         """The function's results for its tensors, those of lists with None among them, one after the other."""
         if self.device.type == "cuda" and self.device.index != torch._C._cuda_getDevice():
             with on(self.device.index):
@@ -142,7 +142,7 @@ class Plan:
         tensors: list[Tensor | None] = [None] * self.buffers
         addresses = [0] * self.buffers
         for i, buffer, behind in self.inputs:
-            t = tensors[buffer] = given[i]
+            t = tensors[buffer] = given[i]  # a tensor, as those that are None are no inputs
             addresses[buffer] = t.data_ptr() - behind
         # neither autograd nor autocast has a part in this, and both take the host time
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
@@ -296,11 +296,12 @@ class Recording(TorchDispatchMode):
         base, kind = self.bases[number]
         assert t.dtype == base.dtype, "only kernels see a buffer as of another dtype"
         if number in self.starts:
-            return View(number, t.shape, t.stride(), self.starts[number] // t.element_size() + t.storage_offset())
+            return View(number, t.shape, t.stride(), self.starts[number] // t.element_size() + int(t.storage_offset()))
         if (t.shape, t.stride(), t.storage_offset()) == (base.shape, base.stride(), base.storage_offset()):
             return View(number)
         of_input = kind == "input"
-        return View(number, t.shape, t.stride(), t.storage_offset() - of_input * base.storage_offset(), of_input)
+        offset = int(t.storage_offset()) - of_input * int(base.storage_offset())
+        return View(number, t.shape, t.stride(), offset, of_input)
 
     def _launching(self, one: Launch) -> Callable:
         pointers = [(at, self.number_of(t), t.data_ptr()) for at, t in one.tensors]
@@ -316,16 +317,15 @@ class Recording(TorchDispatchMode):
         return launch
 
     def _calling(self, step: Call) -> Callable:
-        operator, args, kwargs, result, _, made = step
+        operator, given_args, given_kwargs, result, _, made = step
         call = BINDINGS.get(operator, operator)
-        args = tree_map(self._at_run_time, args)
-        kwargs = tree_map(self._at_run_time, kwargs)
+        args = list(tree_map(self._at_run_time, given_args))
+        kwargs = tree_map(self._at_run_time, given_kwargs)
         seen = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, View)]
         others = any(isinstance(leaf, View) for leaf in tree_leaves(kwargs))
         others |= any(isinstance(leaf, View) for arg in args if not isinstance(arg, View) for leaf in tree_leaves(arg))
         places = [i for i, t in enumerate(tree_leaves(result)) if any(t is m for m, _ in made)]
         numbers = [buffer for _, buffer in made]
-        args = list(args)
 
         if len(seen) == len(args) == 2 and len(numbers) == 1 and not others and not kwargs:  # a product
 

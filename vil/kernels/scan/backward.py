@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -20,12 +21,13 @@ class Cta(NamedTuple):
     resident: int
 
 
-class Backward(NamedTuple):
+@dataclass(frozen=True)
+class Backward:
     """A variant: a lane has 4 states of each of its `channels`. `cycles` and `start` are the cost model's."""
 
     channels: int
     cycles: tuple[int, ...]
-    start = 3000
+    start: ClassVar[int] = 3000
 
     def lane_channels(self, N: int) -> int:
         return min(self.channels, max(1, N // 4))

@@ -60,13 +60,17 @@ class Longhorn:
         return (1 + torch.exp(-step_logits_GTBD) + k_GTBN.square().sum(-1, keepdim=True)).reciprocal()
 
     @staticmethod
-    def coefficients(decay_GTBND, drive_GTBND, x_GTBD, step_logits_GTBD, k_GTBN) -> None:
+    def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
+        x_GTBD, step_logits_GTBD, k_GTBN = inputs
         eps_GTBD = Longhorn.step_size(step_logits_GTBD, k_GTBN)
         _outer(-k_GTBN.square(), eps_GTBD, out=decay_GTBND).add_(1)
         _outer(k_GTBN, eps_GTBD * x_GTBD, out=drive_GTBND)
 
     @staticmethod
-    def gradients(ddecay_GTBND, ddrive_GTBND, decay_GTBND, x_GTBD, step_logits_GTBD, k_GTBN) -> tuple[Tensor, ...]:
+    def gradients(
+        ddecay_GTBND: Tensor, ddrive_GTBND: Tensor, decay_GTBND: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        x_GTBD, step_logits_GTBD, k_GTBN = inputs
         eps_GTBD = Longhorn.step_size(step_logits_GTBD, k_GTBN)
         dinput_GTBD = _sum_states(k_GTBN, ddrive_GTBND)  # dL/d(eps x)
         deps_GTBD = x_GTBD * dinput_GTBD - _sum_states(k_GTBN.square(), ddecay_GTBND)
@@ -87,12 +91,16 @@ class SelectiveStateSpace:
     """
 
     @staticmethod
-    def coefficients(decay_GTBND, drive_GTBND, x_GTBD, dt_GTBD, b_GTBN, A_GND) -> None:
+    def coefficients(decay_GTBND: Tensor, drive_GTBND: Tensor, *inputs: Tensor) -> None:
+        x_GTBD, dt_GTBD, b_GTBN, A_GND = inputs
         torch.mul(A_GND[:, None, None], dt_GTBD.unsqueeze(-2), out=decay_GTBND).exp_()
         _outer(b_GTBN, dt_GTBD * x_GTBD, out=drive_GTBND)
 
     @staticmethod
-    def gradients(ddecay_GTBND, ddrive_GTBND, decay_GTBND, x_GTBD, dt_GTBD, b_GTBN, A_GND) -> tuple[Tensor, ...]:
+    def gradients(
+        ddecay_GTBND: Tensor, ddrive_GTBND: Tensor, decay_GTBND: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        x_GTBD, dt_GTBD, b_GTBN, A_GND = inputs
         dinput_GTBD = _sum_states(b_GTBN, ddrive_GTBND)  # dL/d(dt x)
         dexponent_GTBND = ddecay_GTBND.mul_(decay_GTBND)
         dx_GTBD = dt_GTBD * dinput_GTBD
@@ -111,8 +119,9 @@ def scan(
     The arguments are those of `vil::scan`, of any floating-point dtypes. State and sums are in float32, or in float64
     if x is.
     """
-    tensors = x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN, A_GDN, skip_GD, step_bias_GD
-    x, step_logits, k, q, A, skip, step_bias = _in_state_dtype(tensors)
+    dtype = torch.float64 if x_GBLD.dtype == torch.float64 else torch.float32
+    x, step_logits, k, q = (t.to(dtype) for t in (x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
+    A, skip, step_bias = (None if t is None else t.to(dtype) for t in (A_GDN, skip_GD, step_bias_GD))
     if step_bias is not None:
         step_logits = step_logits + step_bias[:, None, None]
     step = step_logits if A is None else F.softplus(step_logits)
@@ -120,11 +129,6 @@ def scan(
     y_GLBD = _scan(recurrence, *(_as_read(t, reverse) for t in (q, x, step, k)), *A_GND)
     y = _in_image_order(y_GLBD, reverse)
     return (y if skip is None else y + skip[:, None, None] * x).to(x_GBLD.dtype)
-
-
-def _in_state_dtype(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    return [t if t is None else t.to(dtype) for t in tensors]
 
 
 def _as_read(t_GBLX: Tensor, reverse: list[bool]) -> Tensor:
@@ -158,7 +162,8 @@ def _check(recurrence, q_GLBN, inputs, backward=False, dy_GLBD=None, chunk_state
     rows = _INPUTS[recurrence]
     if len(inputs) != len(rows):
         raise ValueError(f"inputs must hold {len(rows)} tensors for the {recurrence} recurrence, not {len(inputs)}")
-    of_q, dtype, sizes = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype, {}
+    sizes: dict[str, int] = {}
+    of_q, dtype = ("q_GLBN", q_GLBN, "GLBN", None), q_GLBN.dtype
     check(sizes, of_q, *((name, t, layout, dtype) for (name, layout), t in zip(rows, inputs)))
     sizes["S"] = -(-sizes["L"] // CHUNK)
     check(sizes, of_q, ("dy_GLBD", dy_GLBD, "GLBD", dtype), ("chunk_states_GSBND", chunk_states_GSBND, "GSBND", dtype))

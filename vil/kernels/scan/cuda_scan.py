@@ -13,6 +13,8 @@ in the module beside it:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from ..cuda import hardware
 from ..cuda.elements import vector_width
 from ..cuda.plan import place, planned
 from . import heuristics
+from .backward import Backward
 from .chunks import chunk_state_count
 from .forward_mma import ForwardMma
 from .heuristics import Schedule
@@ -29,7 +32,7 @@ from .segments import states_between_segments
 
 def scan_forward(
     recurrence: str, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor, A_GDN: Tensor | None,
-    skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: list[bool], keep: bool,
+    skip_GD: Tensor | None, step_bias_GD: Tensor | None, reverse: Sequence[bool], keep: bool,
     schedule: Schedule | None = None, step_proj_GDR: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """y_GBLD, and if `keep` the states between chunks (G, B, chunks - 1, N, D) that backward starts from.
@@ -57,6 +60,7 @@ def scan_forward(
         kernel = variant.kernel(recurrence, x, N, 0 if step_proj_GDR is None else step_proj_GDR.shape[2])
         arguments["step_proj"] = step_proj_GDR
     else:
+        assert not isinstance(variant, Backward)
         kernel = variant.kernel(recurrence, x, step_logits, N)
         arguments["key_vectors"] = vector_width(4, k, q) == 4
     kernel.launch("scan_forward", G * B * segments, **arguments)
@@ -71,7 +75,7 @@ def forward_schedule(recurrence: str, x_GBLD: Tensor, N: int, R: int) -> Schedul
 def scan_backward(
     recurrence: str, dy_GBLD: Tensor, x_GBLD: Tensor, step_logits_GBLD: Tensor, k_GBLN: Tensor, q_GBLN: Tensor,
     A_GDN: Tensor | None, skip_GD: Tensor | None, step_bias_GD: Tensor | None, chunk_states_GBSND: Tensor,
-    reverse: list[bool], schedule: Schedule | None = None, overwrite_step_logits: bool = False,
+    reverse: Sequence[bool], schedule: Schedule | None = None, overwrite_step_logits: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """dx, dstep_logits, dk and dq like their inputs; dA_GDN (empty without A); dskip and dstep_bias as (G, 2, D).
 
@@ -84,6 +88,7 @@ def scan_backward(
     if segments > 1:
         read = dy, step_logits, k, q, A_GDN, step_bias_GD
         final_gradients = between_segments(recurrence, *read, reverse, segment_chunks, gradients=True)
+    assert isinstance(variant, Backward)
     kernel = variant.kernel(recurrence, dy, x, step_logits, N)
     new = x.new_empty
     dx, dk, dq = new(x.shape), new(k.shape), new(k.shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,7 +12,27 @@ from ..cuda.hardware import SCHEDULERS
 from .launches import Kernel, align, common_macros
 
 
-class ForwardSimt(NamedTuple):
+class Lanes:
+    """Occupancy of a variant whose lanes have `channels` neighbours and `states` of the states of each."""
+
+    states: int
+    channels: int
+    cycles: tuple[int, ...]
+    warps: int
+    start: ClassVar[int] = 3000
+
+    @property
+    def resident(self) -> int:
+        """How many CTAs of 16-bit inputs with 16 states share a multiprocessor."""
+        return SCHEDULERS * len(self.cycles) // self.warps
+
+    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
+        """Channels of a scheduler's warp, and how many such warps it runs at once."""
+        return 32 * self.channels / max(1, N // self.states), len(self.cycles)
+
+
+@dataclass(frozen=True)
+class ForwardSimt(Lanes):
     """A variant: a lane has `channels` neighbours, and `states` of the states of each.
 
     `unroll` tokens are interleaved, with `ahead` loaded before they are needed; `tile` tokens are in shared memory.
@@ -25,16 +46,6 @@ class ForwardSimt(NamedTuple):
     unroll: int = 4
     warps: int = 1
     ahead: bool = False
-    start = 3000
-
-    @property
-    def resident(self) -> int:
-        """How many CTAs of 16-bit inputs with 16 states share a multiprocessor."""
-        return SCHEDULERS * len(self.cycles) // self.warps
-
-    def occupancy(self, N: int, itemsize: int) -> tuple[float, float]:
-        """Channels of a scheduler's warp, and how many such warps it runs at once."""
-        return 32 * self.channels / max(1, N // self.states), len(self.cycles)
 
     def kernel(
         self, recurrence: str, x: Tensor, step_logits: Tensor, N: int, source: str = "forward_simt", **macros

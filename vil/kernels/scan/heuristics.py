@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..cuda.hardware import SCHEDULERS
@@ -73,7 +74,7 @@ BACKWARD = {
 
 def forward_variants(
     recurrence: str, N: int, itemsize: int, vectors: bool = True, shared_bytes: int = 227 * 1024
-) -> list[ForwardSimt | ForwardMma]:
+) -> Sequence[ForwardSimt | ForwardMma]:
     """`vectors`: whether 8 neighbours of every row can be moved as one; `shared_bytes`: what a CTA may have."""
     if not (has_mma(recurrence, N, itemsize) and vectors):
         return FORWARD_SIMT[recurrence]
@@ -124,6 +125,7 @@ def choose(
         step: Whether the step may stand in place of the step logits.
     """
     chunks, channels = -(-L // CHUNK), sequences * D
+    candidates: Sequence[ForwardSimt | ForwardMma | Backward]
     if kind == "forward":
         candidates = forward_variants(recurrence, N, itemsize, vectors, shared_bytes)
     else:
@@ -145,4 +147,4 @@ def choose(
             scan = cycles(variant, channels * long, N, itemsize, tokens, multiprocessors, short)
             saved = STEP_LOGITS if step and segments == 1 and isinstance(variant, ForwardMma) else 0
             costs[Schedule(variant, segment_chunks)] = between + scan - saved
-    return min(costs, key=costs.get)
+    return min(costs, key=costs.__getitem__)

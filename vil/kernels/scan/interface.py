@@ -6,16 +6,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import STATE_SIZES, choose
-from ..checks import check
+from ..checks import check, given
 from . import chunked, operator
-from .states import scan_with_states
+from .states import Inputs, scan_with_states
+
+
+@overload
+def longhorn_scan(
+    x_BLD: Tensor, beta_logits_BLD: Tensor, k_BLN: Tensor, q_BLN: Tensor, skip_D: Tensor | None = None,
+    beta_bias_D: Tensor | None = None, *, reverse: bool | Sequence[bool] = False, backend: str = "auto",
+    initial_state: Tensor | None = None, return_final_state: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def longhorn_scan(
+    x_BLD: Tensor, beta_logits_BLD: Tensor, k_BLN: Tensor, q_BLN: Tensor, skip_D: Tensor | None = None,
+    beta_bias_D: Tensor | None = None, *, reverse: bool | Sequence[bool] = False, backend: str = "auto",
+    initial_state: Tensor | None = None, return_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def longhorn_scan(
+    x_BLD: Tensor, beta_logits_BLD: Tensor, k_BLN: Tensor, q_BLN: Tensor, skip_D: Tensor | None = None,
+    beta_bias_D: Tensor | None = None, *, reverse: bool | Sequence[bool] = False, backend: str = "auto",
+    initial_state: Tensor | None = None, return_final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def longhorn_scan(
@@ -66,13 +91,37 @@ def longhorn_scan(
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
         RuntimeError: The machine cannot run a backend asked for by name.
     """
-    tensors, reverse, stacked = _stack(
+    tensors, directions, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, beta_logits=beta_logits_BLD), BLN=dict(k=k_BLN, q=q_BLN),
         D=dict(skip=skip_D, beta_bias=beta_bias_D), BDN=dict(initial_state=initial_state),
     )  # fmt: skip
     x, step_logits, k, q, skip, step_bias, initial = tensors
-    inputs = x, step_logits, k, q, None, skip, step_bias
-    return _scan(backend, "longhorn", inputs, reverse, stacked, initial, return_final_state)
+    inputs = Inputs(given(x), given(step_logits), given(k), given(q), None, skip, step_bias)
+    return _scan(backend, "longhorn", inputs, directions, stacked, initial, return_final_state)
+
+
+@overload
+def selective_scan(
+    x_BLD: Tensor, dt_logits_BLD: Tensor, A_DN: Tensor, b_BLN: Tensor, c_BLN: Tensor, skip_D: Tensor | None = None,
+    dt_bias_D: Tensor | None = None, *, reverse: bool | Sequence[bool] = False, backend: str = "auto",
+    initial_state: Tensor | None = None, return_final_state: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def selective_scan(
+    x_BLD: Tensor, dt_logits_BLD: Tensor, A_DN: Tensor, b_BLN: Tensor, c_BLN: Tensor, skip_D: Tensor | None = None,
+    dt_bias_D: Tensor | None = None, *, reverse: bool | Sequence[bool] = False, backend: str = "auto",
+    initial_state: Tensor | None = None, return_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def selective_scan(
+    x_BLD: Tensor, dt_logits_BLD: Tensor, A_DN: Tensor, b_BLN: Tensor, c_BLN: Tensor, skip_D: Tensor | None = None,
+    dt_bias_D: Tensor | None = None, *, reverse: bool | Sequence[bool] = False, backend: str = "auto",
+    initial_state: Tensor | None = None, return_final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def selective_scan(
@@ -124,29 +173,30 @@ def selective_scan(
         ValueError: A shape, dtype, device or the backend does not fit; the message names it.
         RuntimeError: The machine cannot run a backend asked for by name.
     """
-    tensors, reverse, stacked = _stack(
+    tensors, directions, stacked = _stack(
         reverse, BLD=dict(x=x_BLD, dt_logits=dt_logits_BLD), DN=dict(A=A_DN), BLN=dict(b=b_BLN, c=c_BLN),
         D=dict(skip=skip_D, dt_bias=dt_bias_D), BDN=dict(initial_state=initial_state),
     )  # fmt: skip
     x, step_logits, A, b, c, skip, step_bias, initial = tensors
-    inputs = x, step_logits, b, c, A, skip, step_bias
-    return _scan(backend, "selective", inputs, reverse, stacked, initial, return_final_state)
+    inputs = Inputs(given(x), given(step_logits), given(b), given(c), A, skip, step_bias)
+    return _scan(backend, "selective", inputs, directions, stacked, initial, return_final_state)
 
 
 def _scan(
-    backend: str, recurrence: str, inputs: tuple[Tensor | None, ...], reverse: list[bool], stacked: bool,
-    initial_GBDN: Tensor | None, return_final_state: bool,
+    backend: str, recurrence: str, inputs: Inputs, reverse: list[bool], stacked: bool, initial_GBDN: Tensor | None,
+    return_final_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The public functions behind their checks; `inputs` in the order of `vil::scan`."""
-    x_GBLD, _, k_GBLN, *_ = inputs
-    backend = choose(backend, x_GBLD, k_GBLN.shape[-1], len(reverse))
-    run = chunked.scan if backend == "reference" else functools.partial(_on_kernels, backend)
+    """Run the public functions after their checks."""
+    backend = choose(backend, inputs.x, inputs.k.shape[-1], len(reverse))
+    run: Callable[..., Tensor] = chunked.scan if backend == "reference" else functools.partial(_on_kernels, backend)
     if initial_GBDN is None and not return_final_state:
         y_GBLD = run(recurrence, *inputs, reverse)
         return y_GBLD if stacked else y_GBLD[0]
     y_GBLD, final = scan_with_states(run, recurrence, inputs, reverse, initial_GBDN, return_final_state)
-    results = [t if t is None or stacked else t[0] for t in (y_GBLD, final)]
-    return tuple(results) if return_final_state else results[0]
+    y = y_GBLD if stacked else y_GBLD[0]
+    if final is None:
+        return y
+    return y, final if stacked else final[0]
 
 
 def _on_kernels(backend: str, recurrence: str, x, step_logits, k, q, A, skip, step_bias, reverse: list[bool]) -> Tensor:
@@ -165,18 +215,20 @@ def _pad(t: Tensor, state_size: int) -> Tensor:
     return t if t.shape[-1] == state_size else F.pad(t, (0, state_size - t.shape[-1]))
 
 
-def _stack(reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]):
-    """Checks tensors against their layouts, the letters of each keyword, and gives all a dimension of directions.
+def _stack(
+    reverse: bool | Sequence[bool], **layouts: dict[str, Tensor | None]
+) -> tuple[list[Tensor | None], list[bool], bool]:
+    """Check tensors against their layouts, the letters of each keyword, and give all a dimension of directions.
 
-    Returns the tensors in the order given, `reverse` as a list, and whether the dimension was there already.
+    Returns the tensors in the order of the arguments, `reverse` as a list, and whether the dimension was there already.
     """
     stacked = not isinstance(reverse, bool)
-    reverse = list(reverse) if stacked else [reverse]
+    directions = [reverse] if isinstance(reverse, bool) else list(reverse)
     prefix = "G" if stacked else ""
-    check({"G": len(reverse)}, *(
+    check({"G": len(directions)}, *(
         (name, t, prefix + layout, None) for layout, tensors in layouts.items() for name, t in tensors.items()
     ))  # fmt: skip
     tensors = [t for named in layouts.values() for t in named.values()]
     if not stacked:
         tensors = [t if t is None else t.unsqueeze(0) for t in tensors]
-    return tensors, reverse, stacked
+    return tensors, directions, stacked

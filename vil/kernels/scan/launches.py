@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -54,13 +55,13 @@ def rows(*tensors: Tensor) -> list[Tensor]:
 
 def tokens(**tensors: Tensor) -> dict:
     """Arguments for parameters TOKENS(T, name)."""
-    arguments = {}
+    arguments: dict[str, Tensor | int] = {}
     for name, t in tensors.items():
         arguments[f"{name}_data"] = t
-        arguments |= zip((f"{name}_stride_G", f"{name}_stride_B", f"{name}_stride_L"), t.stride())
+        arguments |= dict(zip((f"{name}_stride_G", f"{name}_stride_B", f"{name}_stride_L"), t.stride()))
     return arguments
 
 
-def mask(reverse: list[bool]) -> int:
+def mask(reverse: Sequence[bool]) -> int:
     """Bit g: whether direction g is reversed."""
     return sum(1 << g for g, reversed_ in enumerate(reverse) if reversed_)

@@ -33,17 +33,16 @@ def longhorn(
     B, L, D = x_BLD.shape
     S_BDN = x_BLD.new_zeros(B, D, k_BLN.shape[-1]) if initial_state is None else initial_state
     bias_D = 0 if beta_bias_D is None else beta_bias_D
-    y = [None] * L
+    y = []
     for t in reversed(range(L)) if reverse else range(L):
         x_BD, k_BN, q_BN = x_BLD[:, t], k_BLN[:, t], q_BLN[:, t]
         beta_BD = torch.sigmoid(beta_logits_BLD[:, t] + bias_D)
         eps_BD = beta_BD / (1 + beta_BD * (k_BN**2).sum(-1, keepdim=True))
         decay_BDN = 1 - torch.einsum("bd,bn->bdn", eps_BD, k_BN**2)
         S_BDN = decay_BDN * S_BDN + torch.einsum("bd,bn->bdn", eps_BD * x_BD, k_BN)
-        y[t] = torch.einsum("bdn,bn->bd", S_BDN, q_BN)
-        if skip_D is not None:
-            y[t] = y[t] + skip_D * x_BD
-    y_BLD = torch.stack(y, 1)
+        y_BD = torch.einsum("bdn,bn->bd", S_BDN, q_BN)
+        y.append(y_BD if skip_D is None else y_BD + skip_D * x_BD)
+    y_BLD = torch.stack(y[::-1] if reverse else y, 1)
     return (y_BLD, S_BDN) if return_final_state else y_BLD
 
 
@@ -65,14 +64,13 @@ def selective(
     B, L, D = x_BLD.shape
     S_BDN = x_BLD.new_zeros(B, D, b_BLN.shape[-1]) if initial_state is None else initial_state
     bias_D = 0 if dt_bias_D is None else dt_bias_D
-    y = [None] * L
+    y = []
     for t in reversed(range(L)) if reverse else range(L):
         x_BD, b_BN, c_BN = x_BLD[:, t], b_BLN[:, t], c_BLN[:, t]
         dt_BD = torch.log1p(torch.exp(dt_logits_BLD[:, t] + bias_D))
         decay_BDN = torch.exp(torch.einsum("bd,dn->bdn", dt_BD, A_DN))
         S_BDN = decay_BDN * S_BDN + torch.einsum("bd,bn->bdn", dt_BD * x_BD, b_BN)
-        y[t] = torch.einsum("bdn,bn->bd", S_BDN, c_BN)
-        if skip_D is not None:
-            y[t] = y[t] + skip_D * x_BD
-    y_BLD = torch.stack(y, 1)
+        y_BD = torch.einsum("bdn,bn->bd", S_BDN, c_BN)
+        y.append(y_BD if skip_D is None else y_BD + skip_D * x_BD)
+    y_BLD = torch.stack(y[::-1] if reverse else y, 1)
     return (y_BLD, S_BDN) if return_final_state else y_BLD

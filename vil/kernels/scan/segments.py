@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..cuda.elements import vector_width
 from .chunks import CHUNK
-from .forward_simt import ForwardSimt
+from .forward_simt import ForwardSimt, Lanes
 from .launches import Kernel, common_macros, mask, tokens
 
 
@@ -17,15 +19,15 @@ class SegmentStates(ForwardSimt):
     """A variant of segment_states.cu, whose lanes are those of forward_simt.cu."""
 
 
-class SegmentGradientsMma(NamedTuple):
+@dataclass(frozen=True)
+class SegmentGradientsMma(Lanes):
     """The variant of segment_gradients_mma.cu, for what `has_mma` takes: 8 times `channels` a warp."""
 
     cycles: tuple[int, ...]
     states: int = 4
     channels: int = 4
     warps: int = 2
-    tile = 24
-    start, resident, occupancy = 3000, ForwardSimt.resident, ForwardSimt.occupancy
+    tile: ClassVar[int] = 24
 
     def kernel(self, recurrence: str, dy: Tensor, step_logits: Tensor) -> Kernel:
         N, warp_channels = 16, 8 * self.channels
@@ -41,7 +43,7 @@ class SegmentGradientsMma(NamedTuple):
 
 def states_between_segments(
     variant: SegmentStates | SegmentGradientsMma, passing: SegmentStates, recurrence: str, value: Tensor,
-    step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, step_bias: Tensor | None, reverse: list[bool],
+    step_logits: Tensor, k: Tensor, q: Tensor, A: Tensor | None, step_bias: Tensor | None, reverse: Sequence[bool],
     segment_chunks: int, *, gradients: bool,
 ) -> Tensor:  # fmt: skip
     """The states between segments (G, B, segments - 1, N, D); with `gradients`, their gradients instead.

@@ -19,6 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class Inputs(NamedTuple):
+    """The tensors of a scan of G directions, in the order of `vil::scan`."""
+
+    x: Tensor  # (G, B, L, D)
+    step_logits: Tensor  # (G, B, L, D)
+    k: Tensor  # (G, B, L, N)
+    q: Tensor  # (G, B, L, N)
+    A: Tensor | None  # (G, D, N)
+    skip: Tensor | None  # (G, D)
+    step_bias: Tensor | None  # (G, D)
+
+
 class Tokens(NamedTuple):
     """The step logits of tokens that write and of those that read, and what keys and x of the former are times."""
 
@@ -36,7 +48,7 @@ TOKENS = {
 
 
 def scan_with_states(
-    scan: Callable[..., Tensor], recurrence: str, inputs: tuple[Tensor | None, ...], reverse: list[bool],
+    scan: Callable[..., Tensor], recurrence: str, inputs: Inputs, reverse: list[bool],
     initial_GBDN: Tensor | None, final: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """y_GBLD and, if `final`, the states behind the last token (G, B, D, N), by a backend's `scan` of `inputs`.
