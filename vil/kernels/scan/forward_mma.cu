@@ -33,17 +33,6 @@
 #include "forward_mma_channels.cuh"
 #include "forward_mma_consumer.cuh"
 
-// A producer warp's role, and how many state producers and units of channel producers there are before it
-struct Role {
-    int role = 0, states_before = 0, units_before = 0;
-    INLINE Role(int producer) {
-        UNROLLED for (int i = 0; i < PRODUCERS; i++) {
-            if (producer == i) role = ROLE[i];
-            if (producer > i) states_before += ROLE[i] == STATE_PRODUCER, units_before += max(ROLE[i], 0);
-        }
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 scan_forward(TOKENS(const Element, x), TOKENS(const Element, step_logits), TOKENS(const Element, k),
              TOKENS(const Element, q), const float *__restrict__ A, const float *__restrict__ skip,
