@@ -1,7 +1,9 @@
 """Bugs planted into the CUDA sources one at a time; the emulated tests should notice each: `make cuda-mutants`.
 
 python tools/cuda_mutants.py [--jobs 2] [word ...]  # those whose file or description has one of the words
-python tools/cuda_mutants.py --check  # only whether all can be planted
+python tools/cuda_mutants.py --check  # only report stale quotes
+
+A quote of a source is stale if a change of the source has removed or repeated it. Update the quote in that case.
 """
 
 from __future__ import annotations
@@ -470,25 +472,41 @@ def outcome(status: int, run: Run) -> str:
     return "" if os.WEXITSTATUS(status) == 0 else failed[1] if failed else f"exit status {os.WEXITSTATUS(status)}"
 
 
-def unplantable() -> int:
-    """How many mutants' texts their files do not have once, and how many files have no mutant."""
-    wrong = [m for m in MUTANTS if (compiler.SOURCES / m.file).read_text().count(m.before) != 1 or m.before == m.after]
+def why_stale(mutant: Mutant) -> str | None:
+    """Return why the mutant cannot be planted, or None if it can."""
+    path = compiler.SOURCES / mutant.file
+    if not path.is_file():
+        return "the file does not exist"
+    count = path.read_text().count(mutant.before)
+    return None if count == 1 else f"the file contains the quote {count} times: {mutant.before!r}"
+
+
+def report_stale() -> int:
+    """Print the mutants that cannot be planted and the sources that have no mutant; return the number of both."""
+    stale = [f"{m.file}: {m.shows}: STALE: {why}" for m in MUTANTS if (why := why_stale(m))]
     files = {path.relative_to(compiler.SOURCES).as_posix() for path in compiler.SOURCES.glob("*/*.cu*")}
     # emulator.cpp stands for Hopper's own
-    without = files - {"cuda/sm90.cuh", "cuda/types.cuh"} ^ {m.file for m in MUTANTS}
-    print(*wrong, *without, sep="\n")
-    return len(wrong) + len(without)
+    without = sorted(files - {"cuda/sm90.cuh", "cuda/types.cuh"} - {m.file for m in MUTANTS})
+    for line in [*stale, *(f"{file}: no mutant" for file in without)]:
+        print(line)
+    return len(stale) + len(without)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--check", action="store_true", help="only say whether every mutant can be planted")
+    parser.add_argument("--check", action="store_true", help="only report stale quotes and files without a mutant")
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
     if args.check:
-        return unplantable()
-    chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.shows}" for word in args.words or [""])]
+        return report_stale() > 0
+    named = [m for m in MUTANTS if any(word in f"{m.file}: {m.shows}" for word in args.words or [""])]
+    chosen = []
+    for m in named:
+        if why := why_stale(m):
+            print(f"{m.file}: {m.shows}: STALE: {why}")
+        else:
+            chosen.append(m)
     with tempfile.TemporaryDirectory() as folder:
         pid, run = start(None, Path(folder, "without"), tests_of(chosen))
         if found := outcome(os.waitpid(pid, 0)[1], run):
@@ -514,7 +532,7 @@ def main() -> int:
                 found = f"noticed by {by}" if by else "SURVIVED"
                 print(f"{run.mutant.file}: {run.mutant.shows}: {found} ({seconds:.0f} s)", flush=True)
                 shutil.rmtree(run.log.parent)
-    print(f"{noticed} of {len(chosen)} mutants noticed")
+    print(f"{noticed} of {len(chosen)} mutants noticed, {len(named) - len(chosen)} stale")
     return noticed < 0.9 * len(chosen)
 
 
