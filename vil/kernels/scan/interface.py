@@ -76,8 +76,8 @@ def longhorn_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         beta_bias_D: Added to the logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
-            any device), or "auto" for the first of these that takes the inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (GPUs; experimental on all but NVIDIA's sm_90), "cpu"
+            (Numba, CPUs), "reference" (plain PyTorch, any device), or "auto" for the first that supports the inputs.
         initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
         return_final_state: Whether to return the state behind the last token, too.
 
@@ -158,8 +158,8 @@ def selective_scan(
         skip_D: Weight of x in the output. None for no skip connection.
         dt_bias_D: Added to the time step's logits. None for no bias.
         reverse: Whether to run from the last token to the first.
-        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (any GPU), "cpu" (Numba, CPUs), "reference" (plain PyTorch,
-            any device), or "auto" for the first of these that takes the inputs.
+        backend: "cuda" (CUDA C++ for NVIDIA GPUs), "triton" (GPUs; experimental on all but NVIDIA's sm_90), "cpu"
+            (Numba, CPUs), "reference" (plain PyTorch, any device), or "auto" for the first that supports the inputs.
         initial_state: S_0 (B, D, N), the final state of the tokens before, to go on from. None for zeros.
         return_final_state: Whether to return the state behind the last token, too.
 

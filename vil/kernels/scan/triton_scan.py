@@ -1,4 +1,7 @@
-"""The scan in Triton, for any GPU that Triton supports. `TRITON_INTERPRET=1` runs it on a CPU.
+"""The scan in Triton. `TRITON_INTERPRET=1` runs it on a CPU.
+
+The kernels have run on NVIDIA's sm_90 (H200) and interpreted on CPUs. They are experimental on other GPUs, for which
+they compile but on which nobody has run them (docs/hardware.md).
 
 One program scans BLOCK_D channels of a segment of a sequence, its states a tensor in registers. A segment is all of
 the sequence, unless that leaves much of a large GPU without work: then sequences are cut into segments that run in
