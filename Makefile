@@ -1,19 +1,19 @@
-# make demo    sets everything up, trains a small ViL on real images and validates it
-# make test [PATHS=research/tests]    sets everything up and runs the tests of the package, or those of the studies,
-#              in random order and on all cores
-# make lint    checks style and types
+# make demo    set up .venv, train a small ViL on handwritten digits and validate it
+# make test [PATHS=research/tests]    set up .venv and run the tests of the package, or of PATHS, in random order on all
+#              cores
+# make lint    check style and types
 # make mutants [PATHS="vil/data vil/kernels"] [TESTS=tests/data] [SAMPLE=200] [JOBS=2]
-#              says which changes of the code the tests would not notice
-# make cuda-mutants [WORDS="forward_mma Hopper"]    the same of bugs planted into the CUDA sources, which run emulated
-# make timm-tests    runs timm's own tests of its models on ours
-# make slurm-test    runs scripts/slurm.sh under a Slurm of two nodes: as root, apt-get install slurm-wlm munge iproute2
+#              mutation tests: print the changes of the code that no test notices
+# make cuda-mutants [WORDS="forward_mma Hopper"]    the same for bugs planted in the CUDA sources, which run emulated
+# make timm-tests    run timm's model tests on this package's models
+# make slurm-test    run scripts/slurm.sh under a Slurm of two nodes; needs root and the packages slurm-wlm munge iproute2
 
 PYTHON ?= python3
 BIN := .venv/bin
-# one thread trains while the other core loads images: these tensors are too small to share between two
+# one thread for each process, because the tensors of the demo and the tests are too small for two
 export OMP_NUM_THREADS := 1
 
-# two workers more than cores, as many tests wait for processes
+# two workers more than cores, because many tests wait for processes
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 2))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -39,7 +39,7 @@ test: .venv/installed
 	$(PYTEST) $(PATHS)
 
 timm-tests: .venv/installed
-	$(BIN)/python tools/timm_suite.py -k "not contract"  # which prunes at every depth, for minutes
+	$(BIN)/python tools/timm_suite.py -k "not contract"  # the contract test prunes at every depth, for minutes
 
 slurm-test: .venv/installed
 	unshare --mount --net --uts --pid --fork --kill-child --mount-proc \

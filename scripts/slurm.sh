@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains on whole nodes of a Slurm cluster, with one torchrun a node:
+# Train on whole nodes of a Slurm cluster, with one torchrun on each node:
 #
 #     sbatch --nodes=2 scripts/slurm.sh -c configs/vil_tiny.yaml --data-dir /imagenet
 #
-# Five minutes before the time limit, or when the job is preempted, the run writes a checkpoint and the job goes back to
-# the queue, from where it goes on. OUTPUT must be on a disk that all nodes share, or at least the first one keeps.
+# Five minutes before the time limit, or when the job is preempted, the run writes a checkpoint and the job is requeued.
+# The requeued job resumes the run. OUTPUT must be on a disk that all nodes share, or that at least the first node keeps.
 #SBATCH --job-name=vil
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -17,11 +17,11 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch from the repository}"
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # `head` would not hear all: an error
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # not `head`, which closes the pipe early: an error
 export OMP_NUM_THREADS=1
 gpus=${SLURM_GPUS_ON_NODE:?ask for GPUs: sbatch --gpus-per-node=N}
-# a static rendezvous: the other one unpickles what anybody on the network may write (docs/security.md);
-# the cores once more, which srun does not take from the job since Slurm 22.05
+# The rendezvous is static, because the c10d rendezvous unpickles what anybody on the network may write
+# (docs/security.md). --cpus-per-task is repeated, because srun does not inherit it from the job since Slurm 22.05.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$gpus" \
@@ -30,12 +30,12 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     train_imagenet.py --resume auto "$@" &
 step=$!
 preempted=
-trap 'preempted=yes; kill -USR1 $step' TERM USR1  # srun passes it on to the torchrun of every node
+trap 'preempted=yes; kill -USR1 $step' TERM USR1  # srun forwards the signal to the torchrun of every node
 wait $step && status=0 || status=$?
-while kill -0 $step 2>/dev/null; do  # the trap ended the wait
+while kill -0 $step 2>/dev/null; do  # the trap interrupted the first wait
     wait $step && status=0 || status=$?
 done
-# where preemption leaves a time of grace, Slurm signals the step alone; a job that is cancelled runs no more
+# With a grace time for preemption, Slurm signals only the step. A cancelled job is not in the state RUNNING.
 job=$(scontrol show --oneliner job "$SLURM_JOB_ID")
 if [ $status != 0 ] && [[ $job == *" JobState=RUNNING "* && ( $preempted || $job == *" PreemptTime=2"* ) ]]; then
     scontrol requeue "$SLURM_JOB_ID"
