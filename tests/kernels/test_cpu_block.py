@@ -187,7 +187,7 @@ def test_checkpointing_recomputes_the_same(calls):
 def test_a_second_derivative_is_refused():
     block, x = a_block(LonghornMixer, 16), torch.randn(1, 4, 16, requires_grad=True)
     (dx,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+    with pytest.raises(NotImplementedError, match="differentiable once"):
         dx.square().sum().backward()
 
 

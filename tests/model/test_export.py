@@ -148,6 +148,27 @@ def test_a_file_computes_the_model_where_the_package_is_not(name, ending, featur
     assert relative(model(images).detach(), logits) < 1e-5
 
 
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_maps_are_named_by_their_blocks_in_whatever_order_these_are_given(ending, tmp_path, monkeypatch):
+    arguments = dict(depth=6, embed_dim=32, patch_size=8)
+    words = ["--model", "vil_tiny", "--model-kwargs", *(f"{name}={value}" for name, value in arguments.items())]
+    words += ["--img-size", "16", "24", "--num-classes", "5", "--out", str(tmp_path / f"model.{ending}")]
+    monkeypatch.setattr(sys, "argv", ["vil.export", *words, "--features", "5", "2"])
+    torch.manual_seed(3)
+    command_line.main()
+    torch.manual_seed(3)
+    model, images = (
+        timm.create_model("vil_tiny", img_size=(16, 24), num_classes=5, **arguments),
+        torch.randn(2, 3, 16, 24),
+    )
+    found, _ = run_elsewhere(tmp_path / f"model.{ending}", images, tmp_path)
+    logits, maps = naive_outputs(model, images)
+    names = ["logits", "features_2", "features_5"] if ending == "onnx" else ["0", "1", "2"]  # a program's have places
+    assert list(found) == names
+    for name, truth in zip(names, (logits, maps[2], maps[5]), strict=True):
+        assert relative(found[name], truth) < 1e-4
+
+
 def assert_standard(path):
     """Of standard operators, for any number of images."""
     proto = onnx.load(path)

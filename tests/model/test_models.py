@@ -588,6 +588,18 @@ def test_gradients_of_each_image_by_torch_func_are_those_of_backward(name):
         torch.func.jvp(model, (x,), (x,))
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pooled", "vim_tiny", "vim_tiny_pooled"])
+def test_a_gradient_penalty_is_refused_in_the_same_words_by_every_model(name, fused, monkeypatch):
+    monkeypatch.setattr(vil_block, "_fused", fused)
+    model, x = randomised(small(name)).float(), random_images(2, 3, 48, 48).requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    (again,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(again, dx, rtol=1e-3, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="differentiable once.*gradient penalties"):
+        again.square().sum().backward()
+
+
 @KINDS
 def test_a_linear_layer_in_place_of_the_steps_projection_adds_its_bias_once(name):
     model, x = randomised(small(name)).eval().float(), random_images(2, 3, 48, 48)

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import gc
 import itertools
+import json
 import os
 import re
 import shutil
@@ -14,18 +15,20 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from faults import MEASURED, without_measured
 from fixtures import CLASSES, TRAIN_IMAGES
 from PIL import Image
-from processes import SMALL
-from timm.data import create_transform
+from processes import SMALL, run, script, train_command
+from timm.data import create_transform, resolve_model_data_config
 
 import train_imagenet
 from train_imagenet import DivergenceError, Trainer
 from vil import checkpoint
 from vil.config import Config, ConfigError, load_config
 from vil.cuda_graphs import nothing_collected
-from vil.factory import create_model
+from vil.factory import create_model, from_checkpoint
+from vil.predict import predict
 from vil.processes import FirstProcessError
 from vil.training.building import build_model
 from vil.training.interruption import PreemptedError
@@ -351,6 +354,32 @@ def test_what_an_earlier_run_left_is_destroyed_before_a_graph_is_captured_and_no
         pass
     assert not gc.isenabled()  # as before
     gc.enable()
+    with contextlib.suppress(MemoryError), nothing_collected():
+        raise MemoryError  # as where a GPU has too little for a graph
+    assert gc.isenabled()
+
+
+def test_images_that_are_not_square_are_trained_on_resumed_judged_exported_and_predicted(image_folder, tmp_path):
+    """The truth is timm's transform of 16 x 24 pixels, image by image."""
+    run(train_command(tmp_path, image_folder, img_size=[16, 24], epochs=1))
+    run([*train_command(tmp_path, image_folder, epochs=2), "--img-size", "16", "24", "--resume", "auto"])
+    best = tmp_path / "run" / "best.pt"
+    run([*script("validate.py"), "--checkpoint", str(best), "--device", "cpu", "--json", str(tmp_path / "said.json")])
+    said = json.loads((tmp_path / "said.json").read_text())
+    run([sys.executable, "-m", "vil.export", "--checkpoint", str(best), "--out", str(tmp_path / "best.safetensors")])
+    models = [from_checkpoint(best), from_checkpoint(tmp_path / "best.safetensors")]
+    transform = create_transform((3, 16, 24), crop_pct=0.875, interpolation="bicubic")
+    pictures = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
+    targets = torch.arange(len(CLASSES)).repeat_interleave(len(pictures) // len(CLASSES))
+    for model in models:
+        assert resolve_model_data_config(model)["input_size"] == (3, 16, 24)
+        with torch.no_grad():
+            logits = model(torch.stack([transform(picture) for picture in pictures]))
+        assert said["top1"] == pytest.approx(100 * (logits.argmax(1) == targets).double().mean().item())
+        assert said["loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-3)
+        probability, _ = logits[0].softmax(0).max(0)
+        (found,) = predict(model, pictures[:1], topk=1)
+        assert found[0].probability == pytest.approx(probability.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("error", [AssertionError, AttributeError])

@@ -60,10 +60,11 @@ def report_page(
     environment = jinja2.Environment(autoescape=True)
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     several = len(models) > 1
-    return template.render(
+    page = template.render(
         title=title, models=sections, several=several, notes=notes, paired=found.top1 if several else None,
         classes=_classes(found, name_of), names=[name_of(number) for number in present], most_classes=MOST_CLASSES,
     )  # fmt: skip
+    return page.encode(errors="replace").decode()  # names of files and folders may not be UTF-8
 
 
 def calibration(shares_N: np.ndarray, right_N: np.ndarray) -> tuple[list[dict[str, Any]], float]:

@@ -90,5 +90,32 @@ def aligned(t: Tensor | None) -> Tensor | None:
 
 
 def refuse_second_derivative(ctx, *_) -> None:
-    """The gradient of a gradient, in place of PyTorch's warning and wrong numbers."""
-    raise NotImplementedError("a scan is differentiable once")
+    """Raise instead of computing the gradient of a gradient, of which PyTorch would drop a part with a warning."""
+    raise NotImplementedError(
+        "a scan is differentiable once: models and operators of this package cannot differentiate twice, so gradient "
+        "penalties and Hessians are not supported"
+    )
+
+
+class _Once(torch.autograd.Function):
+    """Gradients whose own gradient is refused."""
+
+    @staticmethod
+    def forward(ctx, *gradients):
+        return gradients
+
+    backward = staticmethod(refuse_second_derivative)
+
+
+def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Wrap the backward pass of an autograd function as PyTorch's decorator of this name, with our error message."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx, *gradients):
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():  # without create_graph=True
+            return found
+        return _Once.apply(*[t if t is None else t.detach().requires_grad_() for t in found])
+
+    return wrapped

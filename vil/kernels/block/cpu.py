@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..checks import once_differentiable
 from ..cpu.compiler import LANES, Kernel
 from ..scan import cpu_scan as scans
 from .lines import Lines

@@ -24,8 +24,8 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..checks import once_differentiable
 from ..scan.chunks import chunk_state_count
 from . import launch as kernels
 from .backward import backward, named_gradients
