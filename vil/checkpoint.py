@@ -18,12 +18,13 @@ from typing import Any, BinaryIO
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from timm.models import clean_state_dict
 from torch import nn
 
 from . import torch_files
 from .config import ConfigError, options_of_checkpoint
 from .files import cause_of, machine_error_in, remedy_for, write_atomically
+from .launch import is_first_process
+from .state_dicts import StateDictError, find_state_dict, parts_of, within_own_prefix, without_wrappers
 from .text import LONGEST_LABEL, label_of, printable
 
 _logger = logging.getLogger(__name__)
@@ -182,19 +183,17 @@ class Checkpoint:
             use_ema: Take the EMA weights. None: Take what the file calls the best, otherwise its EMA weights if any.
 
         Raises:
-            CheckpointError: The file has no EMA weights, or something that is not a weight.
+            CheckpointError: The file has no EMA weights, several state dicts, or something that is not a weight.
         """
-        content = self.content if isinstance(self.content, dict) else {}
-        averages = [n for n in ("state_dict_ema", "model_ema") if isinstance(content.get(n), dict)]
-        wanted = self.average_is_best is not False if use_ema is None else use_ema
-        if use_ema and not averages:
-            raise CheckpointError(f"{self.path} has no moving average of its weights")
-        names = averages * wanted + ["state_dict", "model"]
         try:
-            found = next((content[n] for n in names if isinstance(content.get(n), dict)), self.content)
-            weights = clean_state_dict(found)
+            found = find_state_dict(self.content, use_ema, self.average_is_best)
+            weights = without_wrappers(found.tensors)
+        except StateDictError as error:
+            raise CheckpointError(f"{self.path} {error}") from error
         except Exception as error:  # of names that are not text, or of a file that is not a dict
             raise _broken(file_of(self.path), error) from error
+        if found.averaged and not (use_ema or self.is_ours) and is_first_process():
+            _logger.warning("%s: using the EMA weights %s", self.path, found)
         for name, tensor in weights.items():
             if complaint := _is_unfit(tensor):
                 raise CheckpointError(f"{self.path} is no weights of a model: {name!r} {complaint}")
@@ -401,10 +400,12 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: str | Path) ->
         if wanted > 4 * given + MOST_RESAMPLED:
             raise ValueError(f"it has {wanted} values, and the file {given}")
         # a model without memory of its own takes the file's
-        model.load_state_dict(fitted(weights, model), assign=any(p.is_meta for p in model.parameters()))
+        own = within_own_prefix(weights, model.state_dict())
+        model.load_state_dict(fitted(own, model), assign=any(p.is_meta for p in model.parameters()))
     except Exception as error:  # of timm's filters, and of names that are no text
         lines = [line.strip()[:400] for line in str(error).splitlines()]
-        raise CheckpointError(f"{path} does not fit the model: " + " ".join(lines[:6])) from error
+        reason = " ".join(lines[:6]) + parts_of(map(str, weights))
+        raise CheckpointError(f"{path} does not fit the model: {reason}") from error
 
 
 def fitted(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:

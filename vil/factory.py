@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint, fitted, load_weights
 from .config import ConfigError
 from .processes import warn
+from .state_dicts import parts_of
 from .text import nearest, one_line, printable
 from .vision_longhorn import VisionLonghorn, resample_pos_embed
 
@@ -47,7 +48,8 @@ def create_model(model: str, pretrained_path: str | Path | Checkpoint | None = N
     except RuntimeError as error:
         names = [] if timm.is_model(model) else timm.list_models()
         unknown = nearest(model, names) or "; timm.list_models() has those that there are" * bool(names)
-        reason = printable(one_line(error, 2000))  # with names of tensors in it
+        parts = parts_of(given) if source else ""
+        reason = printable(one_line(error, 2000) + parts)  # with names of tensors in it
         raise ConfigError(f"cannot create the model {model}: {reason}{unknown}{_how_it_was_built(source)}") from error
     except Exception as error:  # of arguments that are not what the model expects
         raise ConfigError(f"cannot create the model {model}: {type(error).__name__}: {error}") from error

@@ -15,8 +15,11 @@ def one_line(text: object, most: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message."""
-    line = one_line(repr(value), 201)
+    """Return the repr of a value of any size, shortened for a message."""
+    try:
+        line = one_line(repr(value), 201)
+    except (ValueError, RecursionError):  # integers of thousands of digits, and deeply nested values
+        return f"a value of type {type(value).__name__} that is too large to print"
     return line if len(line) <= 200 else line[:197] + "..."
 
 

@@ -151,9 +151,9 @@ class Config:
         if self.model_kwargs.get("global_pool") == "":
             raise ConfigError("model_kwargs has global_pool '', without which a model has no logits to train")
         interval = self.checkpoint_interval
-        if interval is not None and not re.fullmatch(r"0*[1-9]\d*m?", interval):
+        if interval is not None and not re.fullmatch(r"0*[1-9]\d{0,11}m?", interval):
             raise ConfigError(
-                f"checkpoint_interval {interval!r} is neither minutes ('30m') nor optimizer steps ('500')"
+                f"checkpoint_interval {shown(interval)} is neither minutes ('30m') nor optimizer steps ('500')"
             )
         if self.teacher_checkpoint and not self.teacher:
             raise ConfigError(f"teacher_checkpoint {self.teacher_checkpoint} is of no teacher: give --teacher MODEL")
@@ -235,7 +235,7 @@ def wrong_choices(values: Mapping[str, Any]) -> list[str]:
         value = values.get(name)
         if value is not None and value not in choices:
             known = textwrap.shorten(", ".join(choices), 200, placeholder=" ...")
-            wrong.append(f"{name} {value!r} is unknown{nearest(value, choices) or '; there are ' + known}")
+            wrong.append(f"{name} {shown(value)} is unknown{nearest(value, choices) or '; there are ' + known}")
     return wrong
 
 
@@ -243,7 +243,7 @@ def unknown_models(values: Mapping[str, Any]) -> list[str]:
     """Return a message for each option that names a model unknown to timm."""
     named = [(name, model) for name in ("model", "teacher") if (model := values.get(name))]
     return [
-        f"{name} {model!r} is no model of timm or this package{nearest(model, timm.list_models())}"
+        f"{name} {shown(model)} is no model of timm or this package{nearest(model, timm.list_models())}"
         for name, model in named
         if not timm.is_model(model)
     ]

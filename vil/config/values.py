@@ -15,6 +15,7 @@ import yaml
 from ..text import nearest, shown
 from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, unknown_models, wrong_choices
 
+LONGEST_NUMBER = 400  # characters: more than the digits of the largest float
 _TYPES = typing.get_type_hints(Config)
 
 
@@ -49,7 +50,9 @@ def _parse_yaml(text: str, source: str) -> Any:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ConfigError("has an alias (*), which options have no use for: write out what it stands for")
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-32
+    except RecursionError:
+        raise ConfigError(f"{source} nests values too deeply for options") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-32
         if isinstance(error, ConfigError):
             raise ConfigError(f"{source} {error}") from None
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
@@ -68,8 +71,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def number(self, node):
+        line = f"line {node.start_mark.line + 1}"
+        if len(node.value) > LONGEST_NUMBER:
+            raise ConfigError(f"has a number of {len(node.value)} characters in {line}: give at most {LONGEST_NUMBER}")
         if re.match(r"[-+]?0[0-9_]+$|.*:", node.value):
-            line = f"line {node.start_mark.line + 1}"
             raise ConfigError(f"has {node.value} in {line}, which YAML takes for another number: write a decimal one")
         kind = node.tag.rpartition(":")[2]
         return getattr(super(), f"construct_yaml_{kind}")(node)

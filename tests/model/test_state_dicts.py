@@ -1,0 +1,128 @@
+"""Weights in the checkpoints of other programs: under which keys they are found, and what is not guessed."""
+
+import logging
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from timm.utils import ModelEmaV3
+from torch.optim.swa_utils import AveragedModel
+
+import vil
+from vil.checkpoint import CheckpointError
+from vil.config import ConfigError
+from vil.factory import create_model, from_checkpoint
+
+KWARGS = dict(embed_dim=32, depth=2, patch_size=8, img_size=16, num_classes=3)
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    return timm.create_model("vil_tiny", **KWARGS)
+
+
+MODEL, OTHER = model_of(0), model_of(1)
+WEIGHTS, OTHERS = MODEL.state_dict(), OTHER.state_dict()
+
+
+def prefixed(prefix, weights=WEIGHTS):
+    return {prefix + name: tensor for name, tensor in weights.items()}
+
+
+class Lightning(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        setattr(self, name, torch.compile(MODEL))
+
+
+def assert_loads(path, truth):
+    """Both by `from_checkpoint`, which has to find all weights, and as a start."""
+    for model in (
+        from_checkpoint(path, "vil_tiny", **KWARGS),
+        create_model("vil_tiny", path, **KWARGS),
+    ):
+        found = model.state_dict()
+        assert found.keys() == truth.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
+
+
+OPTIMIZER = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
+FILES = {
+    **{f"key {key}": {key: WEIGHTS, "epoch": 3, "optimizer": OPTIMIZER}
+       for key in ("state_dict", "model_state_dict", "model", "net", "module", "ema", "model_ema", "state_dict_ema")},
+    "plain": WEIGHTS,
+    "nested": {"model": {"state_dict": WEIGHTS}, "epoch": 3},
+    "nested averages": {"ema": {"decay": 0.999, "updates": 7, "module": WEIGHTS}},
+    "hyperparameters": {"model": {"name": "vil_tiny", "depth": 2}, "state_dict": WEIGHTS},
+    "the same twice": {"model": WEIGHTS, "state_dict": {name: tensor.clone() for name, tensor in WEIGHTS.items()}},
+    "rng": {"rng_state": torch.get_rng_state(), "model": WEIGHTS},
+    "DeepSpeed": {"module": prefixed("module."), "optimizer": None, "global_steps": 7},
+    "Lightning": {"state_dict": prefixed("model."), "pytorch-lightning_version": "2.5.0", "loops": {}},
+    "Lightning, net": {"state_dict": prefixed("net.")},
+    "Lightning, compiled": {"state_dict": Lightning("model").state_dict()},
+    "DDP of compiled": {"net": prefixed("module._orig_mod.")},
+    "compiled blocks": {n.replace("blocks.0.", "blocks.0._orig_mod."): t for n, t in WEIGHTS.items()},
+    "checkpointed": {n.replace("blocks.1.", "blocks.1._checkpoint_wrapped_module."): t for n, t in WEIGHTS.items()},
+    "AveragedModel": AveragedModel(MODEL).state_dict(),
+    "ModelEmaV3": {"state_dict": ModelEmaV3(MODEL).state_dict()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_is_found_in_the_files_of_other_programs(name, tmp_path):
+    torch.save(FILES[name], tmp_path / "given.pth")
+    assert_loads(tmp_path / "given.pth", WEIGHTS)
+
+
+def test_names_within_a_safetensors_file_are_those_of_the_model(tmp_path):
+    safetensors.torch.save_file(prefixed("model."), tmp_path / "given.safetensors")
+    assert_loads(tmp_path / "given.safetensors", WEIGHTS)
+
+
+@pytest.mark.parametrize("keys", [("model", "ema"), ("state_dict", "model_ema"), ("net", "state_dict_ema")])
+def test_of_weights_and_their_average_the_one_asked_for_is_loaded_and_an_unasked_average_is_named(
+    keys, tmp_path, caplog
+):
+    path = tmp_path / "given.pth"
+    torch.save({keys[0]: WEIGHTS, keys[1]: OTHERS}, path)
+    for use_ema, truth in ((None, WEIGHTS), (False, WEIGHTS), (True, OTHERS)):
+        found = from_checkpoint(path, "vil_tiny", use_ema=use_ema, **KWARGS).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
+    assert not caplog.messages
+    caplog.set_level(logging.WARNING)
+    found = create_model("vil_tiny", path, **KWARGS).state_dict()  # a run starts from the average, as timm does
+    assert all(torch.equal(found[name], tensor) for name, tensor in OTHERS.items())
+    assert any(f"EMA weights ['{keys[1]}']" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"model": WEIGHTS, "net": OTHERS}, ["['model']", "['net']"]),
+        ({"state_dict": {"model": WEIGHTS, "net": OTHERS}}, ["['state_dict']['model']", "['state_dict']['net']"]),
+        ({"student": WEIGHTS, "teacher": OTHERS, "epoch": 3}, ["['student']", "['teacher']", "torch.load(FILE)"]),
+        ({"backbone": WEIGHTS, "model": {"name": "vil"}}, ["['backbone']"]),
+        ({"state_dict": prefixed("model.") | prefixed("ema_model.", OTHERS)}, ["'model.'", "'ema_model.'"]),
+        ({"state_dict": prefixed("net.") | {"criterion.weight": torch.ones(3)}}, ["'net.'", "'criterion.' (1)"]),
+        ({"model": WEIGHTS | prefixed("module.", OTHERS)}, ["same name", "'module.'"]),
+    ],
+)  # fmt: skip
+def test_of_several_that_could_be_meant_none_is_guessed(content, named, tmp_path):
+    torch.save(content, tmp_path / "given.pth")
+    for load in (lambda path: from_checkpoint(path, "vil_tiny", **KWARGS), lambda path: create_model("vil_tiny", path)):
+        with pytest.raises((CheckpointError, ConfigError)) as caught:
+            load(tmp_path / "given.pth")
+        for words in named:
+            assert words in str(caught.value)
+
+
+def test_a_model_whose_own_names_begin_with_model_keeps_them(tmp_path):
+    own = torch.nn.Module()
+    own.model = MODEL
+    torch.save(own.state_dict(), tmp_path / "given.pth")
+    loaded = torch.nn.Module()
+    loaded.model = model_of(2)
+    weights = vil.checkpoint.read_weights(tmp_path / "given.pth")
+    vil.checkpoint.load_weights(loaded, weights, "given.pth")
+    assert all(torch.equal(t, WEIGHTS[name.removeprefix("model.")]) for name, t in loaded.state_dict().items())

@@ -1,0 +1,143 @@
+"""Finding a model's state dict in a checkpoint of another program, and its names without those of wrappers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+RAW = ("state_dict", "model_state_dict", "model", "net", "module")  # timm, PyTorch's tutorials, DeiT, DeepSpeed
+AVERAGED = ("state_dict_ema", "model_ema", "ema")
+# attributes of wrappers: within names, in front of some names, and in front of all names (Lightning's modules)
+INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+IN_FRONT = "module."
+OF_ALL = ("model.", "net.")
+COUNTER = "n_averaged"  # in PyTorch's AveragedModel, beside its module
+
+
+class StateDictError(ValueError):
+    """A checkpoint whose state dict cannot be told without guessing."""
+
+
+class Found(NamedTuple):
+    """A state dict, the keys that lead to it, and whether it has EMA weights."""
+
+    keys: tuple[str, ...]
+    averaged: bool
+    tensors: dict[Any, Any]
+
+    def __str__(self) -> str:
+        return "".join(f"[{key!r}]" for key in self.keys)
+
+
+def find_state_dict(content: Any, use_ema: bool | None, average_is_best: bool | None) -> Found:
+    """Return the state dict of a checkpoint.
+
+    Args:
+        content: What the file holds.
+        use_ema: Return the EMA weights. False: Return them only if there are no others. None: Return what the file
+            calls the best, otherwise its EMA weights if any.
+        average_is_best: What the file calls the best, if it does.
+
+    Raises:
+        StateDictError: There is none under a known key, or there are several of the same kind.
+        TypeError: The content is not a dict.
+    """
+    if not isinstance(content, dict):
+        raise TypeError(f"{type(content).__name__} is not a dict")
+    found = _search(content)
+    averages, others = [f for f in found if f.averaged], [f for f in found if not f.averaged]
+    if use_ema and not averages:
+        raise StateDictError("has no moving average of its weights")
+    wanted = average_is_best is not False if use_ema is None else use_ema
+    candidates = averages if averages and (wanted or not others) else others
+    elsewhere = [Found((key,), False, value) for key, value in content.items() if _has_tensors(value)]
+    if elsewhere and not any(_has_tensors(one.tensors) for one in candidates) and not _has_tensors(content):
+        raise StateDictError(f"has no state dict under the keys {', '.join(RAW + AVERAGED)}: {_to_extract(elsewhere)}")
+    if len(candidates) > 1 and not all(_same(candidates[0].tensors, other.tensors) for other in candidates[1:]):
+        raise StateDictError(f"has several state dicts: {_to_extract(candidates)}")
+    return candidates[0] if candidates else Found((), False, content)
+
+
+def _search(content: dict[Any, Any], keys: tuple[str, ...] = (), averaged: bool = False) -> list[Found]:
+    """Return the state dicts under known keys, and one level below these."""
+    found, empty = [], []
+    for key in RAW + AVERAGED:
+        if not isinstance(value := content.get(key), dict):
+            continue
+        one = Found((*keys, key), averaged or key in AVERAGED, value)
+        inner = [] if keys or _has_tensors(value) else _search(value, *one[:2])
+        found += [one] if _has_tensors(value) else inner
+        empty += [] if keys else [one]
+    return found or empty[:1]  # without tensors, for the message that says so
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
+
+
+def _same(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
+    return first.keys() == second.keys() and all(
+        a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b))
+        for a, b in zip(first.values(), (second[name] for name in first))
+    )
+
+
+def _to_extract(found: list[Found]) -> str:
+    several = ", ".join(f"{one} ({len(one.tensors)} tensors)" for one in found[:8])
+    return f"{several}. Extract one, such as torch.save(torch.load(FILE){found[0]}, 'weights.pth')"
+
+
+def without_wrappers(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict under the names that the model has without its wrappers.
+
+    These are DataParallel, DistributedDataParallel, FSDP, torch.compile, activation checkpointing, AveragedModel, and
+    a LightningModule whose only part is the model.
+
+    Raises:
+        StateDictError: Two names become the same.
+    """
+    names = {name: name for name in weights}
+    if all(name.startswith(IN_FRONT) for name in names if name != COUNTER) and len(names) > 1:
+        names.pop(COUNTER, None)
+    while True:
+        before = dict(names)
+        for name in names:
+            for wrapper in INSIDE:
+                names[name] = names[name].replace(wrapper, "")
+            names[name] = names[name].removeprefix(IN_FRONT)
+        for wrapper in OF_ALL:
+            if all(name.startswith(wrapper) for name in names.values()):
+                names = {name: short.removeprefix(wrapper) for name, short in names.items()}
+        if names == before:
+            break
+    if len({*names.values()}) < len(names):
+        raise StateDictError(f"has tensors of the same name but for their wrappers: {_groups(names)}")
+    return {short: weights[name] for name, short in names.items()}
+
+
+def within_own_prefix(weights: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a state dict with the prefix that all `names` of a model have itself, if none of the weights has it."""
+    for prefix in OF_ALL:
+        if all(name.startswith(prefix) for name in names) and not any(name.startswith(prefix) for name in weights):
+            return {prefix + name: tensor for name, tensor in weights.items()}
+    return weights
+
+
+def parts_of(names: Iterable[str]) -> str:
+    """Return a remedy for a state dict that has more parts than a model in a wrapper, otherwise an empty text."""
+    names = [*names]
+    wrapper = next((wrapper for wrapper in OF_ALL if any(name.startswith(wrapper) for name in names)), None)
+    if wrapper is None or all(name.startswith(wrapper) for name in names):
+        return ""
+    return (
+        f"; its names begin with {_groups(names)}. If the model is in {wrapper!r}, extract "
+        f"{{name[{len(wrapper)}:]: t for name, t in state_dict.items() if name.startswith({wrapper!r})}}"
+    )
+
+
+def _groups(names: Iterable[str]) -> str:
+    counts = Counter(name.partition(".")[0] + "." * ("." in name) for name in names)
+    return ", ".join(f"{start!r} ({count})" for start, count in counts.most_common(8))
