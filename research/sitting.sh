@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# A sitting of a study on a machine that is lent for half an hour: it starts bare, has no network, and takes and gives
-# back 64 MiB a call. Each line is a call, from the root of the copy of this checkout that it brings along:
+# Run a study on a remote machine that is available for half an hour. The machine starts empty, has no network, and
+# transfers at most 64 MiB with each call in either direction. Each line below is one call, from the root of the copy of
+# this checkout that the call transfers:
 #
-#     research/sitting.sh unpack           # data/tiny_parts/*.tar.gz, as many times as there are parts
-#     research/sitting.sh start COMMAND    # tries the package on every GPU, then leaves the command running
-#     research/sitting.sh wait SECONDS     # so long or until it has ended; results go to $OUT every half minute
+#     research/sitting.sh unpack           # unpack data/tiny_parts/*.tar.gz; one call for each part
+#     research/sitting.sh start COMMAND    # check the package on every GPU, then start the command in the background
+#     research/sitting.sh wait SECONDS     # wait for the command; results are copied to $OUT every half minute
 #
-# A start that fails starts nothing, and every wait behind it fails at once: no minutes go by with nothing done. Calls
-# follow each other without a pause, as the machine is taken back soon. The weights need not travel.
+# If a start fails, nothing runs, and each later wait fails at once, so that no machine time is wasted. Make the calls
+# without a pause, because an idle machine is released. The files in weights/ need not be transferred.
 set -euo pipefail
-place=$HOME/sitting  # each call brings the checkout anew, so the study runs in a copy
+place=$HOME/sitting  # the study runs in a copy, because each call transfers the checkout again
 
-save() {  # whatever is there: tar complains of files that change or go while it reads them
+save() {  # tar fails if files change or disappear while it reads them, so errors are ignored
     (cd "$place" && find output -name '*.json' -o -name '*.csv*' -o -name '*.txt' -o -name '*.jsonl') |
         tar czf "$place/results" -C "$place" -T - || true
     cp "$place/results" "$OUT/writing" && mv "$OUT/writing" "$OUT/results.tar.gz" || true
@@ -28,9 +29,9 @@ start)
     mkdir -p "$place/output"
     tar c --exclude ./data --exclude ./output . | tar x -C "$place"
     cd "$place"
-    # if git came along: weights that stayed behind would have the commit called dirty
+    # with git: missing weights would mark the commit as dirty
     [ ! -e .git ] || git ls-files -z 'weights/*.safetensors' | xargs -0 git update-index --skip-worktree
-    python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # not in a venv: it would not see PyTorch
+    python3 -m pip install --quiet --no-build-isolation --no-deps --editable .  # not in a venv, which would not have PyTorch
     python3 - <<'PROGRAM'
 import torch
 import timm
