@@ -1,7 +1,7 @@
-"""An image file, which may come from anybody, to 8-bit pixels: the formats, the limits and the colours.
+"""Decoder of image files, which may come from anybody, to 8-bit pixels: the formats, the limits and the colours.
 
-It runs in a loader's process for files whose headers bound what they cost, and as a program of its own, which `guard`
-starts, for all others. So it imports nothing of this package.
+It runs in a loader's process for files whose structure bounds their cost. For other files `guard` runs it as a program
+of its own, so it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ MOST_BYTES = 2**29  # of a file: some formats are read as a whole
 MOST_PIXELS = 89_478_485  # where Pillow begins to warn: 0.36 GB as it stores RGB
 MOST_ELONGATED = 100  # evaluation resizes the shorter side to some hundreds of pixels, and the longer one with it
 MOST_SCANS = 100  # of a JPEG: each may go over all of its pixels; encoders write about ten
-SECONDS = 10  # in which a file is decoded that is not bounded
-MEMORY = 5 * 2**28  # bytes of address space that its decoder may take: more than a file within the limits needs
+SECONDS = 10  # timeout for decoding a file whose structure does not bound its cost
+MEMORY = 5 * 2**28  # bytes of address space for decoding such a file; files within the limits need less
 
-MOST_PARTS = 100  # segments of a JPEG before its scans, or chunks of a PNG beside those of its pixels
+MOST_PARTS = 1000  # segments of a JPEG before its scans, or chunks of a PNG besides those of its pixels
 MOST_SCANNED = 2**28  # pixels that all scans of a JPEG go over: ten scans of 26 megapixels
 FEWEST_BYTES = 2**10  # of a PNG for each of its chunks: most encoders write 8,192
-FRAMES = range(0xC0, 0xD0)  # markers of a JPEG's frames, but for three of tables
-TABLES = (0xC4, 0xC8, 0xCC)
+FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of a JPEG
+TABLES = {0xC4, 0xCC, 0xDB, 0xDD}  # of Huffman and arithmetic coding, quantization, the restart interval
+COLOURS = {0xE0: b"JFIF", 0xEE: b"Adobe"}  # segments that say how colours are coded
+METADATA = {*range(0xE0, 0xF0), 0xFE}
 REPLY = struct.Struct("<QII")  # bytes that follow, width, height; an error has no size
 
 
 class UnfitImageError(ValueError):
-    """An image is beyond the limits, its pixels have no range, or its decoder came to an end."""
+    """An image is damaged or beyond the limits, its pixels have no range, or its decoder came to an end."""
 
 
 def length_of(file: BinaryIO) -> int:
-    """Bytes of a file, if they are within the limit."""
+    """Return the number of bytes of a file, or raise an UnfitImageError if they are too many."""
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     if length > MOST_BYTES:
@@ -48,81 +50,89 @@ def length_of(file: BinaryIO) -> int:
 
 
 def is_bounded(file: BinaryIO, length: int) -> bool:
-    """Whether a file is a JPEG or PNG of few parts, and so costs no more than its pixels do.
+    """Return whether the structure of a file of this length bounds its cost (see `essence`)."""
+    data = file.read(length)
+    file.seek(0)
+    return essence(data) is not None
+
+
+def essence(data: bytes) -> bytes | None:
+    """Return a JPEG or PNG without metadata, or None if the structure of the file does not bound its cost.
+
+    Only the parts that pixels depend on are kept, by an allow-list. So metadata cost nothing, whatever their kind.
 
     Raises:
-        UnfitImageError: It is a JPEG of too many scans.
+        UnfitImageError: The file is a JPEG of too many scans.
     """
-    start = file.read(24)
-    bounded = False
-    if start[:3] == b"\xff\xd8\xff":
-        bounded = _is_bounded_jpeg(file, length)
-    elif start[:8] == b"\x89PNG\r\n\x1a\n" and len(start) == 24:
-        bounded = _is_in_proportion(length, *struct.unpack_from(">II", start, 16)) and _has_few_chunks(file, length)
-    file.seek(0)
-    return bounded
+    if data[:3] == b"\xff\xd8\xff":
+        return _essence_of_jpeg(data)
+    if data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 24:
+        return _essence_of_png(data)
+    return None
 
 
 def _is_in_proportion(length: int, width: int, height: int) -> bool:
     return length <= 2**20 + 8 * width * height <= 8 * MOST_PIXELS
 
 
-def _is_bounded_jpeg(file: BinaryIO, length: int) -> bool:
-    """By its segments up to the first scan, one after the other: a decoder looks for them in whatever lies between."""
-    place, notes, frame = 2, 0, b""
+def _essence_of_jpeg(data: bytes) -> bytes | None:
+    """Read the segments before the first scan one after the other: a decoder searches what lies between segments."""
+    view, kept, place, frame = memoryview(data), [data[:2]], 2, None
     for _ in range(MOST_PARTS):
-        file.seek(place)
-        segment = file.read(10)
-        if len(segment) < 10 or segment[0] != 0xFF:
-            return False
-        marker = segment[1]
-        if marker == 0xDA:
+        start, marker, length = data[place : place + 1], data[place + 1 : place + 2], data[place + 2 : place + 4]
+        end = place + 2 + int.from_bytes(length, "big")
+        if start != b"\xff" or end < place + 4 or end + 6 > len(data):
+            return None
+        kind = marker[0]
+        if kind == 0xDA:
             break
-        if marker < 0xC0 or 0xD0 <= marker < 0xDA or marker == 0xFF:
-            return False
-        notes += segment[4:8] == b"Exif"  # a TIFF, whose tags may share bytes
-        if marker in FRAMES and marker not in TABLES:
+        if kind in FRAMES:
             if frame:
-                return False
-            frame = segment
-        place += 2 + int.from_bytes(segment[2:4], "big")
+                return None
+            frame = place
+        if kind in FRAMES or kind in TABLES or (kind in COLOURS and data.startswith(COLOURS[kind], place + 4)):
+            kept.append(view[place:end])
+        elif kind not in METADATA:
+            return None
+        place = end
     else:
-        return False
-    if not frame or notes > 1:
-        return False
-    height, width, components = struct.unpack(">HHB", frame[5:])
-    if not _is_in_proportion(length, width, height):
-        return False
-    if frame[1] in (0xC0, 0xC1) and segment[4] == components:
-        return True
-    file.seek(0)
-    if (scans := file.read().count(b"\xff\xda")) > MOST_SCANS:
-        raise UnfitImageError(f"{scans} scans, more than {MOST_SCANS}")
-    return scans * width * height <= MOST_SCANNED
+        return None
+    if not frame:
+        return None
+    height, width, components = struct.unpack_from(">HHB", data, frame + 5)
+    if not _is_in_proportion(len(data), width, height):
+        return None
+    if data[frame + 1] not in (0xC0, 0xC1) or data[place + 4] != components:
+        if (scans := data.count(b"\xff\xda")) > MOST_SCANS:
+            raise UnfitImageError(f"{scans} scans, more than {MOST_SCANS}")
+        if scans * width * height > MOST_SCANNED:
+            return None
+    return b"".join([*kept, view[place:]])
 
 
-def _has_few_chunks(file: BinaryIO, length: int) -> bool:
-    place, of_pixels, others = 8, 0, 0
-    while place < length and others <= MOST_PARTS and of_pixels <= MOST_PARTS + length // FEWEST_BYTES:
-        file.seek(place)
-        chunk = file.read(8)
-        if chunk[4:] == b"IEND":
-            return True
-        if chunk[4:] == b"IDAT":
-            of_pixels += 1
-        else:
-            others += 1
-        place += 12 + int.from_bytes(chunk[:4], "big")
-    return False
+def _essence_of_png(data: bytes) -> bytes | None:
+    if not _is_in_proportion(len(data), *struct.unpack_from(">II", data, 16)):
+        return None
+    view, kept, place, of_pixels, others = memoryview(data), [data[:8]], 8, 0, 0
+    while place < len(data) and others <= MOST_PARTS and of_pixels <= MOST_PARTS + len(data) // FEWEST_BYTES:
+        kind, end = data[place + 4 : place + 8], place + 12 + int.from_bytes(data[place : place + 4], "big")
+        if kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
+            kept.append(view[place:end])
+        if kind == b"IEND":
+            return b"".join(kept)
+        of_pixels += kind == b"IDAT"
+        others += kind != b"IDAT"
+        place = end
+    return None
 
 
 def decode(file: BinaryIO) -> Image.Image:
-    """The first picture of a file as 8-bit RGB. From a file that is none, or not fit, there may be any exception."""
+    """Return the first image of a file as 8-bit RGB. A file that is not an image may raise any exception."""
     return to_rgb(open_image(file))
 
 
 def open_image(file: BinaryIO) -> Any:
-    """Pillow's image of a file's header, if what it announces is within the limits."""
+    """Return Pillow's image of a file's header if the image is within the limits."""
     try:
         image: Any = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:  # whose message is an address in memory
@@ -135,12 +145,12 @@ def open_image(file: BinaryIO) -> Any:
     if image.format == "TIFF":  # its parts are decompressed whole, whatever the image needs of them
         part = image.tag_v2.get(322, 0) * image.tag_v2.get(323, 0)
         if part > max(width * height, 2**22):
-            raise UnfitImageError(f"tiles of {part} pixels in an image of {width}x{height}")
+            raise UnfitImageError(f"a TIFF tile of {part} pixels in an image of {width}x{height}")
     return image
 
 
 def to_rgb(image: Any) -> Image.Image:
-    """Pillow's image of any mode in 8 bits: the higher ones of more, which Pillow would clip at 255."""
+    """Convert Pillow's image of any mode to 8 bits. Of more bits the highest are kept; Pillow would clip at 255."""
     mode = image.mode
     if not mode.startswith(("I", "F")):
         if mode == "RGB" and image.format == "JPEG":
@@ -156,7 +166,7 @@ def to_rgb(image: Any) -> Image.Image:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Decodes one file after the other, each by its length in 8 bytes and its content, until there are no more."""
+    """Decode files, each sent as its length in 8 bytes and its content, until there are no more."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):  # a scheduler may signal every process of a job
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

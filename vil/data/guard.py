@@ -1,45 +1,47 @@
-"""Image files that may cost more than their headers say, decoded in a process with limits of time and memory."""
+"""Decoding of image files whose structure does not bound their cost, in a process with limits of time and memory."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import subprocess
 import sys
 import threading
 import time
-from typing import BinaryIO
+from pathlib import Path
 
+import numpy as np
+import PIL
 from PIL import Image
 
 from . import decoder
-from .decoder import REPLY, UnfitImageError
-
-AT_ONCE = 2**20  # bytes
+from .decoder import MOST_PIXELS, REPLY, UnfitImageError
 
 
 class LateImageError(UnfitImageError):
-    """A decoder has not come to an end."""
+    """An image was not decoded in time."""
 
 
 class Guard:
-    """A process that decodes files, one at a time. It starts with the first of them, and again after a fatal one."""
+    """A process that decodes files, one at a time. It starts with the first file, and restarts after a fatal one."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen | None = None
         self._lock = threading.Lock()
 
-    def decode(self, file: BinaryIO, length: int) -> Image.Image:
-        """The first picture of a file as 8-bit RGB.
+    def decode(self, data: bytes) -> Image.Image:
+        """Return the first image of a file as 8-bit RGB.
 
         Raises:
-            LateImageError: It took too long.
-            UnfitImageError: It has none within the limits; the message has the decoder's error.
+            LateImageError: Decoding took too long.
+            UnfitImageError: There is no image within the limits; the message has the decoder's error.
+            OSError: The process does not start.
         """
         with self._lock:
             try:
-                size, content = self._ask(file, length)
+                size, content = self._ask(data)
             except BaseException:
                 self.close()
                 raise
@@ -47,23 +49,22 @@ class Guard:
             raise UnfitImageError(content.decode())
         return Image.frombytes("RGB", size, content)
 
-    def _ask(self, file: BinaryIO, length: int) -> tuple[tuple[int, int], bytes]:
+    def _ask(self, data: bytes) -> tuple[tuple[int, int], bytes]:
         if self._child is None or self._child.poll() is not None:
             self._child = _start()
         requests, replies = self._child.stdin, self._child.stdout
         assert requests
         assert replies
-        requests.write(length.to_bytes(8, "little"))
-        for start in range(0, length, AT_ONCE):
-            requests.write(file.read(min(AT_ONCE, length - start)))
-        requests.flush()
-        # from here on, since reading a file may take long on a slow disk
+        count, width, height, content = 0, 0, 0, b""
         start_time, clock = time.monotonic(), threading.Timer(decoder.SECONDS, self._child.kill)
         clock.start()
         try:
-            header = replies.read(REPLY.size)
-            count, width, height = REPLY.unpack(header.ljust(REPLY.size, b"\0"))
-            content = replies.read(count)
+            requests.write(len(data).to_bytes(8, "little") + data)
+            requests.flush()
+            count, width, height = REPLY.unpack(replies.read(REPLY.size).ljust(REPLY.size, b"\0"))
+            content = replies.read(min(count, 3 * MOST_PIXELS))
+        except BrokenPipeError:  # the process ended before it had the file, which can be too large for its memory
+            pass
         finally:
             clock.cancel()
             clock.join()
@@ -72,42 +73,52 @@ class Guard:
             if is_late:
                 raise LateImageError(f"not decoded in {decoder.SECONDS} s")
             raise UnfitImageError(f"its decoder ended with status {self._child.wait()}")
-        if is_late:  # the clock may have ended it just then
+        if is_late:  # the clock may have ended the process just then
             self.close()
         return (width, height), content
 
     def close(self) -> None:
         if self._child is not None:
             self._child.kill()
-            self._child.communicate()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                with contextlib.suppress(OSError):  # what the process has not read
+                    pipe.close()
             self._child = None
 
 
 def _start() -> subprocess.Popen:
-    """Runs `decoder` with the modules that this process finds, of which it imports Pillow and NumPy alone."""
-    code = f"import runpy, sys; sys.path[:] = {sys.path!r}; runpy.run_path({decoder.__file__!r}, run_name='__main__')"
-    one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    """Start `decoder` with this process's Pillow and NumPy.
+
+    The interpreter is isolated (-I, -S) and runs in the root folder, because it would import modules from the current
+    folder, which may hold files from anybody.
+    """
+    folders = [str(Path(package.__file__).absolute().parents[1]) for package in (PIL, np)]
+    code = (
+        f"import sys; sys.path += {folders!r}; import runpy; runpy.run_path({decoder.__file__!r}, run_name='__main__')"
+    )
     child = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-I", "-S", "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | one_thread,
+        cwd=os.path.abspath(os.sep),
+        env=os.environ | {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")},
     )
     assert child.stdout
     if not child.stdout.read(1):
-        raise RuntimeError(f"the program that decodes images does not start: {sys.executable} {decoder.__file__}")
+        raise OSError(f"the process that decodes images does not start: {sys.executable} {decoder.__file__}")
     return child
 
 
 @functools.cache
 def of_process(process: int) -> Guard:
-    """That of a process, which one forked from it must not share."""
+    """Return the guard of a process, which a process forked from it must not share."""
     guard = Guard()
     atexit.register(guard.close)
     return guard
 
 
-def decode_guarded(file: BinaryIO, length: int) -> Image.Image:
-    """As `decoder.decode`, at most `decoder.SECONDS` and, on Linux, `decoder.MEMORY` later."""
-    return of_process(os.getpid()).decode(file, length)
+def decode_guarded(data: bytes) -> Image.Image:
+    """Return `decoder.decode` of a file, within `decoder.SECONDS` and, on Linux, `decoder.MEMORY`."""
+    return of_process(os.getpid()).decode(data)

@@ -1,7 +1,8 @@
-"""Image files, which may come from anybody: how each is opened, and what is said of those that cannot be read."""
+"""Image files, which may come from anybody: how each is opened, and which warnings name unreadable ones."""
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from ..config import ConfigError
-from .decoder import FORMATS, UnfitImageError, decode, is_bounded, length_of
+from .decoder import FORMATS, UnfitImageError, decode, essence, length_of
 from .guard import LateImageError, decode_guarded
 
 _logger = logging.getLogger(__name__)
@@ -34,31 +35,55 @@ class UnreadableSplitError(WorkersError):
 
 
 def open_file(path: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading.
+    """Open a regular file for reading.
 
     Raises:
-        UnfitImageError: It is something else: a pipe, for one, would have us wait.
+        UnfitImageError: The file is not regular. A pipe, for example, would block.
+        OSError: The file cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnfitImageError("not a regular file")
     return open(path, "rb")
 
 
-def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
-    """The first picture of a file as 8-bit RGB, for whoever opens an image.
+def read_bytes(file: str | os.PathLike | BinaryIO) -> bytes:
+    """Return the content of a file.
 
-    A JPEG or PNG whose structure bounds its cost is decoded here, any other file under the limits of `guard`. From a
-    file that is none, or not fit, there may be any exception.
+    Raises:
+        UnfitImageError: The file is not regular or too large.
+        OSError: The file cannot be read.
     """
     if isinstance(file, (str, os.PathLike)):
         with open_file(file) as opened:
-            return read_image(opened)
-    length = length_of(file)
-    return decode(file) if is_bounded(file, length) else decode_guarded(file, length)
+            return read_bytes(opened)
+    return file.read(length_of(file))
+
+
+def read_image(file: str | os.PathLike | BinaryIO) -> Image.Image:
+    """Return the first image of a file as 8-bit RGB.
+
+    A JPEG or PNG whose structure bounds its cost is decoded in this process without its metadata, any other file under
+    the limits of `guard`.
+
+    Raises:
+        UnfitImageError: The file is not an image, damaged or beyond the limits.
+        OSError: The file cannot be read, or the guard's process does not start.
+    """
+    return image_of(read_bytes(file))
+
+
+def image_of(data: bytes) -> Image.Image:
+    """Return the first image of a file's content (see `read_image`)."""
+    if (plain := essence(data)) is None:
+        return decode_guarded(data)
+    try:
+        return decode(io.BytesIO(plain))
+    except Exception as error:  # decoders raise errors of all kinds, OSError among them
+        raise UnfitImageError(reason(error)) from error
 
 
 def reason(error: Exception) -> str:
-    """Why an image cannot be read, of characters that a terminal prints."""
+    """Return why an image cannot be read, in printable characters."""
     return str(error) if isinstance(error, UnfitImageError) else repr(error)
 
 

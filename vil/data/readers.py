@@ -17,10 +17,10 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.data.readers.reader_image_tar import ReaderImageTar
 from torch.utils.data import Dataset
 
-from .decoder import UnfitImageError, is_bounded, length_of, open_image
+from .decoder import UnfitImageError, essence, open_image
 from .draws import DrawingTransform
 from .encoded import EncodedImage, is_plain_jpeg, is_small
-from .images import UNREADABLE, Unreadable, UnreadableSplitError, open_file, read_image, reason
+from .images import UNREADABLE, Unreadable, UnreadableSplitError, image_of, open_file, read_bytes, read_image, reason
 from .seeds import seed_everything
 
 NEAR = 10  # images from an unreadable one on that training tries before others from all over the split
@@ -128,16 +128,13 @@ class EncodedReader(ImageReader):
         """
         file, target = _open(self.dataset.reader, index)
         with file:
-            length_of(file)
-            data = file.read()
-        whole = io.BytesIO(data)
-        if is_bounded(whole, len(data)):
-            header = open_image(whole)
+            data = read_bytes(file)
+        if (plain := essence(data)) is not None:
+            header = open_image(io.BytesIO(plain))
             if is_small(math.prod(header.size)):
-                pixels = np.asarray(read_image(io.BytesIO(data)))
-                return pixels.transpose(2, 0, 1).tobytes(), header.size, target
-            if is_plain_jpeg(data, header):
-                return data, header.size, target
+                return np.asarray(image_of(data)).transpose(2, 0, 1).tobytes(), header.size, target
+            if is_plain_jpeg(plain, header):
+                return plain, header.size, target
         raise UnfitImageError("not for a device to decode")
 
     def finish(self, key: tuple[int, int]):
@@ -173,8 +170,8 @@ def typical_pixels(dataset) -> float:
         with contextlib.suppress(Exception):  # whoever reads the image says so
             file, _ = _open(dataset.reader, i)
             with file:
-                if is_bounded(file, length_of(file)):
-                    found.append(math.prod(open_image(file).size))
+                if (plain := essence(read_bytes(file))) is not None:
+                    found.append(math.prod(open_image(io.BytesIO(plain)).size))
     return sum(found) / len(found) if found else math.inf
 
 
