@@ -1,11 +1,14 @@
-"""The bidirectional state-space block: Vision Mamba's "v2" block with Longhorn's or Mamba's recurrence.
+"""Bidirectional state-space block: Vision Mamba's "v2" block with Longhorn's or Mamba's recurrence.
 
-B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
-2 directions, stacked in this order: first token to last, last token to first
-In a pooled block: h, w grid of patches    r rows of the grid, or its columns    S = r + 1 pooled tokens
+Dimension letters in the suffixes of tensor names:
 
-The way from a model to a kernel on an NVIDIA GPU: VisionLonghorn.forward, run_blocks, and of kernels/block and
-kernels/cuda operator.block, _Block.forward, the planned forward, Plan.__call__, and its step, which launches.
+    B batch    L tokens    C model width    D inner width    N states of a channel    R rank of the step projection
+    2 directions, stacked in this order: first token to last, last token to first
+    In a pooled block: h, w grid of patches    r rows of the grid, or columns    S = r + 1 pooled tokens
+
+On an NVIDIA GPU, a forward pass runs through `VisionLonghorn.forward` and `run_blocks`, then through `operator.block`,
+`_Block.forward` and the planned forward of vil/kernels/block, then through `Plan.__call__` of vil/kernels/cuda, whose
+steps launch the kernels.
 """
 
 import math
@@ -31,7 +34,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm, computed in the fp32 of the residual stream and returned in the dtype of the weight."""
+    """RMSNorm computed in fp32; the output has the weight's dtype."""
 
     def forward(self, x_BLC: Tensor) -> Tensor:
         h_BLC = F.rms_norm(x_BLC, self.normalized_shape, self.weight.to(x_BLC.dtype), self.eps)
@@ -50,31 +53,33 @@ def insert_class_token(patches_BnC: Tensor, token_B1C: Tensor) -> Tensor:
 
 
 def split_class_token(x_BLC: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `insert_class_token`: patches (B, L - 1, C) and class token (B, 1, C)."""
+    """Split tokens (B, L, C) into patches (B, L - 1, C) and class token (B, 1, C); inverts `insert_class_token`."""
     middle = (x_BLC.shape[1] - 1) // 2
     return torch.cat((x_BLC[:, :middle], x_BLC[:, middle + 1 :]), dim=1), middle_token(x_BLC)
 
 
 def transpose_grid(x_BLC: Tensor, h: int, w: int) -> Tensor:
-    """Tokens with patches row by row of a grid (h, w) as tokens with patches column by column."""
+    """Reorder the patches of an (h, w) grid from row-major to column-major order; the class token stays in the
+    middle.
+    """
     patches_BnC, token_B1C = split_class_token(x_BLC)
     return insert_class_token(patches_BnC.unflatten(1, (h, w)).transpose(1, 2).flatten(1, 2), token_B1C)
 
 
 def row_means(v_BLD: Tensor, rows: int) -> Tensor:
-    """The mean of each row of patches, and between them, as number rows // 2, the class token: (B, S, D)."""
+    """Return the mean of each row of patches, with the class token inserted at index rows // 2: (B, S, D)."""
     patches_BnD, token_B1D = split_class_token(v_BLD)
     return insert_class_token(patches_BnD.unflatten(1, (rows, -1)).mean(2), token_B1D)
 
 
 def repeat_rows(y_BSD: Tensor, length: int) -> Tensor:
-    """The pooled token of each of L tokens, where a row has `length` patches."""
+    """Repeat each row's token for the row's `length` patches: (B, S, D) to (B, L, D)."""
     rows_BrD, token_B1D = split_class_token(y_BSD)
     return insert_class_token(rows_BrD.unsqueeze(2).expand(-1, -1, length, -1).flatten(1, 2), token_B1D)
 
 
 class TokenConv1d(nn.Conv1d):
-    """Depthwise convolution of tokens (B, L, D), causal in the order in which a direction reads them."""
+    """Depthwise convolution of tokens (B, L, D), causal in the order in which its direction reads the tokens."""
 
     def __init__(self, dim: int, width: int, *, reverse: bool, device=None, dtype=None):
         super().__init__(dim, dim, width, groups=dim, device=device, dtype=dtype)
@@ -85,7 +90,7 @@ class TokenConv1d(nn.Conv1d):
         weight = self.weight.flip(-1) if self.reverse else self.weight
         if torch.compiler.is_dynamo_compiling() and u_BLD.is_cpu:
             return sum_of_taps(u_BLD, weight, self.bias, self.reverse)
-        # A 2d convolution of height 1 sees these tokens as channels-last: no transpose, 3 to 6 times faster on CPUs.
+        # A 2d convolution of height 1 accepts channels-last tokens without a transpose, 3 to 6 times faster on CPUs.
         u_BD1L = u_BLD.transpose(1, 2).unsqueeze(2)
         v_BD1L = F.conv2d(u_BD1L, weight.unsqueeze(1), self.bias, padding=(0, lookback), groups=self.groups)
         return v_BD1L.squeeze(2).transpose(1, 2).narrow(1, lookback if self.reverse else 0, u_BLD.shape[1])
@@ -93,7 +98,10 @@ class TokenConv1d(nn.Conv1d):
 
 @torch.jit.unused
 def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, reverse: bool) -> Tensor:
-    """The convolution as a sum of shifted products: TorchInductor on CPUs fails on a second one of dynamic B."""
+    """Compute the convolution as a sum of shifted products.
+
+    On CPUs, TorchInductor fails to compile a second convolution with a dynamic batch size.
+    """
     lookback, length = weight_D1K.shape[-1] - 1, u_BLD.shape[1]
     padded = F.pad(u_BLD, (0, 0, 0, lookback) if reverse else (0, 0, lookback, 0))
     taps = weight_D1K.squeeze(1).to(u_BLD.dtype).unbind(-1)
@@ -102,14 +110,14 @@ def sum_of_taps(u_BLD: Tensor, weight_D1K: Tensor, bias_D: Tensor | None, revers
 
 
 class StepProjection(nn.Linear):
-    """A linear layer whose bias the recurrence adds. It is none to quantize: that would take its bias away."""
+    """Linear layer whose bias is added by the recurrence. Quantization skips this class and so keeps the bias."""
 
     def forward(self, step_BLR: Tensor) -> Tensor:
         return F.linear(step_BLR, self.weight)
 
 
 class LonghornDirection(nn.Module):
-    """The weights of one direction of a mixer: convolution, projections of each token, and skip connection."""
+    """Weights of one direction of a mixer: convolution, projections of each token, and skip connection."""
 
     def __init__(
         self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
@@ -128,7 +136,7 @@ class LonghornDirection(nn.Module):
         nn.init.ones_(self.skip)
 
     def forward(self, u_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns what the recurrence reads: the token, its step's logits less their bias, its key and its query."""
+        """Return the inputs of the recurrence: token v, step logits without their bias, key k and query q."""
         v_BLD = self.convolve(u_BLD)
         return v_BLD, *self.project(v_BLD)
 
@@ -140,7 +148,9 @@ class LonghornDirection(nn.Module):
         return self.step_proj(step_BLR), k_BLN, q_BLN
 
     def step_bias(self) -> Tensor:
-        """What the recurrence adds to a step's logits: nothing if somebody's linear layer, in place of ours, has."""
+        """Return the bias that the recurrence adds to the step logits; zeros if `step_proj` was replaced by another
+        linear layer.
+        """
         if not torch.jit.is_scripting():
             step_proj = self.step_proj
             if isinstance(step_proj, nn.Linear) and not isinstance(step_proj, StepProjection):
@@ -149,7 +159,9 @@ class LonghornDirection(nn.Module):
 
 
 class MambaDirection(LonghornDirection):
-    """The same with the rates of Mamba's states, and its initialisation (Gu & Dao, 2023, section 3.6)."""
+    """`LonghornDirection` with the decay rates of Mamba's states, and Mamba's initialization (Gu & Dao, 2023, section
+    3.6).
+    """
 
     def __init__(
         self, dim: int, state_size: int, rank: int, conv_width: int, *, reverse: bool, device=None, dtype=None
@@ -162,24 +174,24 @@ class MambaDirection(LonghornDirection):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         dt_D = torch.empty_like(self.skip).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # softplus of this is dt
+        self.step_proj.bias.copy_(dt_D + torch.log(-torch.expm1(-dt_D)))  # inverse softplus of dt
         self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).log())
 
 
 class BidirectionalMixer(nn.Module):
-    """Mixes the tokens of an image by one recurrence from the first to the last and one from the last to the first.
+    """Token mixer that averages a forward and a backward recurrence over an image's tokens.
 
     Args:
         dim: Model width C.
         expand: Inner width D as a multiple of C.
-        state_size: States N of a channel.
-        conv_width: Tokens that the convolution before the recurrence sees.
-        pool: None: the recurrence reads every token. "rows" or "columns": it reads the mean of each row or column of
-            patches, in their order, and the class token between them (the pooling of Kapse et al., 2025).
+        state_size: Number of states N of a channel.
+        conv_width: Kernel size of the convolution before the recurrence, in tokens.
+        pool: If None, the recurrence reads every token. If "rows" or "columns", the recurrence reads the means of the
+            rows or columns of patches in order, and the class token in the middle (the pooling of Kapse et al., 2025).
     """
 
     direction: type[LonghornDirection]
-    recurrence: str  # its name to the fused kernels, which run no other mixer
+    recurrence: str  # the recurrence's name in the fused kernels
 
     def __init__(
         self,
@@ -202,9 +214,9 @@ class BidirectionalMixer(nn.Module):
         self.directions: Sequence[LonghornDirection] = cast(Any, directions)  # nn.ModuleList has no type parameter
         self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
 
-    # Of LonghornMixer and MambaMixer the fused kernels take the place of this: an edit shows with VIL_FUSED=0
+    # Fused kernels replace this method of LonghornMixer and MambaMixer; set VIL_FUSED=0 to see the effect of an edit.
     def forward(self, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Tokens to tokens; a pooled mixer is told the grid (h, w) of patches, which else has to be square."""
+        """Mix tokens (B, L, C). A pooled mixer needs the patch grid (h, w), unless the grid is square."""
         if self.pool is not None:
             return self.forward_pooled(h_BLC, grid_of(h_BLC.shape[1], grid))
         u_BLD, z_BLD = self.in_proj(h_BLC).chunk(2, dim=-1)
@@ -214,7 +226,7 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y_2BLD.mean(0) * F.silu(z_BLD))
 
     def forward_pooled(self, h_BLC: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The same with a recurrence over rows, or over columns, whose order the convolution follows, too."""
+        """Mix tokens with a recurrence over rows or columns; the convolution reads patches in the same order."""
         h, w = grid
         rows, length = (w, h) if self.pool == "columns" else (h, w)
         if self.pool == "columns":
@@ -224,7 +236,7 @@ class BidirectionalMixer(nn.Module):
         means_2BSD = torch.stack([row_means(v_2BLD[g], rows) for g in range(2)])
         read = [direction.project(means_2BSD[g]) for g, direction in enumerate(self.directions)]
         step_logits_2BSD, k_2BSN, q_2BSN = [torch.stack(pair) for pair in zip(read[0], read[1])]
-        # a patch reads the state of its row, and skips by its own v
+        # a patch reads the output of its row, but the skip connection adds its own v
         y_2BSD = self.scan(means_2BSD, step_logits_2BSD, k_2BSN, q_2BSN, skip=False)
         y_BLD = repeat_rows(y_2BSD.mean(0), length) + (self.skip()[:, None, None] * v_2BLD).mean(0)
         out_BLC = self.out_proj(y_BLD.to(z_BLD.dtype) * F.silu(z_BLD))
@@ -233,7 +245,7 @@ class BidirectionalMixer(nn.Module):
     def scan(
         self, v_2BLD: Tensor, step_logits_2BLD: Tensor, k_2BLN: Tensor, q_2BLN: Tensor, skip: bool = True
     ) -> Tensor:
-        """The recurrence in both directions, y_2BLD, with or without what skips it."""
+        """Run the recurrence in both directions and return y_2BLD, with the skip connection if `skip`."""
         raise NotImplementedError
 
     def skip(self) -> Tensor:
@@ -244,7 +256,7 @@ class BidirectionalMixer(nn.Module):
 
 
 class LonghornMixer(BidirectionalMixer):
-    """Longhorn's online associative recall (Liu et al., 2024) in both directions."""
+    """Bidirectional mixer with Longhorn's online associative recall (Liu et al., 2024)."""
 
     direction = LonghornDirection
     recurrence = "longhorn"
@@ -257,17 +269,17 @@ class LonghornMixer(BidirectionalMixer):
 
 
 class Longhorn(nn.Module):
-    """Longhorn as a layer of any network, tokens (B, L, C) to tokens (B, L, C): a `LonghornMixer`, or its causal half.
+    """Longhorn as a layer of any network, from tokens (B, L, C) to tokens (B, L, C), causal or bidirectional.
 
-    It is composed of PyTorch's operators around the scan, which alone is fused. A bidirectional layer takes the weights
-    of a block's mixer.
+    The layer consists of PyTorch operators and the scan; only the scan is fused. A bidirectional layer can load the
+    weights of a block's mixer.
 
     Args:
         d_model: Width C.
-        bidirectional: Read tokens from both ends; otherwise a token sees itself and those before it alone.
+        bidirectional: Read tokens from both ends; otherwise a token sees only itself and earlier tokens.
         expand: Inner width D as a multiple of C.
-        state_size: States N of a channel.
-        conv_width: Tokens that the convolution before the recurrence sees.
+        state_size: Number of states N of a channel.
+        conv_width: Kernel size of the convolution before the recurrence, in tokens.
     """
 
     def __init__(
@@ -296,7 +308,9 @@ class Longhorn(nn.Module):
 
 
 class MambaMixer(BidirectionalMixer):
-    """Mamba's selective state space (Gu & Dao, 2023) in both directions, as in Vision Mamba (Zhu et al., 2024)."""
+    """Bidirectional mixer with Mamba's selective state space (Gu & Dao, 2023), as in Vision Mamba (Zhu et al.,
+    2024).
+    """
 
     direction = MambaDirection
     recurrence = "selective"
@@ -313,19 +327,19 @@ class MambaMixer(BidirectionalMixer):
 
 @torch.jit.ignore
 def grid_of(L: int, grid: tuple[int, int] | None) -> tuple[int, int]:
-    """The grid (h, w) of patches among L tokens, square if it is not given.
+    """Return the patch grid (h, w) of L tokens; a square grid if `grid` is None.
 
     Raises:
-        ValueError: There are other than h w patches and a class token.
+        ValueError: L is not h w + 1, the number of patches and a class token.
     """
     h, w = (math.isqrt(L - 1),) * 2 if grid is None else grid
     if h * w + 1 != L:
-        need = f"the grid {(h, w)} has {h * w + 1} tokens" if grid else "a grid that is not square has to be given"
-        raise ValueError(f"a pooled block was given {L} tokens, but {need}: pass grid=(h, w) of the patches")
+        need = f"{h * w + 1} for the grid {(h, w)}" if grid else "a square number plus 1 if no grid is given"
+        raise ValueError(f"number of tokens of a pooled block must be {need}, got {L}: pass the patches' grid=(h, w)")
     return h, w
 
 
-# torch.fx and TorchScript do not look into these: they take the operators as they are.
+# torch.fx does not trace into these functions: they become single nodes of its graph.
 for _name in ("at_least_fp32", "bidirectional_longhorn_scan", "bidirectional_selective_scan", "grid_of"):
     torch.fx.wrap(_name)
 
@@ -346,7 +360,7 @@ def bidirectional_selective_scan(
 
 
 class Block(nn.Module):
-    """Pre-norm residual block. The residual stream (B, L, C) is in fp32; the mixer runs in the dtype of its weights."""
+    """Pre-norm residual block: an fp32 residual stream (B, L, C) and a mixer in the dtype of its weights."""
 
     def __init__(
         self,
@@ -365,11 +379,12 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x_BLC: Tensor, class_token_only: bool = False, grid: tuple[int, int] | None = None) -> Tensor:
-        """All tokens, or the class token in the middle alone (B, 1, C), for which fused kernels read half of them.
+        """Return all tokens (B, L, C), or only the class token (B, 1, C) if `class_token_only`.
 
-        A pooled block is told the grid (h, w) of patches, which else has to be square.
+        With `class_token_only`, each direction of the fused kernels reads only half of the tokens. A pooled block needs
+        the patch grid (h, w), unless the grid is square.
         """
-        if not torch.jit.is_scripting():  # TorchScript looks into a branch unless this alone decides
+        if not torch.jit.is_scripting():  # TorchScript skips a branch only if this is its whole condition
             fused = fused_block(self, x_BLC)
             if fused is not None:
                 run, weights = fused
@@ -390,17 +405,19 @@ def run_blocks(
     grid: tuple[int, int] | None = None,
     called: bool = False,
 ) -> Tensor:
-    """Blocks one behind the other: all tokens of the last, or if nothing watches them the class token alone (B, 1, C).
+    """Run the blocks sequentially and return all tokens (B, L, C), or only the class token (B, 1, C).
 
-    A fused block gives the norm of what it puts out to a fused one behind it, where nothing sees what is in between.
+    If two neighbouring blocks are fused and no hook sees the tokens between them, the first block also computes the
+    second block's norm.
 
     Args:
-        blocks: nn.Sequential or `Blocks`.
+        blocks: nn.Sequential or `Blocks`. If `blocks` has hooks or is of another class, it is called and returns all
+            tokens.
         x_BLC: Residual stream.
-        class_token_only: Whether nobody needs the last block's other tokens.
-        checkpointing: Whether backward computes blocks once more.
-        grid: Of patches (h, w), for pooled blocks.
-        called: Whether the module `blocks` has been called, so that its hooks have run.
+        class_token_only: Whether to return only the class token.
+        checkpointing: Whether to run the blocks with activation checkpointing.
+        grid: Patch grid (h, w) for pooled blocks.
+        called: Whether the module `blocks` was called already, so that its hooks have run.
     """
     if not called and (type(blocks) not in (nn.Sequential, Blocks) or watched(blocks)):
         return blocks(x_BLC, checkpointing, grid) if isinstance(blocks, Blocks) else blocks(x_BLC)
@@ -412,7 +429,7 @@ def run_blocks(
         only = class_token_only and last and found is not None
         if checkpointing:
             x_BLC = checkpointed(block, x_BLC, only, grid)
-        elif found is None or x_BLC.dtype != dtype:  # which a block of somebody else has put out
+        elif found is None or x_BLC.dtype != dtype:  # a custom block returned another dtype
             x_BLC, normed = block(x_BLC, **grid_for(block, grid)), None
         else:
             run, weights = found
@@ -424,7 +441,7 @@ def run_blocks(
 
 
 class Blocks(nn.Sequential):
-    """The blocks of a model, run by `run_blocks`: where hooks watch them they are called, and give all tokens."""
+    """Sequential container of a model's blocks, run by `run_blocks`. Calling the container runs its hooks."""
 
     @torch.jit.unused
     def forward(self, x_BLC: Tensor, checkpointing: bool = False, grid: tuple[int, int] | None = None) -> Tensor:
@@ -434,9 +451,10 @@ class Blocks(nn.Sequential):
 def checkpointed(
     block: nn.Module, x_BLC: Tensor, class_token_only: bool = False, grid: tuple[int, int] | None = None
 ) -> Tensor:
-    """The block, which backward computes once more.
+    """Run the block with activation checkpointing.
 
-    A fused one draws nothing again: a CUDA graph could not go back to the random numbers of forward.
+    The recomputation of a fused block samples no random numbers, because a CUDA graph could not restore the RNG state
+    of forward.
     """
     found = fused_block(block, x_BLC) if type(block) is Block and not watched(block) else None
     if found is None:
@@ -449,13 +467,13 @@ def checkpointed(
 
 
 def grid_for(block: nn.Module, grid: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the grid as a keyword argument for a block that accepts one."""
+    """Return the grid as a keyword argument for a pooled block; no arguments for other blocks."""
     return {} if grid is None or getattr(block, "pool", None) is None else {"grid": grid}
 
 
-KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # kernels, pooled models, vil.export and vil.viz have forms of these
+KNOWN_MIXERS = (LonghornMixer, MambaMixer)  # the mixers that kernels, pooled models, vil.export and vil.viz support
 _DIRECTION: list[type] = [TokenConv1d, nn.Linear, StepProjection]
-# for each mixer that runs fused, the types of a block's parts in their order
+# for each mixer with fused kernels, the types of a block's submodules in order
 FUSED: dict[type, list[type]] = {
     mixer: [RMSNorm, mixer, nn.Linear, nn.ModuleList, nn.Linear, *2 * [mixer.direction, *_DIRECTION]]
     for mixer in KNOWN_MIXERS
@@ -464,19 +482,20 @@ _fused = os.environ.get("VIL_FUSED") != "0"
 
 
 def set_fused(enable: bool) -> None:
-    """Switches the fused kernels of a block on (the default) or off, for debugging. Not a part of a compiled graph.
+    """Enable (the default) or disable the fused kernels of blocks, for debugging; compiled graphs do not see the
+    switch.
 
-    VIL_FUSED=0 in the environment has them off from the start, also in processes that this one starts.
+    VIL_FUSED=0 in the environment disables the fused kernels from the start, also in child processes.
     """
     global _fused
     _fused = enable
 
 
 def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | None:
-    """The operator that stands for this block here, and its weights; None if its parts are to run by themselves.
+    """Return the fused operator for this block and its weights, or None if the block must run unfused.
 
-    It stands for a block with every part as it was built, whatever the weights in them have become since, where
-    `fused_operator` has one: on an NVIDIA GPU or, in fp32, on a CPU.
+    A block can run fused if all its submodules are as built, whatever the values of their weights, and `fused_operator`
+    supports the tensor's device: an NVIDIA GPU, or a CPU in fp32.
     """
     if not _fused or not isinstance(x_BLC, Tensor):
         return None
@@ -488,7 +507,9 @@ def fused_block(block: Block, x_BLC: Tensor) -> tuple[Callable, BlockWeights] | 
 
 
 def weights_as_built(block: Block) -> BlockWeights | None:
-    """The weights by name, unless a part was replaced or is watched, or has a parameter that no kernel reads."""
+    """Return the block's weights, or None if a submodule was replaced, has hooks, or has a parameter unknown to
+    kernels.
+    """
     modules: dict[str, Any] = block._modules
     norm, mixer, drop_path = modules["norm"], modules["mixer"], modules["drop_path"]
     if type(mixer) not in FUSED or type(drop_path) not in (DropPath, nn.Identity) or mixer._parameters:
@@ -515,8 +536,8 @@ def _direction_weights(own: dict, conv: dict, x_proj: dict, step_proj: dict) -> 
 
 
 def watched(*modules: nn.Module) -> bool:
-    """Whether calling one of them does more than its class says: hooks, or a forward of its own."""
-    return any_global_hook() or any([  # noqa: C419  faster
+    """Return whether one of the modules has hooks registered or an overridden forward."""
+    return any_global_hook() or any([  # noqa: C419  a list is faster
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -527,7 +548,7 @@ def watched(*modules: nn.Module) -> bool:
 
 
 def lines_of(block: Block, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines | None:
-    """The lines of patches whose means a pooled block reads."""
+    """Return the rows or columns of patches whose means a pooled block reads; None for other blocks."""
     pool = block.pool
     if pool is None:
         return None
@@ -538,7 +559,9 @@ def lines_of(block: Block, x_BLC: Tensor, grid: tuple[int, int] | None) -> Lines
 def options(
     block: Block, weights: BlockWeights, class_token_only: bool, norm_next: bool = False, lines: Lines | None = None
 ) -> Options:
-    """How the operator computes the block: products in the dtype of autocast if that is on, else in the weights'."""
+    """Return the operator's options for the block: products run in autocast's dtype if enabled, otherwise in the
+    weights'.
+    """
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else weights.norm.dtype
     class_token_only = class_token_only and lines is None  # pooled kernels compute all tokens
@@ -548,10 +571,10 @@ def options(
 
 
 def path_scale(block: Block, x_BLC: Tensor) -> Tensor | None:
-    """Draws what stochastic depth multiplies each image's branch by, 0 or 1 / (1 - rate); None for 1."""
+    """Sample the stochastic-depth factor of each image, 0 or 1 / (1 - rate); None if every factor is 1."""
     if not block.training or not isinstance(drop := block._modules["drop_path"], DropPath):
         return None
     if not 0 < drop.drop_prob < 1 or not drop.scale_by_keep:
         return drop(x_BLC.new_ones(x_BLC.shape[0]))
     keep = 1 - drop.drop_prob
-    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # the same in half of the host's time
+    return x_BLC.new_empty(x_BLC.shape[0]).bernoulli_(keep).div_(keep)  # equal to DropPath, in half of the host time

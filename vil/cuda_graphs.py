@@ -1,4 +1,4 @@
-"""A function of tensors as a CUDA graph: the GPU is told once what to do, and then only to do it again."""
+"""Functions of tensors that are captured as a CUDA graph once and then replayed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _logger = logging.getLogger(__name__)
 
 
 class UncapturableError(RuntimeError):
-    """A CUDA graph would not do what the function does."""
+    """The function cannot be captured, because a CUDA graph would not repeat what the function does."""
 
 
 class Replayed:
-    """`function(*tensors)`, captured as a CUDA graph and replayed where inputs have the shapes of the first ones.
+    """Capture `function(*tensors)` as a CUDA graph and replay the graph for inputs of the captured shapes.
 
-    Inputs are copied to where the graph reads them; the next call overwrites the outputs. Other shapes, and everything
-    if the function cannot be captured, go to the function itself; then a warning says why. The graph draws the random
-    numbers that the function would, from the state of the GPU's generator at each call.
+    Inputs are copied to the graph's input buffers, and each call overwrites the outputs of the call before. Inputs of
+    other shapes run eagerly. If the function cannot be captured, a warning gives the reason and every call runs
+    eagerly. Random numbers equal those of an eager call, because replays advance the GPU's RNG state.
 
     Args:
-        function: Takes tensors on the current GPU, and returns tensors or collections of them.
-        inputs: Tensors of the shapes to come, whatever they hold.
-        name: For the warning.
-        changed: The tensors that the function changes beside its outputs, such as gradients: trying it out leaves them
-            as they were.
-        tried: Whether the function has run before, so that it is not tried out.
+        function: Function from tensors on the current GPU to tensors or collections of tensors.
+        inputs: Example tensors with the shapes of later inputs; their values do not matter.
+        name: Name of the function in the warning.
+        changed: Tensors that the function modifies in place, such as gradients. Warm-up and capture leave their values
+            unchanged.
+        tried: Whether the function has run before and needs no warm-up.
 
     Raises:
-        torch.OutOfMemoryError: The GPU's memory does not suffice, with or without a graph.
+        torch.OutOfMemoryError: Warm-up or capture exceeds the GPU's memory.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Replayed:
             try:
                 if not tried:
                     self._try_out()
-                # other threads, such as the loader's, go on meanwhile
+                # "thread_local" lets other threads, such as the loader's, call CUDA during the capture
                 with nothing_collected(), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.outputs = function(*inputs)
             except torch.OutOfMemoryError:
@@ -61,7 +61,7 @@ class Replayed:
             except RuntimeError as error:
                 self.graph = None
                 reason = str(error).strip().splitlines()[0]
-                _logger.warning("no CUDA graph of %s, which goes on in eager mode: %s", name, reason)
+                _logger.warning("cannot capture %s as a CUDA graph, so it runs in eager mode: %s", name, reason)
 
     def __call__(self, *inputs: Tensor):
         if self.graph is None or any(t.shape != place.shape for t, place in zip(inputs, self.inputs)):
@@ -72,10 +72,10 @@ class Replayed:
         return self.outputs
 
     def _try_out(self) -> None:
-        """Runs the function until all is compiled and chosen.
+        """Run the function twice as a warm-up, until kernels are compiled and selected.
 
-        A capture that fails half-way leaves PyTorch's allocator and generator in the midst of it: so what would make it
-        fail, or the graph do something else, is found here.
+        A failed capture leaves PyTorch's allocator and generator in an undefined state. Therefore the warm-up already
+        raises the errors that would break the capture or its replay.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -86,14 +86,14 @@ class Replayed:
                     with synchronizing:
                         self.function(*self.inputs)
                     if _random_state_of_host() != host:
-                        raise UncapturableError("it draws random numbers on the host")
-        finally:  # also ahead of what undoes what has been changed
+                        raise UncapturableError("the function samples random numbers on the host")
+        finally:  # the restoring copies of `unchanged` must wait for the stream, too
             torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Leaves these tensors and the state of the GPU's generator as they were, whatever is done within."""
+    """Restore these tensors and the GPU's RNG state when the context exits."""
     before, state = [t.detach().clone() for t in tensors], torch.cuda.get_rng_state()
     try:
         yield
@@ -106,7 +106,10 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Garbage goes ahead, not within: an earlier run's graph that is destroyed within a capture makes that one fail."""
+    """Collect garbage before the context and disable the garbage collector inside.
+
+    If an earlier run's CUDA graph is destroyed during a capture, the capture fails.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -124,7 +127,7 @@ def _random_state_of_host() -> tuple:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU within is an error."""
+    """Raise an error on each operation inside the context that makes the host wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -1,4 +1,4 @@
-"""The device of a run, by its name, and the precision in which models run there."""
+"""Selection of a run's device and of its autocast precision."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ def default_device() -> str:
 
 
 def known_device(name: str | None) -> str:
-    """The device of that name, or the default.
+    """Return `name` if PyTorch can use that device, or the default device for None.
 
     Raises:
-        ConfigError: There is none on this machine.
+        ConfigError: The device is unknown or not available on this machine.
     """
     name = name or default_device()
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is unknown to PyTorch: try cuda or cpu") from error
+        raise ConfigError(f"device must be one that PyTorch knows, such as cuda or cpu, got {name!r}") from error
     if device.type == "cpu":
         return name
     backend: Any = getattr(torch, device.type, None)
     if not (hasattr(backend, "is_available") and backend.is_available()):
-        raise ConfigError(f"device {name!r}: there is none that PyTorch can use on this machine; try --device cpu")
+        raise ConfigError(f"device {name!r} is not available to PyTorch on this machine: set --device cpu")
     if (device.index or 0) >= backend.device_count():
-        raise ConfigError(f"device {name!r}: this machine has {backend.device_count()} of them, counted from 0")
+        count = backend.device_count()
+        raise ConfigError(f"device index must be less than {count}, the number of {device.type} devices, got {name!r}")
     return name
 
 
 def autocast(device: torch.device, enabled: bool, dtype: str) -> AbstractContextManager:
-    """Mixed precision on GPUs, fp32 on a CPU."""
+    """Return the autocast context if enabled; on a CPU, models always run in fp32."""
     return torch.autocast(device.type, getattr(torch, dtype)) if enabled and device.type != "cpu" else nullcontext()

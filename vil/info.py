@@ -1,4 +1,4 @@
-"""Versions, commit and machine, as an issue report needs them.
+"""Print the versions, commit and hardware that a bug report needs.
 
 python -m vil.info
 """
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "torchvision", "timm", "triton", "cuda-core", "numba", "num
 
 
 def environment() -> dict[str, str]:
-    """Names and values, in the order in which to print them."""
+    """Return the names and values of all facts in printing order."""
     facts = {"vision-longhorn": _version("vision-longhorn"), "commit": git_commit()}
     facts |= {"python": platform.python_version(), "platform": platform.platform()}
     facts |= {name: _version(name) for name in PACKAGES}
@@ -42,15 +42,15 @@ def format_environment() -> str:
 
 
 def git_commit() -> str:
-    """The commit of the checkout that this package runs from, with "-dirty" where files differ from it."""
+    """Return the commit of the checkout that contains this package, with "-dirty" if tracked files are modified."""
     root = Path(__file__).parents[1]
-    # not a repository that it is installed inside of, whose settings could have git run anything
+    # An enclosing repository of an installed package must not be read: its git settings could run any command.
     if not (root / ".git").exists():
         return "unknown: not run from a git checkout"
-    # without locks: that of a run that is killed meanwhile would stay (`git describe --dirty` takes one all the same)
+    # No optional locks: a killed process would leave its lock behind (`git describe --dirty` locks in any case).
     git = "git", "--no-optional-locks", "-C", str(root), "-c", "core.fsmonitor=false"
     if not (commit := _output(*git, "rev-parse", "--verify", "HEAD")):
-        return "unknown: git has no answer"
+        return "unknown: git failed"
     return commit + "-dirty" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no"))
 
 
@@ -62,12 +62,13 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """The output of a command; nothing if there is no such command or it fails."""
+    """Return the command's stdout; "" if the command is missing or prints nothing."""
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m vil.info", description="Prints versions, commit and machine.").parse_args()
+    description = "Print the versions, commit and hardware that a bug report needs."
+    argparse.ArgumentParser(prog="python -m vil.info", description=description).parse_args()
     print(format_environment(), end="")

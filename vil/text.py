@@ -1,4 +1,4 @@
-"""Text of any origin in messages of a line."""
+"""One-line formatting of untrusted text in messages."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-LONGEST_LABEL = 1000  # characters of the name of a class
+LONGEST_LABEL = 1000  # maximum length of a class name, in characters
 
 
 def one_line(text: object, most: int) -> str:
-    """Its first characters, at most so many, without its line breaks."""
+    """Return the first `most` characters of the text, with each run of whitespace replaced by a space."""
     return " ".join(str(text).split())[:most]
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value of any size, shortened for a message."""
+    """Return the value's repr for a message, truncated to 200 characters."""
     try:
         line = one_line(repr(value), 201)
-    except (ValueError, RecursionError):  # integers of thousands of digits, and deeply nested values
+    except (ValueError, RecursionError):  # integers of thousands of digits, deeply nested values
         return f"a value of type {type(value).__name__} that is too large to print"
     return line if len(line) <= 200 else line[:197] + "..."
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that is none of `names`; empty where none of them is like it."""
+    """Return "; did you mean ...?" with the most similar name, to end a message; "" if no name is similar."""
     found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey."""
+    """Replace unprintable characters, such as terminal escapes, by "?"."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def label_of(name: str) -> str:
-    """The name of a class as a checkpoint holds it, which can be shown in a line wherever it comes from."""
+    """Return a class name from an untrusted checkpoint, truncated and printable."""
     return printable(name[:LONGEST_LABEL])

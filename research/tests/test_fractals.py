@@ -493,9 +493,9 @@ def test_other_options_need_another_folder(tmp_path, drawn, capsys):
         ("--colours=-0.1", "colours is -0.1 but must be between 0 and 1"),
         ("--seed=-1", "seed is -1 but must be at least 0"),
         ("--test-per-class=-1", "test_per_class is -1 but must be at least 0"),
-        ("--device=cuda", "device 'cuda': there is none that PyTorch can use on this machine; try --device cpu"),
-        ("--device=meta", "device 'meta': there is none that PyTorch can use"),
-        ("--device=foo", "device 'foo' is unknown to PyTorch: try cuda or cpu"),
+        ("--device=cuda", "device 'cuda' is not available to PyTorch on this machine: set --device cpu"),
+        ("--device=meta", "device 'meta' is not available to PyTorch"),
+        ("--device=foo", "device must be one that PyTorch knows, such as cuda or cpu, got 'foo'"),
     ],
 )
 def test_wrong_options_are_named(option, message, tmp_path, capsys, monkeypatch):

@@ -50,7 +50,7 @@ def test_a_rehearsal_is_on_training_images_alone():
     assert train | validation <= everything
     assert train.isdisjoint(validation)
     assert (counts(train).tolist(), counts(validation).tolist()) == ([20] * 10, [45] * 10)
-    with pytest.raises(ValueError, match="there are 86 images to train on, less than 90"):
+    with pytest.raises(ValueError, match="must be at most 86, .*got 90"):
         split_digits(DIGITS.target, 90, 0, rehearse=True)
 
 
@@ -65,11 +65,11 @@ def test_the_command_writes_a_file_of_each_image(tmp_path, monkeypatch, capsys):
             assert np.abs(levels).max() <= 0.5 / 255 + 1e-9
     with pytest.raises(SystemExit):
         command(monkeypatch, tmp_path / "more", "--train-per-class", 200)
-    assert "error: of a digit there are 131 images to train on, less than 200" in capsys.readouterr().err
+    assert "error: train_per_class must be at most 131" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit):
         command(monkeypatch, tmp_path / "more")
-    assert "error: the digits are scikit-learn's: pip install scikit-learn (" in capsys.readouterr().err
+    assert "error: vil.data.digits needs scikit-learn: pip install scikit-learn (" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()
 
 

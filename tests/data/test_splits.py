@@ -374,7 +374,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     one = create_transform(use_prefetcher=True, **DATA_CONFIG)(Image.open(image_folder / "val" / "bee" / "3.png"))
     assert any(torch.equal(image, torch.as_tensor(one)) for image in images)
     Trainer(dataclasses.replace(config, output=str(tmp_path), global_batch_size=12), CPU, 0, 1)
-    assert "aug_repeats 3 has no effect: a dataset that streams has each image once" in caplog.text
+    assert "aug_repeats 3 has no effect" in caplog.text
     assert "an epoch leaves out 8 of 68 images" in caplog.text
 
 

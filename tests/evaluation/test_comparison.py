@@ -106,7 +106,7 @@ def test_the_picture_shows_the_differences_and_the_classes(monkeypatch):
     assert points == [(0.0, 0.0), (0.0, 50.0), (50.0, 100.0)]  # the second model's accuracy to the right
     assert by_class.lines[0].get_slope() == 1
     labels = differences.get_xlabel(), by_class.get_xlabel(), by_class.get_ylabel()
-    assert all(map(str.startswith, labels, ("one less other", "other", "one")))
+    assert all(map(str.startswith, labels, ("one minus other", "other", "one")))
 
 
 def test_speed_is_that_of_calls_after_the_first(monkeypatch):
@@ -145,7 +145,7 @@ def test_the_printed_table_of_two_models():
     result = dict(models=[model_row(), second], paired=dict(top1=top1, top5=top5, agreement=80.126), notes=["a note"])
     text = markdown(result).splitlines()
     assert text[:12] == [
-        "|  | vil_tiny | vim_tiny | first less second (95% interval), McNemar's test |",
+        "|  | vil_tiny | vim_tiny | first minus second (95% interval), McNemar's test |",
         "| --- | --- | --- | --- |",
         "| weights | a.pt | pretrained |  |",
         "| top-1 % | 76.44 (76.07 to 76.81) | 75.00 (74.60 to 75.40) | +1.44 (+1.27 to +1.61), p = 1.23e-05 |",
@@ -156,8 +156,8 @@ def test_the_printed_table_of_two_models():
         "| images/s | 1234 | 500 | 2.47 x |",
         "| peak MiB | 100 | 201 | 0.50 x |",
         "",
-        "50000 images: both right 37000, only the first 1220, only the second 500, neither 11280; "
-        "the same prediction on 80.13%.",
+        "Of 50000 images, both models classify 37000 correctly, only the first 1220, only the second 500, and neither "
+        "11280. The models predict the same class for 80.13% of the images.",
     ]
     assert text[12] == "A note."
     result["models"][1]["published"] = {}  # of another size

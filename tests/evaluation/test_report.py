@@ -85,8 +85,9 @@ def test_the_page_needs_nothing_else_and_runs_nothing(found):
     assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in found[-1]
     several = len(page.tables[0]) == 3
     first, second = (found[1][:, m, 0] == found[0] for m in (0, -1))
-    said = f"Both right {(first & second).sum()}, only the first {(first & ~second).sum()},\nonly the second "
-    assert (f"{said}{(second & ~first).sum()}, neither {(~first & ~second).sum()}.<" in found[-1]) == several
+    both = f"Both models classify {(first & second).sum()} images correctly, only the first {(first & ~second).sum()},"
+    single = f"only the second {(second & ~first).sum()}, and neither {(~first & ~second).sum()}."
+    assert (f"{both}\n{single}<" in found[-1]) == several
     assert found[-1].count(">Validation</") == 2  # in the window's title, too
     assert found[-1].count("<h3>vil_tiny, best.pt</h3>") == 2 * 2 * several  # above the tables and the mistakes of each
 
@@ -131,7 +132,7 @@ def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
         wrong = np.flatnonzero(best[:, m, 0] != targets)
         for i in wrong[np.argsort(-shares[wrong, m, 0])][:32]:
             said = "".join(f"{NAMES[n]} {100 * share:.1f}%" for n, share in zip(best[i, m, :3], shares[i, m, :3]))
-            captions.append(f"is {NAMES[targets[i]]}{said}{'/'.join(files[i].split('/')[-2:])}")
+            captions.append(f"true class {NAMES[targets[i]]}{said}{'/'.join(files[i].split('/')[-2:])}")
             pictures.append(files[i])
     assert [caption.replace("\n", "") for caption in page.captions] == captions
     for shown, file in zip(page.pictures, pictures, strict=True):
@@ -143,7 +144,7 @@ def test_mistakes_are_pictures_of_their_files_the_most_confident_first(found):
 
 def test_each_model_has_the_calibration_of_its_first_answers_in_the_page(found):
     targets, best, shares, _, text = found
-    bars = re.findall("<title>([0-9]+) images, ([.0-9]+)% right, ([.0-9]+)% said</title>", text)
+    bars = re.findall("<title>([0-9]+) images, accuracy ([.0-9]+)%, mean probability ([.0-9]+)%</title>", text)
     judged = [calibration(shares[:, m, 0], best[:, m, 0] == targets) for m in range(best.shape[1])]
     assert [row[6] for row in Page(text).tables[0][1:]] == [f"{error:.1f} points" for _, error in judged]
     expected = [[*bin.values()] for bins, _ in judged for bin in bins if bin["images"]]
@@ -186,12 +187,12 @@ def test_many_classes_are_a_list_of_the_most_frequent_confusions(image_folder, m
     assert [max(picture.size) for picture in page.pictures] == [10] * 12  # of 13
     assert [picture.tobytes() for picture in of_tar.pictures] == [picture.tobytes() for picture in page.pictures]
     assert of_stream.pictures == []  # whose images have no places
-    assert of_stream.captions[0].split()[:2] == page.captions[0].split()[:2]
+    assert of_stream.captions[0].split()[:3] == page.captions[0].split()[:3]
     _, classes, rows = page.tables
     assert [classes[5], classes[-1]] == [["a?", "9", "0.0", "-", "b (9)"], ["23", "1", "100.0", "100.0", ""]]
-    assert rows[:2] == [["class", "taken for", "images"], ["a?", "b", "9"]]
+    assert rows[:2] == [["true class", "predicted class", "images"], ["a?", "b", "9"]]
     assert rows[2:] == [[f"{i}", f"{i + 46}", "1"] for i in range(24, 27)]
-    assert "a matrix is for 24 classes at most" in text
+    assert "only for up to 24 classes" in text
     assert len(re.findall("<figure>", text)) == 12
     monkeypatch.setattr("vil.evaluation.report.MOST_CLASSES", 25)
     cells = re.findall(r" / ([.0-9]+)\)", report_page(*words, images))  # a matrix

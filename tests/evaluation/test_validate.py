@@ -341,7 +341,7 @@ def test_two_models_see_the_same_images_each_normalised_as_its_own(models, folde
     assert [row["parameters"] for row in rows] == [parameters(models[1][name]) for name in (first, second)]
     names = [row["model"] for row in rows]
     assert names == [models[1][name].pretrained_cfg["architecture"] for name in (first, second)]
-    assert f"|  | {names[0]} | {names[1]} | first less second" in printed
+    assert f"|  | {names[0]} | {names[1]} | first minus second" in printed
     assert "| top-5 % | " + " | ".join(f"{row['top5']:.2f}" for row in rows) in printed
 
 
@@ -421,7 +421,7 @@ def test_results_go_to_the_standard_output_and_to_new_folders(models, command, t
     assert tables.keys() == {"classes.csv", "confusions.csv"}
     assert [row["name"] for row in tables["classes.csv"]] == list(NUMBERS)[1:]
     assert Image.open(tmp_path / "c" / "d" / "plot.png").format == "PNG"
-    assert figures[0].axes[0].get_xlabel().startswith("vil_tiny less vit_tiny_patch16_224")
+    assert figures[0].axes[0].get_xlabel().startswith("vil_tiny minus vit_tiny_patch16_224")
 
 
 def test_the_help_explains_every_option_and_states_its_default(monkeypatch, capsys):
@@ -453,7 +453,7 @@ def test_the_help_explains_every_option_and_states_its_default(monkeypatch, caps
         ([*VIL_PT, "--num-workers", "1"], "unknown option 'num_workers' on the command line; did you mean 'workers'"),
         ([*VIL_PT, "--ema"], "unknown option 'ema' on the command line; did you mean 'use_ema'"),  # no model_ema here
         (["--model", "vil_tiny", "--checkpoint", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
-        ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model 10"),
+        ([*VIL_PT, "--num-classes", "10"], "has 12 classes but the model has 10"),
         ([*VIL_PT, "--model", "vim_tiny"], "does not fit the model"),
         ([*VIL_PT, "--model-kwargs", "depth=3"], "does not fit the model"),
         ([*VIT_12, "--split", "other"], "has 11 classes but the model 12 (num_classes)"),

@@ -81,7 +81,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
     git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "around it")
     assert info.git_commit() == unknown  # installed inside a repository that does not know of it
     git(checkout, "init", "--quiet")
-    assert info.git_commit() == "unknown: git has no answer"  # that has no commit yet
+    assert info.git_commit() == "unknown: git failed"  # that has no commit yet
     (package / "other").touch()
     git(checkout, "add", "vil")
     git(checkout, "commit", "--quiet", "-m", "with it")
@@ -106,7 +106,7 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path, monkeypatch, 
     (package / "other").write_text("changed")
     assert info.git_commit() == head + "-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # without git
-    assert info.git_commit() == "unknown: git has no answer"
+    assert info.git_commit() == "unknown: git failed"
     assert capfd.readouterr() == ("", "")  # of git
 
 
@@ -120,7 +120,7 @@ def test_help_is_help_and_the_version_that_of_the_package(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["vil.info", "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(info.__file__, run_name="__main__")
-    assert "Prints versions, commit and machine." in capsys.readouterr().out
+    assert "Print the versions, commit and hardware" in capsys.readouterr().out
 
 
 def test_published_numbers_are_those_of_the_papers():

@@ -194,7 +194,7 @@ def test_looking_leaves_the_model_as_it_was(images):
     assert torch.equal(model(images), before)
     assert not images.requires_grad
     assert not any(module._forward_hooks for module in model.modules())
-    with pytest.raises(ValueError, match="the image is"):
+    with pytest.raises(ValueError, match="image size must be"):
         trace_scans(model, images[..., :8])
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -284,7 +284,7 @@ def test_why_hides_by_evidence_by_reading_and_at_random_four_times(images, monke
             np.testing.assert_allclose(line.get_ydata(), curve[i], rtol=1e-5)
     fifths = "evidence {:.2f}, most read {:.2f}, at random {:.2f}".format(*(c[:, 2].mean() for c in curves))
     whole = f"probability of the class {curves[0][:, 0].mean():.2f}, with a fifth of the patches hidden"
-    assert said == f"over {len(images)}: {whole}: {fifths}"
+    assert said == f"mean over {len(images)} images: {whole}: {fifths}"
 
 
 def test_the_picture_of_receptive_fields_spans_four_decades_of_each():
@@ -407,30 +407,30 @@ def test_the_command_takes_files_by_name_and_at_most_64_images(tmp_path, monkeyp
     weights = timm.create_model(other, num_classes=3, img_size=8, **deit).state_dict()
     checkpoint_of_a_run(tmp_path / "deit.pt", weights, model=other, img_size=8, model_kwargs=deit)
     for words, message in (
-        (["empty"], "--images: there are no images in empty"),
-        (["missing.png"], "--images: there is no missing.png"),
-        (["text.png"], "--images: none can be read"),
+        (["empty"], "--images: found no images in empty"),
+        (["missing.png"], "--images: missing.png does not exist"),
+        (["text.png"], "--images: none of the files can be read"),
         (["many", "--out", "text.png"], "File exists: 'text.png'"),
-        (["many", "--count", 0], "--count must be at least 1, not 0"),
-        (["many", "--blocks", 0, 1], "--blocks: there is no block 1; the model has 0 to 0"),
-        (["many", "--blocks", -1], "--blocks: there is no block -1; the model has 0 to 0"),
-        (["many", "--checkpoint", "plain.pth"], "plain.pth is not a checkpoint of train_imagenet"),
+        (["many", "--count", 0], "--count must be at least 1, got 0"),
+        (["many", "--blocks", 0, 1], "--blocks must be between 0 and 0 for this model, got 1"),
+        (["many", "--blocks", -1], "--blocks must be between 0 and 0 for this model, got -1"),
+        (["many", "--checkpoint", "plain.pth"], "plain.pth must be a checkpoint of train_imagenet"),
         (["many", "--checkpoint", "text.png"], "text.png cannot be read as a checkpoint"),
-        (["many", "--checkpoint", "deit.pt"], "deit.pt is of deit_tiny_patch16_224, which has no scans to look into"),
+        (["many", "--checkpoint", "deit.pt"], "deit.pt must hold a ViL or ViM model, got deit_tiny"),
     ):
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             command(*words)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="^error: the pictures need a package: pip install matplotlib"):
+    with pytest.raises(SystemExit, match="^error: vil.viz needs matplotlib: pip install"):
         command("empty")
 
 
 def test_other_models_and_tokens_are_refused(images):
     other = timm.create_model("resnet10t")
     for look in (trace_scans, effective_receptive_field):
-        with pytest.raises(TypeError, match="a ResNet has no scans to look into; this is for VisionLonghorn models"):
+        with pytest.raises(TypeError, match="must be a VisionLonghorn, got ResNet"):
             look(other, images)
-    with pytest.raises(TypeError, match="the recurrence of a Mine is not known here: add its form to vil/viz/traces"):
+    with pytest.raises(TypeError, match="must be LonghornMixer or MambaMixer, got Mine"):
         trace_scans(small(mixer=type("Mine", (LonghornMixer,), {})), images)
-    with pytest.raises(ValueError, match="'corner' is neither 'centre' nor 'class'"):
+    with pytest.raises(ValueError, match="must be 'centre' or 'class', got 'corner'"):
         effective_receptive_field(small(), images, "corner")

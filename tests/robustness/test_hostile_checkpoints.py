@@ -652,10 +652,11 @@ def test_generated_configs_are_refused_in_a_line_or_accepted(tmp_path):
 
 def test_a_device_that_is_not_there_is_refused_by_name(error_of_validation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device, reason in (("gpu", "is unknown to PyTorch"), ("cuda", "there is none"), ("meta", "there is none")):
-        assert f"device '{device}'" in (message := error_of_validation("--device", device, "--model", "vil_tiny"))
+    for device, reason in (("gpu", "one that PyTorch knows"), ("cuda", "not available"), ("meta", "not available")):
+        message = error_of_validation("--device", device, "--model", "vil_tiny")
+        assert f"'{device}'" in message
         assert reason in message
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2))
     assert (known_device("cuda:1"), known_device(None)) == ("cuda:1", "cuda")
-    with pytest.raises(ConfigError, match="device 'cuda:2': this machine has 2 of them, counted from 0"):
+    with pytest.raises(ConfigError, match="less than 2.*got 'cuda:2'"):
         known_device("cuda:2")

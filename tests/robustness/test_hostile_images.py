@@ -188,7 +188,7 @@ def test_pictures_of_vil_viz_are_opened_as_the_loaders_do(tmp_path, ghostscript,
         (tmp_path / f"{name}.png").write_bytes(content)
     os.mkfifo(tmp_path / "pipe.png")
     for path in tmp_path.glob("*.png"):
-        with pytest.raises(ConfigError, match="--images: none can be read"):
+        with pytest.raises(ConfigError, match="none of the files can be read"):
             viz.read_pictures([path])
         assert f"'{path}' cannot be read as an image: " in capsys.readouterr().err
     assert not ghostscript.exists()

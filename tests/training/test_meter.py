@@ -146,7 +146,7 @@ def looked(clock, steps, caplog):
     ("step", "said"),
     [
         ((5, 0, 1, 2, 0.1), r"waiting for images \(3 workers\) \(60%\): more --workers, .*"),
-        ((1, 0, 1, 5, 0.0), r"what it does itself \(69%\): --cuda-graphs, .*"),
+        ((1, 0, 1, 5, 0.0), r"work of the training process itself \(69%\): --cuda-graphs, .*"),
         (
             (1, 0, 4, 3, 0.0),
             r"preparing images \(3 workers\) \(49%\): --no-augment-on-device",
@@ -160,9 +160,7 @@ def test_what_keeps_a_gpu_waiting_is_said_once(clock, caplog, monkeypatch, step,
     start = [(50, 0, 0, 0, 0)] * 5  # of an epoch, when workers begin to load
     messages = looked(clock, [start, start + [step] * 10, start + [step] * 10], caplog)
     assert len(messages) == (said is not None)
-    assert said is None or re.fullmatch(
-        f"the GPU waits for the host, whose time goes into {said} may help", messages[0]
-    )
+    assert said is None or re.search(f"{said} may help$", messages[0])
     monkeypatch.setenv("RANK", "1")  # one speaks for all
     caplog.clear()
     assert not looked(clock, [start, start + [step] * 10], caplog)

@@ -138,8 +138,8 @@ def test_a_distilled_run_is_what_the_formulas_make_of_it(folder, tmp_path, optio
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.eval()(torch.zeros(1, 3, *size))
         costs.append(counter.get_total_flops() / 1e9)
-    cost = f"{costs[0]:.3g} GFLOPs an image beside some {3 * costs[1]:.3g} of training vil_tiny"
-    assert run.setup.endswith(f"; teacher {options['teacher']}, {cost}")
+    cost = f"{costs[0]:.3g} GFLOPs an image; training vil_tiny needs {3 * costs[1]:.3g}"
+    assert run.setup.endswith(f"; teacher {options['teacher']} needs {cost}")
     run.run()
     truth = train(folder, OPTIONS | dict(epochs=1) | options, options.get("batch_size"), teacher=teacher)
     assert_same_run(tmp_path, truth)
@@ -329,7 +329,7 @@ def test_an_average_that_hardly_leaves_its_start_is_warned_of(folder, tmp_path, 
     options = dict(model_ema_decay=decay or 0.992, model_ema=decay > 0)  # 0: without an average
     trainer(folder, tmp_path, global_batch_size=2, **options)
     averaged = 1 / (1 - decay) if decay < 1 else float("inf")
-    message = f"model_ema_decay {decay} averages over some {averaged:.0f} steps, and this run has 112"
+    message = f"model_ema_decay {decay} averages over about {averaged:.0f} steps, but this run has only 112"
     assert (message in caplog.text) is warned
     assert ("--model-ema-decay 0.9107 averages over a tenth of the run" in caplog.text) is warned
 

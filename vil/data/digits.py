@@ -1,13 +1,13 @@
-"""scikit-learn's handwritten digits as a folder of image files, for `make demo`.
+"""Write scikit-learn's handwritten digits as a folder of image files, for `make demo`.
 
     python -m vil.data.digits data/digits
-    python -m vil.data.digits data/digits_few --train-per-class 20            # harder: 200 of them to learn from
-    python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 others with each seed
+    python -m vil.data.digits data/digits_few --train-per-class 20            # harder: 200 training images
+    python -m vil.data.digits data/digits_five --train-per-class 5 --seed 3   # 50 images, sampled by the seed
     python -m vil.data.digits data/high --digits 5 6 7 8 9                    # some of the classes
 
-1,797 real images of 8x8 pixels, scanned from forms that 43 people filled in (UCI "Optical Recognition of Handwritten
-Digits"). A quarter, the same every time and equal in every class, is held out as the validation split. `--rehearse`
-leaves it out: validated is on other images of the training split, on which something may be chosen.
+The dataset has 1,797 real images of 8x8 pixels, scanned from forms that 43 people filled in (UCI "Optical Recognition
+of Handwritten Digits"). A fixed, stratified quarter is held out as the validation split. With `--rehearse`, the
+validation split consists of other training images instead, so that choices can be made without the held-out images.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-REHEARSED = 45  # images of each class to validate on, about as many as are held out
+REHEARSED = 45  # validation images of each class with `rehearse`, about as many as are held out otherwise
 
 
 def split_digits(
     classes: np.ndarray, train_per_class: int | None = None, seed: int | None = None, rehearse: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the digits to train and which to validate on.
+    """Return the indices of the training and of the validation images.
 
     Args:
-        classes: (N,) of all digits, in scikit-learn's order.
-        train_per_class: Training images of each class; all if not given.
-        seed: Draws these; the first in one fixed order if not given.
-        rehearse: Validate on `REHEARSED` more training images of each class, drawn by the seed as well, and not on
-            those that are held out.
+        classes: Classes (N,) of all digits, in scikit-learn's order.
+        train_per_class: Number of training images of each class; all if None.
+        seed: Seed to sample the training images; a fixed order if None.
+        rehearse: Validate on `REHEARSED` training images of each class, which are then not trained on, instead of on
+            the held-out images.
 
     Raises:
-        ValueError: There are too few training images of a digit.
+        ValueError: A class has too few training images.
     """
     from sklearn.model_selection import train_test_split
 
@@ -49,13 +49,15 @@ def split_digits(
     if train_per_class:
         of_class = [train[classes[train] == digit][:train_per_class] for digit in np.unique(classes)]
         if (fewest := min(map(len, of_class))) < train_per_class:
-            raise ValueError(f"of a digit there are {fewest} images to train on, less than {train_per_class}")
+            raise ValueError(
+                f"train_per_class must be at most {fewest}, the images of the rarest digit, got {train_per_class}"
+            )
         train = np.concatenate(of_class)
     return train, held_out
 
 
 def picture(pixels: np.ndarray) -> Image.Image:
-    """A digit of scikit-learn's (8, 8), from 0 to 16, as an image of 8-bit grey."""
+    """Convert a digit of scikit-learn, (8, 8) with values from 0 to 16, to an 8-bit greyscale image."""
     return Image.fromarray(np.round(pixels * (255 / 16)).astype(np.uint8))
 
 
@@ -67,18 +69,18 @@ def write_digits(
     rehearse: bool = False,
     copies: int = 1,
 ) -> None:
-    """Writes `root`/{train,validation}/{0..9}/*.png, 8-bit grey, as `split_digits` chooses them.
+    """Write 8-bit greyscale images `root`/{train,validation}/{0..9}/*.png, split by `split_digits`.
 
     Args:
-        root: The folder.
-        train_per_class: Training images of each digit; all if not given.
-        wanted: The digits.
-        seed: Draws the training images.
-        rehearse: Validate on other training images.
-        copies: Files of each training image: an epoch goes over it as many times.
+        root: Output folder.
+        train_per_class: Number of training images of each class; all if None.
+        wanted: Digits to write.
+        seed: Seed to sample the training images.
+        rehearse: Validate on other training images instead of on the held-out images.
+        copies: Number of files of each training image, so that an epoch sees the image as often.
 
     Raises:
-        ValueError: There are too few training images of a digit.
+        ValueError: A class has too few training images.
     """
     from sklearn.datasets import load_digits
 
@@ -98,16 +100,18 @@ if __name__ == "__main__":
         prog="python -m vil.data.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", type=Path)
-    parser.add_argument("--train-per-class", type=int, help="training images of each digit (default: all)")
+    parser.add_argument("--train-per-class", type=int, help="number of training images of each digit (default: all)")
     parser.add_argument("--digits", type=int, nargs="+", choices=range(10), default=range(10), metavar="DIGIT")
-    parser.add_argument("--seed", type=int, help="of the draw of the training images (default: a fixed one)")
-    parser.add_argument("--rehearse", action="store_true", help="validate on other training images")
-    parser.add_argument("--copies", type=int, default=1, help="files of each training image (default: 1)")
+    parser.add_argument("--seed", type=int, help="seed to sample the training images (default: a fixed order)")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="validate on other training images, not on held-out ones"
+    )
+    parser.add_argument("--copies", type=int, default=1, help="number of files of each training image (default: 1)")
     options = parser.parse_args()
     chosen = options.digits, options.seed, options.rehearse, options.copies
     try:
         write_digits(options.root, options.train_per_class, *chosen)
     except ImportError as error:
-        parser.error(f"the digits are scikit-learn's: pip install scikit-learn ({error})")
+        parser.error(f"vil.data.digits needs scikit-learn: pip install scikit-learn ({error})")
     except ValueError as error:
         parser.error(str(error))

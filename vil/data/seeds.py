@@ -1,4 +1,4 @@
-"""Seeds that follow from a place in a run, and the generators that they go to."""
+"""Seeds derived from the position in a run, and seeding of all random number generators."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 def derive_seed(*key: int) -> int:
-    """A 32-bit seed of its own for every key, such as (seed, epoch, position)."""
+    """Return a 32-bit seed for the key, such as (seed, epoch, position)."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch, the CPU and the GPU in use.
+    """Seed Python, NumPy and PyTorch, on the CPU and on initialized devices.
 
-    `torch.manual_seed` would also note the seed for every backend that nobody has started, with a stack trace that
-    takes ten times as long as the rest: too slow for every image.
+    `torch.manual_seed` would also record the seed for uninitialized backends with a stack trace, which takes ten times
+    as long as the rest and is too slow for every image.
     """
     random.seed(seed)
     np.random.seed(seed)

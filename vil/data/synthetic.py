@@ -1,4 +1,4 @@
-"""Noise in place of a dataset, made once on the device: what is left of a run's time is the model's."""
+"""Synthetic data, created once on the device, to measure a run without data loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SyntheticImages:
-    """Stands for a dataset of so many images."""
+    """Placeholder for a dataset of `num_images` images."""
 
     def __init__(self, num_images: int):
         self.num_images = num_images
@@ -19,7 +19,9 @@ class SyntheticImages:
 
 
 class SyntheticLoader:
-    """The same random images (B, 3, H, W) uint8 and targets (B,) again and again, as many as the batch sampler has."""
+    """Loader that repeats one random batch of images (B, 3, H, W) uint8 and targets (B,) for each batch of the
+    sampler.
+    """
 
     def __init__(self, dataset: SyntheticImages, batches, batch_size: int, input_size, device: torch.device):
         self.dataset, self.batches = dataset, batches

@@ -1,1 +1,1 @@
-"""Accuracy of models: over a split, on ImageNet's other test sets, and of two models on the same images."""
+"""Accuracy of models on a split and on ImageNet's additional test sets, and paired comparison of two models."""

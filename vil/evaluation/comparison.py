@@ -1,6 +1,8 @@
-"""Models on the same images: what each gets right, and of two whether the difference is more than chance.
+"""Predictions of one or two models on the same images, and paired tests of their difference.
 
-N images    M = 1 or 2 models    K best classes of a model, at most 5
+Dimension letters:
+
+    N images    M = 1 or 2 models    K best classes of a model, at most 5
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from .evaluator import Z_95, Evaluation
 
 
 class Predictions:
-    """Targets of every image in the order of the split, and its best classes with their probabilities.
+    """Targets, best classes and class probabilities of every image, in the order of the split.
 
-    `evaluate` fills it as its `observe`.
+    An instance is the `observe` callback of `Evaluator`.
     """
 
     def __init__(self):
@@ -46,9 +48,9 @@ class Predictions:
         self._shares.append(torch.stack(shares, dim=1))
 
     def gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """targets_N, best_NMK and their shares_NMK, their probabilities, over all processes, in each of them.
+        """Return targets_N, best_NMK and shares_NMK (class probabilities) of all images on every rank.
 
-        Process r saw images r, r + processes, ...
+        Rank r has evaluated the images r, r + world size, ...
         """
         parts = self._targets, self._best, self._shares
         targets_N, best_NMK, shares_NMK = (interleave_over_processes(torch.cat(part)).cpu().numpy() for part in parts)
@@ -57,7 +59,7 @@ class Predictions:
 
 @dataclass
 class Paired:
-    """How many images both models, one of them, or neither gets right."""
+    """Numbers of images that both models, only one of them, or neither classifies correctly."""
 
     both: int
     only_first: int
@@ -75,19 +77,25 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """Accuracy of the first model less that of the second, in percentage points."""
+        """Accuracy of the first model minus accuracy of the second, in percentage points."""
         return 100 * (self.only_first - self.only_second) / max(1, self.images)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95% interval: Wald's after adding half an image to each of the four counts (Agresti & Min, 2005)."""
+        """95% interval of `difference`: Wald's after adding half an image to each of the four counts (Agresti & Min,
+        2005).
+        """
         b, c, n = self.only_first + 0.5, self.only_second + 0.5, self.images + 2
         half = Z_95 * math.sqrt(b + c - (b - c) ** 2 / n)
         return 100 * max(-1.0, (b - c - half) / n), 100 * min(1.0, (b - c + half) / n)
 
     @property
     def p_value(self) -> float:
-        """McNemar's exact test: an image that one model alone gets right is as likely either's."""
+        """Two-sided p-value of McNemar's exact test.
+
+        Under the null hypothesis, each image that only one model classifies correctly is equally likely to be either
+        model's.
+        """
         discordant, term, tail = self.only_first + self.only_second, 1, 0
         for i in range(min(self.only_first, self.only_second) + 1):  # term: the choices of i of them
             tail, term = tail + term, term * (discordant - i) // (i + 1)
@@ -99,13 +107,13 @@ class Paired:
 
 @dataclass
 class Comparison:
-    """One model or two on the images that count: those that could be read and, with ReaL labels, have one."""
+    """Predictions of one or two models on the counted images: readable and, with ReaL labels, labelled."""
 
     targets_N: np.ndarray  # noqa: N815
     best_NMK: np.ndarray  # noqa: N815
     right_NMK: np.ndarray  # noqa: N815
     shares_NMK: np.ndarray  # noqa: N815
-    places_N: np.ndarray  # noqa: N815  in the split
+    places_N: np.ndarray  # noqa: N815  indices in the split
 
     @classmethod
     def of(
@@ -115,7 +123,10 @@ class Comparison:
         shares_NMK: np.ndarray,
         real_labels_NC: np.ndarray | None = None,
     ) -> Comparison:
-        """Right is the target or, with ReaL labels, every class that they have for the image."""
+        """Select the counted images and mark which predictions are correct.
+
+        A prediction is correct if it equals the target or, with ReaL labels, is one of the image's labels.
+        """
         counted = targets_N != UNREADABLE
         if real_labels_NC is None:
             right_NMK = best_NMK == targets_N[:, None, None]
@@ -142,17 +153,19 @@ class Comparison:
         return Paired.of(*self.top5_NM.T)
 
     def judge(self, result: Evaluation, m: int) -> Evaluation:
-        """The counts of model m by these images and labels; the loss stays that of the targets."""
+        """Replace the counts of model m's result by the counts on these images and labels; keep the loss on the
+        targets.
+        """
         top1, top5 = self.top1_NM[:, m].sum(), self.top5_NM[:, m].sum()
         return replace(result, images=len(self.targets_N), top1_correct=top1, top5_correct=top5)
 
     @property
     def agreement(self) -> float:
-        """Percent of the images for which both models predict the same class, right or wrong."""
+        """Percentage of the images for which both models predict the same class, correct or not."""
         return 100 * (self.best_NMK[:, 0, 0] == self.best_NMK[:, 1, 0]).sum() / max(1, len(self.targets_N))
 
     def classes(self, names: dict[int, str]) -> list[dict[str, Any]]:
-        """A row for each class that has images, by the folder that they are in."""
+        """Return a row of accuracies for each target class that has images."""
         rows = []
         for target in np.unique(self.targets_N):
             right_NM = self.top1_NM[self.targets_N == target]
@@ -175,7 +188,10 @@ class Comparison:
         return rows
 
     def confusions(self, names: dict[int, str]) -> list[dict[str, Any]]:
-        """How often each model predicts a class for one that it is not; of two where they differ; the largest first."""
+        """Return a row for each pair of target and wrongly predicted class, the most frequent first.
+
+        For two models, rows have both counts and are sorted by the difference; pairs of equal counts are omitted.
+        """
         counts = [Counter(zip(self.targets_N, said_N)) for said_N in self.best_NMK[..., 0].T]
         rows = []
         for target, predicted in sorted(set().union(*counts)):
@@ -192,13 +208,13 @@ class Comparison:
         return sorted(rows, key=lambda row: -abs(row[of]))
 
     def write_tables(self, folder: Path, names: dict[int, str]) -> None:
-        """Writes classes.csv and confusions.csv."""
+        """Write classes.csv and confusions.csv to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, rows in (("classes", self.classes(names)), ("confusions", self.confusions(names))):
             write_atomically(folder / f"{name}.csv", csv_text(rows, list(rows[0]) if rows else ["class"]))
 
     def plot(self, labels: Sequence[str]) -> bytes:
-        """A PNG: the differences with their intervals, and the top-1 accuracy of both models by class."""
+        """Return a PNG plot of the accuracy differences with intervals, and of both models' top-1 accuracy by class."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.8), layout="constrained")
@@ -209,7 +225,7 @@ class Comparison:
             differences.plot([paired.difference], [y], "o", color="C0")
             differences.text(paired.difference, y + 0.08, f"{name}, p = {paired.p_value:.2g}", ha="center", va="bottom")
         differences.axvline(0, color="grey", linewidth=1)
-        differences.set(ylim=(-0.5, 1.6), yticks=[], xlabel=f"{labels[0]} less {labels[1]}, points, 95% interval")
+        differences.set(ylim=(-0.5, 1.6), yticks=[], xlabel=f"{labels[0]} minus {labels[1]}, points, 95% interval")
         rows = self.classes({})
         by_class.axline((100, 100), slope=1, color="grey", linewidth=1)
         by_class.scatter([r["top1_second"] for r in rows], [r["top1_first"] for r in rows], s=9, alpha=0.5)
@@ -221,7 +237,7 @@ class Comparison:
 
 @dataclass
 class Speed:
-    """Inference alone. `peak_mib` is what the GPU held for weights and activations; None on a CPU."""
+    """Inference throughput of one model. `peak_mib` is the peak GPU memory in MiB, None on a CPU."""
 
     images_per_second: float
     peak_mib: float | None
@@ -229,7 +245,7 @@ class Speed:
 
 @torch.inference_mode()
 def measure_speed(model: nn.Module, images: Tensor, precision: AbstractContextManager, seconds: float = 1.0) -> Speed:
-    """Evaluates a model, alone, on one batch again and again for so long, after one call to warm up."""
+    """Measure inference on one batch, repeated for `seconds` after one warm-up call."""
     model.eval()
     on_gpu = images.device.type == "cuda"
 
@@ -260,7 +276,7 @@ def markdown_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of what validate.py --against writes as JSON, and under it what the table rests on."""
+    """Return the JSON result of validate.py --against as a Markdown table and explanatory sentences."""
     first, second = rows = result["models"]
     paired = result["paired"]
 
@@ -280,7 +296,7 @@ def markdown(result: dict[str, Any]) -> str:
         return " / ".join("-" if number is None else str(number) for number in numbers)
 
     table = [
-        row("", lambda r: r["model"], "first less second (95% interval), McNemar's test"),
+        row("", lambda r: r["model"], "first minus second (95% interval), McNemar's test"),
         row("weights", lambda r: r["weights"]),
         row(
             "top-1 %", lambda r: "{:.2f} ({:.2f} to {:.2f})".format(r["top1"], *r["top1_interval"]), difference("top1")
@@ -296,10 +312,12 @@ def markdown(result: dict[str, Any]) -> str:
         table = [cells for cells in table if not cells[0].startswith("published")]
     top1 = paired["top1"]
     sentences = [
-        f"{first['images']} images: both right {top1['both']}, only the first {top1['only_first']}, only the second "
-        f"{top1['only_second']}, neither {top1['neither']}; the same prediction on {paired['agreement']:.2f}%.",
+        f"Of {first['images']} images, both models classify {top1['both']} correctly, only the first "
+        f"{top1['only_first']}, only the second {top1['only_second']}, and neither {top1['neither']}. "
+        f"The models predict the same class for {paired['agreement']:.2f}% of the images.",
         *(note[0].upper() + note[1:] + "." for note in result["notes"]),
-        "Intervals: top-1 by Wilson, differences by Agresti and Min; the test is exact. Speed and memory: inference on "
-        "one batch, each model alone. Published numbers: ImageNet-1k's validation images at 224 pixels.",
+        "Intervals are Wilson's for top-1 and Agresti and Min's for differences. McNemar's test is exact. Speed and "
+        "memory are those of inference on one batch, with one model at a time. Published numbers are for the "
+        "ImageNet-1k validation images at 224 pixels.",
     ]
     return markdown_table(table) + "\n" + "\n".join(sentences)

@@ -1,4 +1,4 @@
-"""Top-1, top-5 and loss of a model over a split, exact for any number of processes."""
+"""Evaluation of top-1, top-5 and loss over a split, exact for any world size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ..cuda_graphs import Replayed
 from ..data.images import UNREADABLE
 
-Z_95 = 1.959964  # standard deviations of a normal distribution to either side of its mean, that hold 95% of it
+Z_95 = 1.959964  # 97.5th percentile of the standard normal distribution, for two-sided 95% intervals
 
 
 @dataclass
 class Evaluation:
-    """Counts over all processes. `loss` is the mean cross-entropy in nats; shares are in percent."""
+    """Result over all ranks. `loss` is the mean cross-entropy in nats; `top1` and `top5` are percentages."""
 
     images: int
     top1_correct: int
@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def top1_interval(self) -> tuple[float, float]:
-        """The 95% interval of top-1 (Wilson's score interval)."""
+        """95% interval of top-1 (Wilson's score interval), in percent."""
         if self.images == 0:
             return 0.0, 100.0
         n, share, own = self.images, self.top1_correct / self.images, Z_95**2 / self.images
@@ -51,13 +51,14 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates models on the same images in one pass; every process of a run gets the results over all of them.
+    """Evaluate models on the same images in one pass; every rank gets the results over all ranks.
 
     Args:
         models: Functions from images (B, 3, H, W), normalised by `data_config`, to logits (B, classes).
-        data_config: timm's, of the images.
-        precision: The context in which models run.
-        batch_size: On a GPU, batches of this many images are evaluated as a CUDA graph; None for none.
+        data_config: timm's data config of the images.
+        device: Device of the models.
+        precision: Autocast context in which the models run.
+        batch_size: On a GPU, batches of this size are evaluated by a CUDA graph; None disables CUDA graphs.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class Evaluator:
             torch.tensor([255 * value for value in data_config[name]], device=device).view(-1, 1, 1)
             for name in ("mean", "std")
         )
-        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # chosen when it is needed
+        self.run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]] | None = None  # created in the first call
 
     @torch.inference_mode()
     def __call__(self, loader, observe: Callable[[Tensor, list[Tensor]], None] | None = None) -> list[Evaluation]:
-        """Results for each model on the images (B, 3, H, W) uint8 and targets (B,) of a loader.
+        """Return a result for each model on a loader of images (B, 3, H, W) uint8 and targets (B,).
 
-        `observe`, if given, is called with the targets and every model's logits of each batch of this process.
+        If given, `observe` is called for each batch of this rank with the targets and the logits of every model.
         """
         was_training = [model.training for model in self.models]
         for model in self.models:
@@ -114,7 +115,7 @@ class Evaluator:
         ]
 
     def normalised(self, images: Tensor) -> Tensor:
-        """uint8 images as models take them."""
+        """Normalize uint8 images as the models expect."""
         return (images - self.mean) / self.std
 
     def _as_graph(self) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
@@ -124,7 +125,7 @@ class Evaluator:
         return Replayed(self._run, [images, images.new_zeros(len(images), dtype=torch.long)], "evaluation")
 
     def _run(self, images: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The sums (models, 5) of a batch, and every model's logits."""
+        """Return the sums (models, 5) of a batch and the logits of every model."""
         images = self.normalised(images)
         with self.precision:
             logits = [model(images) for model in self.models]
@@ -132,8 +133,8 @@ class Evaluator:
 
 
 def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
-    """(images, top-1, top-5, loss, unreadable) of a batch."""
-    readable = targets != UNREADABLE  # which is no class
+    """Return the sums (images, top-1, top-5, loss, unreadable) of a batch."""
+    readable = targets != UNREADABLE  # UNREADABLE is not a class index
     correct = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=UNREADABLE)
     return torch.stack([readable.sum(), correct[:, 0].sum(), correct.sum(), loss, (~readable).sum()])

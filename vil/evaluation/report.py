@@ -1,4 +1,4 @@
-"""What a model got right and wrong, as one page of HTML that needs nothing else."""
+"""Self-contained HTML report of a model's classes, confusions, calibration and mistakes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..data.splits import streams
 from ..text import label_of
 from .comparison import Comparison
 
-MOST_CLASSES = 30  # of a matrix that a screen shows
-MOST_PAIRS = 40  # of a list of confusions
-MOST_MISTAKES = 32  # pictures of a model
-BINS = 10  # of probability
-SIDE = 160  # pixels of a picture
+MOST_CLASSES = 30  # maximum number of classes in a confusion matrix
+MOST_PAIRS = 40  # maximum length of the list of confusions
+MOST_MISTAKES = 32  # maximum number of images shown for each model
+BINS = 10  # bins of probability in the calibration plot
+SIDE = 160  # maximum side of a shown image, in pixels
 
 
 def report_page(
@@ -32,15 +32,15 @@ def report_page(
     notes: Sequence[str],
     images: Any,
 ) -> str:
-    """The page.
+    """Return the report as an HTML page.
 
     Args:
-        title: Its title.
-        models: What validate.py writes of each model as JSON.
-        found: Their predictions.
-        names: Of the classes, by their numbers.
-        notes: What else a reader has to know.
-        images: timm's dataset, whose pictures are shown unless it streams.
+        title: Title of the page.
+        models: JSON results of validate.py, one for each model.
+        found: Predictions of the models.
+        names: Class names by class index.
+        notes: Further remarks for the reader.
+        images: timm's dataset. Its images are shown unless it is an iterable dataset.
     """
 
     def name_of(number: int) -> str:
@@ -68,7 +68,12 @@ def report_page(
 
 
 def calibration(shares_N: np.ndarray, right_N: np.ndarray) -> tuple[list[dict[str, Any]], float]:
-    """Images by how probable their model takes what it says; and by how many points it is off in the mean (ECE)."""
+    """Return calibration bins, and the expected calibration error (ECE) in percentage points.
+
+    Args:
+        shares_N: Probability of the predicted class of each image.
+        right_N: Whether each prediction is correct.
+    """
     places, bins, error = np.minimum((shares_N * BINS).astype(int), BINS - 1), [], 0.0
     for place in range(BINS):
         chosen = places == place
@@ -86,7 +91,7 @@ def _cell(counts: Counter, row: int, column: int) -> dict[str, Any]:
 
 
 def _classes(found: Comparison, name_of) -> list[dict[str, Any]]:
-    """A row for each class that has images, the one with the fewest right first."""
+    """Return a row for each class that has images, sorted by the first model's recall in ascending order."""
     rows = []
     for target in np.unique(found.targets_N):
         of_class, columns = found.targets_N == target, []
@@ -114,7 +119,7 @@ def _mistakes(found: Comparison, m: int, name_of, images: Any) -> list[dict[str,
 
 
 def _picture(images: Any, place: int) -> dict[str, str]:
-    """An image and its file; neither of a dataset that streams, whose images have no places."""
+    """Return an image as base64 JPEG and its file name; {} for iterable datasets, which have no index."""
     if streams(images):
         return {}
     image, _ = ImageReader(images, None, is_training=False).read(place)

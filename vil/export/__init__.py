@@ -1,15 +1,18 @@
-"""A model in a file that runs without this package: ONNX, or PyTorch's own exported program. Or weights to hand on.
+"""Export a model to a file that runs without this package: ONNX, a torch.export program, or shareable weights.
 
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.onnx
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.pt2
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out vil_tiny.safetensors
     python -m vil.export --model vil_tiny --checkpoint output/vil_tiny/best.pt --out my_model/
 
-The ending says the format; a .safetensors file has weights alone, in half precision, and says of which model they are:
-`vil.from_checkpoint` needs nothing else. A name without an ending is a folder with such a file, for timm's `local-dir:`
-and the hub. The input is `images` (B, 3, H, W), fp32, prepared as the file's metadata say;
-the outputs are `logits` (B, classes) and, for each block N asked for, `features_N` (B, C, h, w). B is free, H and W are
-the model's. The file's outputs are compared with the model's before it is written. docs/export.md says what reads it.
+The file's extension selects the format. A .safetensors file stores only weights, in half precision, and the model's
+name and arguments, so that `vil.from_checkpoint` can load it. A path without an extension is a folder with such a file,
+for timm's `local-dir:` and the Hugging Face Hub.
+The input is `images` (B, 3, H, W), fp32, preprocessed as the file's metadata specify. The outputs are `logits` (B,
+classes) and `features_N` (B, C, h, w) for each requested block N. The batch size B is dynamic; H and W are fixed to the
+model's size.
+Before the file is written, its outputs are compared with the model's. docs/export.md lists programs that read the
+files.
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ _logger = logging.getLogger(__name__)
 
 __all__ = ["ExportError", "Report", "export_model"]
 
-WEIGHTS = (".safetensors", "")  # a file, or a folder with one
-TOLERANCE = 1e-4  # of an output's largest magnitude, or absolute where that is below 1
-TOLERANCE_OF_HALVES = 2e-2  # the same for weights in half precision
+WEIGHTS = (".safetensors", "")  # extensions of weights: a file, or a folder that contains one
+TOLERANCE = 1e-4  # relative to the output's largest magnitude; absolute if that is below 1
+TOLERANCE_OF_HALVES = 2e-2  # TOLERANCE for weights in half precision
 PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 
 @dataclass
 class Report:
-    """The file that was written, and how far its outputs are from the model's.
+    """Written file and the agreement of its outputs with the model's.
 
     Attributes:
-        path: The file.
-        size: Its bytes.
-        difference: The largest between an output and the model's own, on noise and on smooth pictures.
-        images: How many pictures these were.
-        same_top1: For how many of them the largest logit is the model's.
+        path: Path of the file.
+        size: Size of the file in bytes.
+        difference: Largest absolute difference between the file's outputs and the model's.
+        images: Number of compared images, noise and smooth ones.
+        same_top1: Number of images with the model's top-1 class.
     """
 
     path: Path
@@ -75,28 +78,30 @@ def export_model(
     metadata: dict[str, str] | None = None,
     **preprocessing: Any,
 ) -> Report:
-    """Writes a model to a file that runs without this package, once what is in it has been compared with the model.
+    """Export a timm model to a file that runs without this package, after comparing the file's outputs with the
+    model's.
 
     Args:
-        model: A model of timm, which is left as it is; exported in fp32, as in evaluation.
-        path: The file, *.onnx or *.pt2, or *.safetensors for weights in half precision; written whole or not at all.
-            Without an ending it is a folder, which gets model.safetensors, config.json and, if it has none, README.md.
-        features: Numbers of blocks whose maps are outputs too.
-        opset: Version of ONNX's operators.
-        metadata: Further entries of the file, beside the model and its preprocessing.
-        **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, where they are not timm's
-            for this model.
+        model: A timm model. The export is in fp32 and eval mode; the model itself stays unchanged.
+        path: Path *.onnx, *.pt2, or *.safetensors (weights in half precision); the file is written atomically. A path
+            without an extension is a folder, which receives model.safetensors, config.json and, unless it exists,
+            README.md.
+        features: Indices of blocks whose feature maps are additional outputs.
+        opset: ONNX opset version.
+        metadata: Additional metadata entries, beside the model's name and preprocessing.
+        **preprocessing: mean, std, crop_pct, crop_mode and interpolation for the metadata, if they differ from timm's
+            data config of the model.
 
     Raises:
-        ExportError: A package is missing, the format cannot have what was asked for, or what is in the file
-            computes something else.
+        ExportError: A package is missing, the format does not support the request, or the exported outputs differ from
+            the model's.
     """
     path = Path(path)
     check_options(path, opset, features)
     exported = Exported(model, features)
     described = describe(model, preprocessing)
     if taken := {*described, "label_names"} & (metadata or {}).keys():
-        raise ExportError(f"{', '.join(sorted(taken))} in the metadata is for the model itself to say (pretrained_cfg)")
+        raise ExportError(f"metadata must not set {', '.join(sorted(taken))}: set it in the model's pretrained_cfg")
     described |= metadata or {}
     tolerance = TOLERANCE
     others: dict[str, str] = {}
@@ -106,25 +111,25 @@ def export_model(
         if not path.suffix:
             others["config.json"] = config_of(model, described, arguments_of(model))
             if (card := path / "README.md").exists():
-                _logger.info("%s is left as it is", card)
+                _logger.info("%s exists and is not overwritten", card)
             else:
                 others["README.md"] = card_of(path.resolve().name, described, metadata or {})
     else:
-        _logger.info("%s, 1 of 2: tracing and translating the model", path)
+        _logger.info("%s, step 1 of 2: tracing and exporting the model", path)
         content, run = to_onnx(exported, described, opset) if path.suffix == ".onnx" else to_pt2(exported, described)
-        _logger.info("%s, 2 of 2: comparing it with the model", path)
+        _logger.info("%s, step 2 of 2: comparing its outputs with the model's", path)
     found = compare(model, exported, run, tolerance)
     if others:
         path.mkdir(exist_ok=True)
     for name, text in others.items():
         write_atomically(path / name, text)
     write_atomically(path / "model.safetensors" if others else path, content)
-    _logger.info("in Python: %s", usage(path, exported.outputs))
+    _logger.info("use it in Python: %s", usage(path, exported.outputs))
     return Report(path, len(content), *found)
 
 
 def usage(path: Path, outputs: Sequence[str]) -> str:
-    """A line that runs a file with these outputs, or makes the model whose weights it has."""
+    """Return a line of Python that runs the file, or that creates the model from its weights."""
     name, found = repr(str(path)), ", ".join(outputs) + "," * (len(outputs) == 1)
     if path.suffix in WEIGHTS:
         return f"model = vil.from_checkpoint({name})"
@@ -136,32 +141,35 @@ def usage(path: Path, outputs: Sequence[str]) -> str:
 def check_options(path: Path, opset: int, features: Sequence[int] = ()) -> None:
     if path.suffix not in (".onnx", ".pt2", *WEIGHTS):
         raise ExportError(
-            f"{path} must end with .onnx for ONNX, .pt2 for PyTorch's exported program, or .safetensors for weights; "
-            "a folder has no ending"
+            f"extension of {path} must be .onnx for ONNX, .pt2 for a torch.export program, or .safetensors for "
+            "weights; use a path without an extension for a folder"
         )
     if path.is_dir() if path.suffix else path.is_file():
-        raise ExportError(f"{path} is a {'folder' if path.suffix else 'file'}, and would become the other")
+        found, expected = ("folder", "file") if path.suffix else ("file", "folder")
+        raise ExportError(f"{path} must be a {expected}, but a {found} with this name exists: move it away")
     if path.suffix != ".onnx" and opset != OPSET:
-        raise ExportError(f"opset is of ONNX files, and {path} is none")
+        raise ExportError(f"opset applies only to .onnx files, not to {path}: leave it out")
     if path.suffix in WEIGHTS and features:
-        raise ExportError(f"{path} has weights, not outputs: features are of .onnx and .pt2 files")
+        raise ExportError(f"{path} stores only weights; features need an .onnx or .pt2 file")
     if not path.parent.is_dir():
-        raise ExportError(f"there is no folder {path.parent}")
+        raise ExportError(f"folder {path.parent} does not exist: create it first")
     if path.suffix == ".onnx":
         onnx_packages()
 
 
 def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of an exported model: what it is, and what is done to a picture before it."""
+    """Return the metadata of an exported model: its name, classes, input size and preprocessing."""
     if unknown := preprocessing.keys() - set(PREPROCESSING):
-        raise ExportError(f"{', '.join(sorted(unknown))} is none of {', '.join(PREPROCESSING)}")
+        raise ExportError(
+            f"preprocessing options must be among {', '.join(PREPROCESSING)}, got {', '.join(sorted(unknown))}"
+        )
     config = resolve_model_data_config(model) | {name: v for name, v in preprocessing.items() if v is not None}
     size = list(input_size(model))
     for name in ("mean", "std"):
         if len(config[name]) not in (1, size[0]):
-            remedy = "give export_model the mean and std of these"
-            raise ExportError(f"{name} {config[name]} is not of images of {size[0]} channels: {remedy}")
-    names = model.pretrained_cfg.get("label_names")  # of a head that has been replaced, perhaps
+            remedy = f"pass {name}= to export_model"
+            raise ExportError(f"{name} must have {size[0]} values, one a channel, got {config[name]}: {remedy}")
+    names = model.pretrained_cfg.get("label_names")  # may describe a head that was replaced
     known = isinstance(names, (list, tuple)) and 0 < len(names) == model.num_classes
     return {
         "model": model.pretrained_cfg.get("architecture", type(model).__name__),
@@ -176,18 +184,23 @@ def describe(model: Any, preprocessing: dict[str, Any]) -> dict[str, Any]:
 def compare(
     model: nn.Module, exported: Exported, run: Run, tolerance: float = TOLERANCE, count: int = 4
 ) -> tuple[float, int, int]:
-    """The largest difference of an output, the number of images, and of those with the same largest logit.
+    """Compare the exported outputs with the model's on `count` images.
+
+    Returns:
+        The largest absolute difference, the number of images, and the number of images with equal top-1.
 
     Raises:
         ExportError: An output differs by more than `tolerance`.
     """
     images = pictures(count, exported.input_size)
     expected = outputs_of(as_evaluated(model), exported.features, images)
-    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # of two numbers of images
+    found = [torch.cat(parts) for parts in zip(run(images[:-1]), run(images[-1:]))]  # with two batch sizes
     largest = 0.0
     for name, truth, value in zip(exported.outputs, expected, found, strict=True):
         difference = (truth - value).abs().max().item()
-        if not difference <= tolerance * max(1, truth.abs().max().item()):  # also if it is not a number
-            raise ExportError(f"{name} differs from the model's by {difference:.1e}, more than rounding can")
+        if not difference <= tolerance * max(1, truth.abs().max().item()):  # "not <=" also catches NaN
+            raise ExportError(
+                f"{name} differs from the model's by {difference:.1e}, which is more than rounding errors"
+            )
         largest = max(largest, difference)
     return largest, count, int((expected[0].argmax(-1) == found[0].argmax(-1)).reshape(count, -1).all(1).sum())

@@ -1,4 +1,4 @@
-"""The command line of `python -m vil.export`."""
+"""Command line of `python -m vil.export`."""
 
 from __future__ import annotations
 
@@ -19,36 +19,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vil.export", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="timm model; the checkpoint's if it says")
-    parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the model")
-    parser.add_argument("--checkpoint", help="weights; random ones if not given")
-    parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="the moving average of the weights")
-    parser.add_argument("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
-    parser.add_argument("--num-classes", type=int, help="classes of the model; 0 for pooled features in their place")
-    parser.add_argument("--features", nargs="+", type=int, default=[], metavar="BLOCK", help="maps of these blocks too")
-    parser.add_argument("--opset", type=int, default=OPSET, help=f"of ONNX's operators (default: {OPSET})")
+    parser.add_argument("--model", help="timm model name (default: the checkpoint's)")
+    parser.add_argument(
+        "--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model"
+    )
+    parser.add_argument("--checkpoint", help="file with the weights (default: random weights)")
+    parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="export the EMA weights")
+    parser.add_argument("--img-size", nargs="+", metavar="SIZE", help="image size in pixels, or height and width")
+    parser.add_argument("--num-classes", type=int, help="number of classes; 0 to export pooled features")
+    parser.add_argument(
+        "--features", nargs="+", type=int, default=[], metavar="BLOCK", help="also output these blocks' feature maps"
+    )
+    parser.add_argument("--opset", type=int, default=OPSET, help=f"ONNX opset version (default: {OPSET})")
     parser.add_argument(
         "--metadata", nargs="+", type=_key_and_text, default=[], metavar="KEY=TEXT",
-        help="what else the file is to say of itself",
+        help="additional metadata entries of the file",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE|FOLDER", help="*.onnx, *.pt2, *.safetensors or a folder"
     )
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("vil.export").setLevel(logging.INFO)  # stages, which can take minutes
+    logging.getLogger("vil.export").setLevel(logging.INFO)  # show the steps of an export, which can take minutes
     with errors_in_a_line(ExportError, OSError):
         check_options(options.out, options.opset, options.features)
         arguments = dict(features=options.features, opset=options.opset, metadata=dict(options.metadata))
         report = export_model(_model_of(options), options.out, **arguments)
-        trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")  # timm's own weights
-        print(report if trained else f"{report}; of random weights, as no --checkpoint was given")
+        # pretrained=True loads timm's weights
+        trained = options.checkpoint or parse_key_values(options.model_kwargs).get("pretrained")
+        print(report if trained else f"{report}; weights are random because no --checkpoint was given")
 
 
 def _key_and_text(word: str) -> tuple[str, str]:
     key, sign, text = word.partition("=")
     if not sign:
-        raise argparse.ArgumentTypeError(f"{word!r} is not of the form KEY=TEXT")
+        raise argparse.ArgumentTypeError(f"metadata must have the form KEY=TEXT, got {word!r}")
     return key, text
 
 
@@ -60,7 +65,7 @@ def _model_of(options: argparse.Namespace) -> nn.Module:
     if options.checkpoint:
         return from_checkpoint(options.checkpoint, options.model, use_ema=options.use_ema, **arguments)
     if not options.model:
-        raise ConfigError("neither --model nor --checkpoint is given")
+        raise ConfigError("--model or --checkpoint is required")
     return create_model(options.model, **arguments)
 
 

@@ -1,4 +1,4 @@
-"""The content of the files: ONNX, PyTorch's exported program, and weights in half precision."""
+"""Serialization of exported models: ONNX, torch.export programs, and weights in half precision."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ from ..factory import from_checkpoint, input_size
 from .onnx_graph import onnx_model
 from .traced import Exported, ExportError, as_evaluated, outputs_of
 
-OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO have long read it
+OPSET = 18  # the oldest opset that PyTorch's exporter writes; onnxruntime, TensorRT and OpenVINO read it
 
 Run = Callable[[Tensor], Sequence[Tensor]]
 
 
 def onnx_packages() -> tuple[Any, Any]:
-    """onnx and onnxruntime, with onnxscript there too."""
+    """Return the modules onnx and onnxruntime; raise an ExportError if a package for ONNX is missing."""
     try:
         import onnx
         import onnxruntime
-        import onnxscript  # noqa: F401  of which torch.onnx is made
+        import onnxscript  # noqa: F401  required by torch.onnx
     except ImportError as error:
-        raise ExportError(f"{error}: pip install onnx onnxruntime onnxscript, which an export to ONNX needs") from error
+        raise ExportError(
+            f"an ONNX export needs more packages ({error}): pip install onnx onnxruntime onnxscript"
+        ) from error
     return onnx, onnxruntime
 
 
 def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> tuple[bytes, Run]:
-    """An ONNX file's content, and what runs it in onnxruntime.
+    """Return the content of an ONNX file and a function that runs it in onnxruntime.
 
     Raises:
-        ExportError: ONNX or onnxruntime has no such operator; the message names it and the opset.
+        ExportError: ONNX or onnxruntime does not support an operator; the message names the operator and the opset.
     """
     onnx, onnxruntime = onnx_packages()
     with _quiet():
         try:
             proto = onnx_model(exported, max(opset, OPSET))
         except torch.onnx.errors.OnnxExporterError as error:
-            raise ExportError(f"at opset {opset} PyTorch's exporter fails: {_first_line(error)}") from error
+            raise ExportError(f"PyTorch's exporter fails at opset {opset}: {_first_line(error)}") from error
     _check_operators(onnx, proto, opset)
     _clean(proto)
     proto.producer_name, proto.producer_version = "vision-longhorn", ""
@@ -56,9 +58,11 @@ def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> tuple[b
     content = proto.SerializeToString()
     try:
         session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no common type
+    except Exception as error:  # onnxruntime's errors have no common base class
         version = onnxruntime.__version__
-        raise ExportError(f"onnxruntime {version} cannot read this at opset {opset}: {_first_line(error)}") from error
+        raise ExportError(
+            f"onnxruntime {version} cannot load the model at opset {opset}: {_first_line(error)}"
+        ) from error
     return content, lambda images: [
         torch.from_numpy(y) for y in session.run(exported.outputs, {"images": images.numpy()})
     ]
@@ -66,7 +70,7 @@ def to_onnx(exported: Exported, metadata: dict[str, Any], opset: int) -> tuple[b
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what exporters say of their own parts."""
+    """Suppress the exporters' warnings and log messages about their internals."""
     names = "onnxscript", "torch._export.serde.serialize", "torch.onnx._internal.exporter._schemas"
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -82,7 +86,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _nodes(graph: Any) -> Iterator[Any]:
-    """The nodes of a graph, and of the graphs inside of it."""
+    """Iterate over the nodes of a graph and of its subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -91,19 +95,21 @@ def _nodes(graph: Any) -> Iterator[Any]:
 
 
 def _check_operators(onnx: Any, proto: Any, opset: int) -> None:
-    """Raises an ExportError that names the operators that are not of this opset."""
+    """Raise an ExportError that names the operators that the opset does not support."""
     written = next(entry.version for entry in proto.opset_import if not entry.domain)
     names = {node.op_type for node in _nodes(proto.graph) if not node.domain}
     schemas = [onnx.defs.get_schema(n, *[written] * onnx.defs.has(n, written)) for n in names if onnx.defs.has(n)]
     versions = {schema.name: schema.since_version for schema in schemas}
     if newer := [f"{name} of opset {version}" for name, version in sorted(versions.items()) if version > opset]:
-        raise ExportError(f"opset {opset} cannot be written: PyTorch's exporter uses {', '.join(newer)}; use {OPSET}")
+        raise ExportError(
+            f"opset must be at least {OPSET} for this model, got {opset}: PyTorch's exporter uses {', '.join(newer)}"
+        )
     if written != max(opset, OPSET):
-        raise ExportError(f"opset {opset} cannot be written: PyTorch's exporter stopped at {written}")
+        raise ExportError(f"opset must be at most {written}, PyTorch's newest, got {opset}")
 
 
 def _clean(proto: Any) -> None:
-    """Leaves out what the exporter notes of Python for each node, and names the batch, which alone is free."""
+    """Remove the Python metadata of each node and name the dynamic dimension "batch"."""
     for graph in (proto.graph, *(a.g for n in _nodes(proto.graph) for a in n.attribute if a.HasField("g"))):
         for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del part.metadata_props[:]
@@ -124,7 +130,7 @@ def _first_line(error: Exception) -> str:
 
 
 def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
-    """The content of a file for torch.export.load, and what runs it."""
+    """Return the content of a file for torch.export.load and a function that runs it."""
     buffer = io.BytesIO()
     with _quiet():
         torch.export.save(exported.program(), buffer, extra_files={"metadata.json": json.dumps(metadata)})
@@ -133,24 +139,32 @@ def to_pt2(exported: Exported, metadata: dict[str, Any]) -> tuple[bytes, Run]:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """Those that build a model of `vil.from_checkpoint`, or of this package's commands, for the sizes it has now."""
+    """Return the arguments that build the model with its current image and patch size.
+
+    Only models of `vil.from_checkpoint` or of this package's commands record their arguments.
+    """
     sizes = {"img_size": input_size(model)[1:]} if hasattr(model, "set_input_size") else {}
-    if patch_size := getattr(model, "_model_args", {}).get("patch_size"):  # timm's record of set_input_size
+    if patch_size := getattr(model, "_model_args", {}).get("patch_size"):  # set_input_size records the patch size here
         sizes["patch_size"] = patch_size
     return {k: v for k, v in getattr(model, "model_args", {}).items() if k in MODEL_KWARGS} | sizes
 
 
 def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
-    """The content of a file of weights in half precision, and what runs the model that it says.
+    """Return the content of a file of weights in half precision and a function that runs the reloaded model.
 
     Raises:
-        ExportError: A weight is too large, or the model has no head or does not say how it was built.
+        ExportError: A weight exceeds fp16, the model has no head, or the model does not record its arguments.
     """
     if not model.num_classes:
-        raise ExportError("weights keep their head: without it they are loaded by vil.from_checkpoint(num_classes=0)")
+        raise ExportError(
+            "num_classes must be positive for .safetensors files, got 0: export the model with its head and load it "
+            "with vil.from_checkpoint(num_classes=0)"
+        )
     weights = {name: t.half() if t.is_floating_point() else t for name, t in as_evaluated(model).state_dict().items()}
     if too_large := [name for name, t in weights.items() if not t.isfinite().all()]:
-        raise ExportError(f"half precision cannot hold {', '.join(too_large[:3])}: values must be below 65504")
+        raise ExportError(
+            f"weights must be below 65504 in magnitude, the range of half precision, in {', '.join(too_large[:3])}"
+        )
     built = arguments_of(model)
     options = {name: metadata[name] for name in ("model", "num_classes", "crop_pct", "interpolation")}
     height, width = metadata["input_size"][1:]
@@ -164,6 +178,7 @@ def to_safetensors(model: Any, metadata: dict[str, Any]) -> tuple[bytes, Run]:
             loaded = from_checkpoint(path)
         except (ConfigError, checkpoint.CheckpointError) as error:
             raise ExportError(
-                f"the model does not say with which arguments it was built, as those of vil.from_checkpoint do: {error}"
+                "the model must record the arguments that it was built with: create it with vil.from_checkpoint "
+                f"({error})"
             ) from error
     return content, lambda images: outputs_of(loaded, (), images)

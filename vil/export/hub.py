@@ -1,4 +1,4 @@
-"""A folder as timm's `local-dir:` and `hf-hub:` read it: config.json and a card beside model.safetensors."""
+"""Folder for timm's `local-dir:` and `hf-hub:`: config.json and a model card beside model.safetensors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from timm.models._hub import save_config_for_hf
 
 
 def config_of(model: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """The text of config.json.
+    """Return the content of config.json.
 
     Args:
-        model: A model of timm.
-        metadata: Of `describe`: preprocessing and names of classes.
-        arguments: Those with which the model is built.
+        model: A timm model.
+        metadata: Metadata of `describe`, with preprocessing and class names.
+        arguments: Keyword arguments that build the model.
     """
-    known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}  # which nobody here knows
-    model = copy.copy(model)  # whose configuration says more than timm's can
+    # the license is unknown, class names have a key of their own
+    known = {field.name for field in fields(PretrainedCfg)} - {"label_names", "license"}
+    model = copy.copy(model)  # pretrained_cfg may have entries that timm's PretrainedCfg does not know
     model.pretrained_cfg = {name: value for name, value in model.pretrained_cfg.items() if name in known}
     said = {name: value for name, value in metadata.items() if name in known}
     names = {"label_names": metadata["label_names"]} if "label_names" in metadata else {}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        # a Path, which older releases of timm need, whatever the type says
+        # older timm versions need a Path, although the annotation says str
         save_config_for_hf(model, path, {"pretrained_cfg": said, **names}, dict(arguments))  # type: ignore[arg-type]
         return path.read_text()
 
 
 def card_of(name: str, metadata: Mapping[str, Any], further: Mapping[str, str]) -> str:
-    """The text of README.md, a model card: what the file says of itself, and how it is used."""
+    """Return the content of README.md, a model card with metadata and an example of use."""
     size = "x".join(map(str, metadata["input_size"][1:]))
     lines = [
         f"{metadata['model']}, {metadata['num_classes']} classes, images of {size} pixels",
-        "weights in half precision; names of classes and preprocessing are in config.json",
+        "weights in half precision; class names and preprocessing are in config.json",
         *(f"{key}: {text}" for key, text in further.items()),
-        "data, accuracy, licence: for who trained it to say here",
+        "TODO: add the training data, accuracy and license here",
     ]
     return f"""---
 library_name: timm
@@ -53,7 +54,7 @@ tags: [image-classification, timm, vision-longhorn]
 
 ```python
 import timm
-import vil  # of Vision Longhorn, registers the models
+import vil  # Vision Longhorn, registers the models
 
 model = timm.create_model("local-dir:{name}", pretrained=True).eval()  # from the hub: "hf-hub:OWNER/{name}"
 vil.predict(model, "photo.jpg")

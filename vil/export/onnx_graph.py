@@ -1,4 +1,4 @@
-"""A model as ONNX's graph, for which each kind of block is exported once: a model repeats it with other weights."""
+"""ONNX graph of a model that exports each kind of block only once, because blocks differ only in their weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.export import ExportedProgram
 from ..block import KNOWN_MIXERS, Block, middle_token
 from .traced import Exported, program_of
 
-DOMAIN = "vil.block"  # of functions that stand for blocks until they are inlined
+DOMAIN = "vil.block"  # domain of the block functions, which are inlined at the end
 
 
 class Kind(NamedTuple):
-    """Blocks that differ in their weights alone."""
+    """Key of blocks that differ only in their weights."""
 
     modules: str
     pool: str | None
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 
 def onnx_model(exported: Exported, opset: int) -> Any:
-    """onnx.ModelProto of it, of operators alone."""
+    """Return the onnx.ModelProto of the model, with only standard operators."""
     from onnxscript import ir, optimizer
 
     kinds: dict[Kind, tuple[str, Block]] = {}
@@ -39,7 +39,7 @@ def onnx_model(exported: Exported, opset: int) -> Any:
         weights = list(block.state_dict().values())
         program = program_of(WithWeights(block, kind.grid), torch.zeros(2, *kind.tokens), weights)
         add_function(whole.model, name, translated(program, opset).model)
-    optimizer.optimize(whole.model, inline=False)  # before inlining: each kind once
+    optimizer.optimize(whole.model, inline=False)  # optimize each kind once, before inlining
     passes = ir.passes.common
     tidy = passes.LiftConstantsToInitializersPass(True, 0), passes.DeduplicateInitializersPass()
     ir.passes.Sequential(passes.InlinePass(), *tidy, passes.RemoveUnusedOpsetsPass())(whole.model)
@@ -54,7 +54,7 @@ def call(
     kinds: dict[Kind, tuple[str, Block]], block: Block, x_BLC: Tensor, class_token_only: bool = False,
     grid: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """In place of a block's forward: the call of a function of its kind, which it adds to those known."""
+    """Replace a block's forward by a call of its kind's ONNX function, and register the kind in `kinds`."""
     kind = Kind(str(block), block.pool, grid, tuple(x_BLC.shape[1:]))
     name, _ = kinds.setdefault(kind, (f"Block{len(kinds)}", block))
     inputs = x_BLC, *block.state_dict(keep_vars=True).values()
@@ -63,7 +63,7 @@ def call(
 
 
 class WithWeights(nn.Module):
-    """A block whose weights are inputs."""
+    """Block with its weights as inputs."""
 
     def __init__(self, block: Block, grid: tuple[int, int] | None):
         super().__init__()
@@ -77,7 +77,7 @@ class WithWeights(nn.Module):
 def translated(
     program: ExportedProgram, opset: int, inputs: list[str] | None = None, outputs: list[str] | None = None
 ) -> Any:  # fmt: skip
-    """As PyTorch's exporter writes it, less the functions by which it writes bodies of loops."""
+    """Export with PyTorch's exporter and inline the functions that the exporter creates for loop bodies."""
     from onnxscript import optimizer
 
     found: Any = torch.onnx.export(
@@ -89,7 +89,7 @@ def translated(
 
 
 def add_function(model: Any, name: str, body: Any) -> None:
-    """Adds a model's graph to another's functions."""
+    """Add a model's graph to another model as a function."""
     from onnxscript import ir
 
     function = ir.Function(DOMAIN, name, graph=body.graph, attributes=())

@@ -1,6 +1,8 @@
-"""A model as it is exported: its own modules, with mixers that are made of operators which other programs know.
+"""Exportable copy of a model, whose mixers use only standard PyTorch operators.
 
-G = 2 directions    B batch    L tokens    C model width    D inner width    N states of a channel
+Dimension letters:
+
+    G = 2 directions    B batch    L tokens    C model width    D inner width    N states of a channel
 """
 
 from __future__ import annotations
@@ -22,41 +24,42 @@ from ..kernels.block.lines import Lines
 
 
 class ExportError(RuntimeError):
-    """A model cannot be exported as asked for. Nothing was written."""
+    """The model cannot be exported as requested. No file was written."""
 
 
 class Exported(nn.Module):
-    """A copy of a model as it is exported: fp32, on the CPU, in evaluation, its mixers as `mix` has them.
+    """Copy of a model for export: fp32, on the CPU, in eval mode, with `mix` as the mixers' forward.
 
-    A mixer of another class is exported as the PyTorch code that it is.
+    Mixers of other classes are exported with their own forward.
 
     Args:
-        model: A model of timm.
-        features: Numbers of blocks whose maps are outputs too.
+        model: A timm model.
+        features: Indices of blocks whose feature maps are additional outputs.
 
     Raises:
-        ExportError: The model has no such features.
+        ExportError: The model has no such blocks.
     """
 
     def __init__(self, model: nn.Module, features: Sequence[int] = ()):
         super().__init__()
         if not hasattr(model, "num_classes"):
             raise ExportError(
-                f"{type(model).__name__} has no num_classes: export a whole model, with features=[NUMBER, ...] for maps"
+                f"model must be a timm model with num_classes, got {type(model).__name__}: export the whole model and "
+                "set features=[INDEX, ...] for feature maps"
             )
         self.model = as_evaluated(model)
         self.features = sorted(set(features))
         self.input_size = input_size(model)
         known = range(len(getattr(self.model, "feature_info", ())))
         if unknown := [number for number in self.features if number not in known]:
-            raise ExportError(f"features {unknown} are not of the model's blocks 0 to {len(known) - 1}")
+            raise ExportError(f"features must be block indices from 0 to {len(known) - 1}, got {unknown}")
         self.outputs = ["logits" if model.num_classes else "embedding", *(f"features_{n}" for n in self.features)]
         norms: list[Any] = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
         for norm in norms:
             norm.forward = functools.partial(rms_norm, norm)
         mixers: list[Any] = [module for module in self.model.modules() if type(module) in KNOWN_MIXERS]
         for mixer in mixers:
-            # unless it reads lines, it is given the tokens in the order in which it reads
+            # `mix` flips the tokens of the backward direction, unless the mixer is pooled
             mixer.directions[1].conv1d.reverse = mixer.pool is not None
             mixer.forward = functools.partial(mix, mixer)
 
@@ -64,37 +67,37 @@ class Exported(nn.Module):
         return outputs_of(self.model, self.features, images)
 
     def program(self) -> ExportedProgram:
-        """The graph of its operators for any number of images."""
-        return program_of(self, pictures(2, self.input_size))  # PyTorch takes a batch of 1 for one of 1 alone
+        """Return the torch.export program for a dynamic batch size."""
+        return program_of(self, pictures(2, self.input_size))  # torch.export specializes on a batch size of 1
 
 
 @torch.no_grad()
 def program_of(module: nn.Module, batch: Tensor, *weights: list[Tensor]) -> ExportedProgram:
-    """The graph of a module's operators, for any size of the batch.
+    """Return the torch.export program of a module for a dynamic batch size.
 
     Raises:
-        ExportError: An operator is this package's own.
+        ExportError: The graph contains an operator of this package.
     """
     dynamic_shapes = {0: Dim("batch")}, *([None] * len(some) for some in weights)
     program = torch.export.export(module, (batch, *weights), dynamic_shapes=dynamic_shapes, strict=False)
     for part in program.graph_module.modules():
         for node in part.graph.nodes:
-            node.meta.pop("stack_trace", None)  # which would tell where the files of this machine are
+            node.meta.pop("stack_trace", None)  # stack traces contain paths of this machine
             if str(node.target).startswith("vil."):
                 raise ExportError(
-                    f"the graph has the operator {node.target}, which only this package knows: a mixer of your own "
-                    "needs a recurrence of PyTorch's operators, or its form in vil/export/traced.py"
+                    f"graph must contain only PyTorch operators, got {node.target}: write the mixer's recurrence with "
+                    "PyTorch operators or add it to vil/export/traced.py"
                 )
     return program
 
 
 def as_evaluated(model: nn.Module) -> Any:
-    """A copy of it in fp32, on the CPU, in evaluation."""
+    """Return a copy of the model in fp32, on the CPU, in eval mode."""
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
 def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Tensor, ...]:
-    """Logits and the maps of the blocks of these numbers."""
+    """Return the logits and the feature maps of the blocks with these indices."""
     if not features:
         return (model(images),)
     tokens, maps = model.forward_intermediates(images, indices=list(features))
@@ -102,7 +105,9 @@ def outputs_of(model: Any, features: Sequence[int], images: Tensor) -> tuple[Ten
 
 
 def pictures(count: int, size: tuple[int, int, int]) -> Tensor:
-    """Normalised images (count, C, H, W): noise, and between them smooth ones, as photographs mostly are."""
+    """Return normalized images (count, C, H, W), alternating between noise and smooth images, which resemble
+    photographs.
+    """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(count, *size, generator=generator)
     coarse = torch.randn(count, size[0], 5, 5, generator=generator)
@@ -111,9 +116,9 @@ def pictures(count: int, size: tuple[int, int, int]) -> Tensor:
 
 
 def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-    """A mixer's forward with tokens first around the scan: fewer copies where each transposition and flip is one.
+    """Run a mixer with token-first tensors around the scan, which saves transposes and flips in the exported graph.
 
-    A pooled mixer has its recurrence over rows or columns of the grid (h, w).
+    A pooled mixer runs its recurrence over the rows or columns of the grid (h, w).
     """
     directions: Any = mixer.directions
     if mixer.pool is None:
@@ -136,12 +141,17 @@ def mix(mixer: BidirectionalMixer, h_BLC: Tensor, grid: tuple[int, int] | None =
 
 
 def rms_norm(norm: RMSNorm, x_BLC: Tensor) -> Tensor:
-    """Its forward as onnxruntime knows it again, for which it has a kernel."""
+    """Compute RMSNorm in the form that onnxruntime recognizes and fuses into one kernel."""
     return x_BLC / (x_BLC.pow(2).mean(-1, keepdim=True) + cast(float, norm.eps)).sqrt() * norm.weight
 
 
 def scan_of(mixer: BidirectionalMixer, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """y_LGBD less what skips it, and x_LGBD: what each direction reads (B, L, D), in its order."""
+    """Run both scans and return y_LGBD without the skip connection, and x_LGBD.
+
+    Args:
+        mixer: The mixer.
+        read: Inputs (B, L, D) of each direction, in the order in which the direction reads the tokens.
+    """
     directions: Any = mixer.directions
     reads = zip(*((v_BLD, *direction.project(v_BLD)) for direction, v_BLD in zip(directions, read)))
     x_LGBD, step_logits_LGBD, k_LGBN, q_LGBN = (torch.stack(pair, dim=2).permute(1, 2, 0, 3) for pair in reads)
@@ -158,14 +168,14 @@ def scan_of(mixer: BidirectionalMixer, read: tuple[Tensor, Tensor]) -> tuple[Ten
 def scan_by_steps(
     x_LGBD: Tensor, step_LGBD: Tensor, k_LGBN: Tensor, q_LGBN: Tensor, A_GND: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """y_LGBD of the recurrence by PyTorch's operator for loops, which is `Scan` in ONNX.
+    """Run the recurrence with PyTorch's scan operator, which becomes `Scan` in ONNX, and return y_LGBD.
 
     Args:
-        x_LGBD: What is read, each direction's tokens in the order in which it reads them.
+        x_LGBD: Input tokens of each direction, in the order in which the direction reads the tokens.
         step_LGBD: Longhorn's step size or Mamba's time step.
         k_LGBN: Keys.
         q_LGBN: Queries.
-        A_GND: A of Mamba; None for Longhorn.
+        A_GND: Mamba's A; None for Longhorn.
     """
 
     S_GBND = x_LGBD.new_zeros(*x_LGBD.shape[1:3], k_LGBN.shape[-1], x_LGBD.shape[-1])
@@ -174,7 +184,7 @@ def scan_by_steps(
     else:
         step, drive_LGBD, A = _selective_step, step_LGBD * x_LGBD, [A_GND.unsqueeze(1)]
     tokens = drive_LGBD.unsqueeze(-2), step_LGBD.unsqueeze(-2), k_LGBN.unsqueeze(-1), q_LGBN.unsqueeze(-2)
-    # the operator itself: `scan` around it compiles it, with what compilations before have left behind
+    # scan_op directly, because its wrapper `scan` compiles, which depends on the state of earlier compilations
     return scan_op(step, [S_GBND], list(tokens), tuple(A))[1].squeeze(-2)
 
 

@@ -1,4 +1,4 @@
-"""The model, the optimizer and its schedule that the options of a run ask for."""
+"""Construction of a run's model, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ..factory import create_model
 
 
 def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | None = None) -> nn.Module:
-    """The model of a run, from scratch or from `pretrained_path`.
+    """Create the model of a run, randomly initialized or from `pretrained_path`.
 
     Args:
-        config: Its options.
-        num_classes: Its classes.
-        weights: Those that it starts from in place of a file's: of the same model, resampled to this image size.
+        config: Options of the run.
+        num_classes: Number of classes.
+        weights: State dict to load instead of `pretrained_path`, from the same model; resampled to this image size.
 
     Raises:
-        ConfigError, CheckpointError: As `vil.factory.create_model`, and if the model cannot compute blocks again.
+        ConfigError, CheckpointError: As `vil.factory.create_model`, or the model does not support activation
+            checkpointing.
     """
     arguments: dict[str, Any] = {"img_size": config.img_size} if config.img_size else {}
     arguments |= dict(num_classes=num_classes, drop_path_rate=config.drop_path) | (config.model_kwargs or {})
@@ -34,19 +35,21 @@ def build_model(config: Config, num_classes: int, weights: dict[str, Tensor] | N
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()
-        except (AssertionError, AttributeError) as error:  # as timm's models say it
-            raise ConfigError(f"{config.model} cannot do with --grad-checkpointing: leave it out") from error
+        except (AssertionError, AttributeError) as error:  # timm's models raise one of these
+            raise ConfigError(
+                f"{config.model} does not support activation checkpointing: leave out --grad-checkpointing"
+            ) from error
     return model
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """timm's optimizer of a run, fused where that is AdamW on a GPU.
+    """Create timm's optimizer of a run, fused if it is AdamW on a GPU.
 
     Raises:
-        ConfigError: It is of a package or for a device that is not there.
+        ConfigError: The optimizer needs a missing package or device.
     """
     on_gpu = next(model.parameters()).is_cuda
-    fused = True if config.opt == "adamw" and on_gpu else None  # one kernel in place of a dozen
+    fused = True if config.opt == "adamw" and on_gpu else None  # one kernel instead of a dozen
     choices: dict[str, Any] = {"betas": config.opt_betas, "eps": config.opt_eps, "fused": fused}
     try:
         optimizer = create_optimizer_v2(
@@ -57,15 +60,16 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
             layer_decay=config.layer_decay,
             **{name: value for name, value in choices.items() if value is not None},
         )
-    except Exception as error:  # of other packages
+    except Exception as error:  # optimizers come from several packages
         raise ConfigError(f"cannot create the optimizer {config.opt}: {error}") from error
-    for group in optimizer.param_groups:  # a fused launch takes few tensors, and as long as its largest
+    # Sort by size: a fused launch processes few tensors and takes as long as its largest one.
+    for group in optimizer.param_groups:
         group["params"].sort(key=torch.Tensor.numel, reverse=True)
     return optimizer
 
 
 def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """timm's schedule of a run, by epochs."""
+    """Create timm's learning-rate schedule of a run, which is updated once an epoch."""
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=config.sched,
@@ -74,5 +78,5 @@ def build_scheduler(config: Config, optimizer: torch.optim.Optimizer) -> Schedul
         warmup_lr=config.warmup_lr,
         min_lr=config.min_lr,
     )
-    assert scheduler is not None  # of a choice that Config has checked
+    assert scheduler is not None  # Config validates `sched`
     return scheduler

@@ -1,4 +1,4 @@
-"""The gradients of a model in one piece of memory: one sum over processes, one norm, and always in the same place."""
+"""Flat gradient buffer: one all-reduce, one norm, and fixed addresses for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # elements: what kernels with the widest loads want
+ALIGNMENT = 64  # elements, for aligned vector loads of each view
 
 
 class FlatGradients:
-    """The sum of gradients that the `grad` of each parameter shows: all of them are views of `flat` (fp32).
+    """Accumulated fp32 gradients in one buffer `flat`; the `grad` of each parameter is a view of the buffer.
 
-    With one sum over processes in place of DistributedDataParallel's buckets nothing but kernels runs in backward, so
-    that a CUDA graph can replay it, and the order of additions does not depend on where a run was interrupted.
+    One all-reduce replaces the buckets of DistributedDataParallel. Therefore backward launches only kernels, so that a
+    CUDA graph can replay it, and the order of additions does not depend on where a run was interrupted.
 
     Raises:
         TypeError: A parameter is not fp32.
@@ -24,18 +24,20 @@ class FlatGradients:
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = [p for p in parameters if p.requires_grad]
         if other := {p.dtype for p in self.parameters} - {torch.float32}:
-            raise TypeError(f"parameters must be float32 to be trained, not {', '.join(map(str, other))}")
+            raise TypeError(f"trainable parameters must be float32, got {', '.join(map(str, other))}")
         self.sizes = [p.numel() + -p.numel() % ALIGNMENT for p in self.parameters]
         self.flat = torch.zeros(sum(self.sizes), device=self.parameters[0].device)
         for parameter, view in zip(self.parameters, self.views(self.flat)):
             parameter.grad = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The places that the parameters have in a tensor of the size of `flat`, in their shapes."""
+        """Return the views of a tensor with the layout of `flat` in the shapes of the parameters."""
         return [part[: p.numel()].view_as(p) for p, part in zip(self.parameters, flat.split(self.sizes))]
 
     def add(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss, all at once: `backward` would, one after the other."""
+        """Add the gradients of a loss with one fused kernel call, instead of one addition for each parameter as in
+        `backward`.
+        """
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         used = [(p.grad, gradient) for p, gradient in zip(self.parameters, gradients) if gradient is not None]
         torch._foreach_add_(*map(list, zip(*used)))

@@ -1,4 +1,4 @@
-"""What training minimises: the loss of labels, hard or mixed, and of a teacher's answers."""
+"""Training loss: cross-entropy or binary cross-entropy with the labels, combined with knowledge distillation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .teacher import Teacher
 
 
 class Loss:
-    """The mean loss of a batch, by the options of a run.
+    """Mean training loss of a batch, configured by the options of a run.
 
-    Without a teacher it is that of the labels: cross-entropy, or timm's binary cross-entropy with `bce_loss`. With one
-    it is DeiT's (Touvron et al., 2021), for the share alpha = `distillation_alpha`, the student's logits z and the
-    teacher's t:
+    Without a teacher, the loss is the label loss: cross-entropy, or timm's binary cross-entropy with `bce_loss`. With a
+    teacher, the loss is DeiT's (Touvron et al., 2021) for the weight alpha = `distillation_alpha`, the student's logits
+    z and the teacher's logits t:
 
         hard, equation 3:  (1 - alpha) labels + alpha CE(z, argmax t)
         soft, equation 2:  (1 - alpha) labels + alpha tau^2 KL(softmax(t / tau), softmax(z / tau))
 
-    There is no distillation token: the class token's head learns from both. KL is summed over classes, as in the
-    paper (which takes tau 3 and alpha 0.1 for soft); DeiT's code takes the mean over them. Images that are mixed are so
-    for the teacher, too.
+    There is no distillation token; the class token's head learns from labels and teacher. KL is summed over classes, as
+    in the paper, which sets tau to 3 and alpha to 0.1 for soft distillation. DeiT's code averages KL over classes
+    instead. The teacher sees the same mixed images as the student.
 
     Raises:
-        ConfigError: `bce_target_thresh` makes all classes targets, or none.
+        ConfigError: `bce_target_thresh` would turn all classes, or no class, into targets.
     """
 
     def __init__(self, config: Config, num_classes: int, teacher: Teacher | None = None):
@@ -34,7 +34,13 @@ class Loss:
         self.of_labels = _loss_of_labels(config, num_classes)
 
     def __call__(self, logits_BK: Tensor, targets: Tensor, images_B3HW: Tensor) -> Tensor:
-        """Targets are classes (B,), or shares of them (B, K); images are what the student saw. Returns a scalar."""
+        """Return the loss as an fp32 scalar.
+
+        Args:
+            logits_BK: The student's logits.
+            targets: Class indices (B,), or class probabilities (B, K).
+            images_B3HW: The student's images.
+        """
         logits_BK = logits_BK.float()
         loss = self.of_labels(logits_BK, targets)
         if not self.teacher:
@@ -55,8 +61,8 @@ def _loss_of_labels(config: Config, num_classes: int) -> nn.Module:
     wrong, right = smoothing / num_classes, 1 - smoothing + smoothing / num_classes
     if threshold is not None and not wrong <= threshold < right:
         raise ConfigError(
-            f"bce_target_thresh {threshold:g} tells no right class from a wrong one: with smoothing {smoothing:g} over "
-            f"{num_classes} classes their targets are {right:.4g} and {wrong:.4g}; choose one between"
+            f"bce_target_thresh must be between {wrong:.4g} and {right:.4g}, the targets of wrong and right classes "
+            f"with smoothing {smoothing:g} and {num_classes} classes, got {threshold:g}"
         )
-    # mixed targets are smoothed already
+    # BinaryCrossEntropy smooths only class indices: mixed targets are smoothed already
     return BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold, sum_classes=config.bce_sum)

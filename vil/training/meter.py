@@ -1,4 +1,4 @@
-"""Measurements of a run: losses and gradient norms over all processes, where the time goes, and memory."""
+"""Measurements of a run: losses and gradient norms averaged over all ranks, waiting times, and peak memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from ..processes import is_first_process, sum_over_processes
 
 _logger = logging.getLogger(__name__)
 
-TIMES = ("seconds", "waited", "waited_for_gpu", "waited_at_looks")  # of an `EpochMeter`
-IDLE = 0.02  # of the time: a host that waits less for its GPU, but for when it looks at losses, keeps it waiting
-AHEAD = 4  # steps that the host may be ahead of a GPU: enough to keep it busy, while images do not pile up
+TIMES = ("seconds", "waited", "waited_for_gpu", "waited_at_looks")  # attributes of an `EpochMeter`, in seconds
+IDLE = 0.02  # fraction of time; if the host waits less for the GPU (except for losses), the GPU waits for the host
+AHEAD = 4  # maximum steps that the host queues ahead: enough to keep the GPU busy without piling up images
 
 
 class EpochMeter:
-    """The losses and gradient norms of an epoch's steps so far, means over all processes, and where the time went."""
+    """Losses and gradient norms of an epoch's steps, averaged over all ranks, and the time that the host waited."""
 
     def __init__(self):
         self.losses: list[float] = []
         self.norms: list[float] = []
-        # in all, for the loader, for steps to be done, and that for the last steps before a look at losses
+        # total time; time waiting for the loader, for the GPU, and for the GPU when losses are read (part of the
+        # former)
         self.seconds = self.waited = self.waited_for_gpu = self.waited_at_looks = 0.0
-        self.pending: list[Tensor] = []  # still on the device
+        self.pending: list[Tensor] = []  # not yet read from the device
         self.under_way: deque[torch.cuda.Event] = deque()
         self.clock = time.perf_counter()
 
@@ -41,7 +42,7 @@ class EpochMeter:
         return len(self.losses) + len(self.pending)
 
     def add(self, loss: Tensor, norm: Tensor) -> None:
-        """Notes a step, and waits for a GPU until it has done all but the last `AHEAD`."""
+        """Record a step, and on a GPU wait until all but the last `AHEAD` steps are done."""
         self.pending.append(torch.stack([loss, norm]))
         if loss.is_cuda:
             self.under_way.append(torch.cuda.Event(blocking=True))
@@ -56,24 +57,24 @@ class EpochMeter:
         self.waited_for_gpu += time.perf_counter() - then
 
     def collect(self) -> None:
-        """Waits for the steps noted. All processes must do so after the same steps."""
+        """Wait for the recorded steps and all-reduce their values. All ranks must call this after the same steps."""
         if self.pending:
             before = self.waited_for_gpu
             while self.under_way:
                 self._wait_for_gpu(self.under_way.popleft())
             self.waited_at_looks += self.waited_for_gpu - before
-            # sums of a few fp32 numbers are exact in fp64: they do not depend on the order, so neither on restarts
+            # fp64 sums of a few fp32 numbers are exact, so results do not depend on their order or on restarts
             values = torch.stack(self.pending)
             values = sum_over_processes(
                 (values.cpu() if values.is_mps else values).double()
-            )  # Apple's GPUs have no fp64
+            )  # MPS does not support fp64
             values /= dist.get_world_size() if dist.is_initialized() else 1
             losses, norms = values.T.tolist()
             self.losses, self.norms, self.pending = self.losses + losses, self.norms + norms, []
             self._lap()
 
     def timed(self, batches: Iterable) -> Iterator:
-        """The batches, while the wait for them is timed."""
+        """Iterate over the batches and measure the time waiting for them."""
         then = self.clock = time.perf_counter()
         for batch in batches:
             self.waited += time.perf_counter() - then
@@ -85,7 +86,7 @@ class EpochMeter:
         self.seconds, self.clock = self.seconds + now - self.clock, now
 
     def summary(self, global_batch_size: int) -> dict[str, float]:
-        """The columns of summary.csv that training fills, once all steps are collected."""
+        """Return the training columns of summary.csv, after `collect` has read all steps."""
         seconds, waited, waited_for_gpu, _ = sum_over_processes(torch.tensor(self.times, dtype=torch.float64)).tolist()
         norms = [norm for norm in self.norms if math.isfinite(norm)]
         return {
@@ -99,7 +100,7 @@ class EpochMeter:
 
     @property
     def times(self) -> tuple[float, float, float, float]:
-        """Seconds: in all, waiting for the loader, waiting for a GPU, and the part of that at looks."""
+        """Seconds in total, waiting for the loader, waiting for the GPU, and waiting for the GPU to read losses."""
         return self.seconds, self.waited, self.waited_for_gpu, self.waited_at_looks
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,12 +113,13 @@ class EpochMeter:
 
 
 class Bottleneck:
-    """Says once, when a run has got under way, what its host's time goes into, if it keeps the GPU waiting.
+    """Warns once, early in a run, what the host spends its time on if the GPU has to wait for the host.
 
-    For how long is not known: a GPU that waits a little after every step is busy most of the time.
+    The warning cannot tell how long the GPU waits: a GPU that waits briefly after every step may still be busy most of
+    the time.
 
     Args:
-        interval: Steps from one look at an epoch to the next.
+        interval: Logging interval in steps.
     """
 
     def __init__(self, interval: int):
@@ -125,12 +127,13 @@ class Bottleneck:
         self.before: tuple[EpochMeter, list[float]] | None = None
 
     def look(self, meter: EpochMeter, how_loaded: str, for_model: float, for_preparation: float) -> None:
-        """The first look at an epoch is at a start, the next may find something. Called after each step.
+        """Compare the times of two consecutive logging intervals of an epoch, and warn once. Called after each step.
 
         Args:
-            how_loaded: Who loads the images, in a few words.
-            for_model: Seconds in all in which prepared images waited for the model.
-            for_preparation: Seconds in all in which this process decoded and augmented images.
+            meter: Meter of the epoch.
+            how_loaded: Short description of who loads the images.
+            for_model: Total seconds in which prepared images waited for the model.
+            for_preparation: Total seconds in which this process decoded and augmented images.
         """
         if self.found or meter.steps % self.interval:
             return
@@ -142,13 +145,13 @@ class Bottleneck:
             return
         self.found = True
         seconds, data, gpu, at_looks, model, preparation = (now - then for now, then in zip(times, before[1]))
-        # a host that waits for a GPU keeps it busy
+        # the GPU is busy if the host waits for it
         if not is_first_process() or gpu - at_looks + model >= IDLE * seconds:
             return
         host, workers = seconds - data - gpu, data - preparation
         longest = max(host, workers, preparation)
         if longest == host:
-            what = "what it does itself"
+            what = "work of the training process itself"
             remedy = "--cuda-graphs, a larger --batch-size or --torchcompile"
         elif longest == preparation:
             what = f"preparing images ({how_loaded})"
@@ -158,12 +161,12 @@ class Bottleneck:
             remedy = "more --workers, files that a GPU decodes (baseline JPEGs) or a faster disk"
         share = 100 * longest / seconds
         _logger.warning(
-            "the GPU waits for the host, whose time goes into %s (%.0f%%): %s may help", what, share, remedy
+            "the GPU waits for the host, which spends its time on %s (%.0f%%): %s may help", what, share, remedy
         )
 
 
 def peak_memory() -> int:
-    """Bytes: the most that tensors have taken of the GPU, or else that this process has taken; 0 where nobody knows."""
+    """Return the peak memory in bytes: GPU tensors if CUDA is in use, otherwise this process's; 0 on Windows."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:

@@ -1,7 +1,7 @@
-"""Runs of several phases, each with a schedule of its own: which one is at hand, and whether all can be trained.
+"""Runs of several phases, each with its own schedule: the current phase, and checks of all phases in advance.
 
-A phase begins where the one before has ended: with the weights and their average, resampled to its image size, and the
-history. Optimizer, loss scaler and schedule start anew.
+A phase starts from the previous phase's model and EMA weights, resampled to its image size, and from the history.
+Optimizer, gradient scaler and schedule start anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 def phase_at_hand(config: Config) -> int:
-    """The first phase that has epochs to train, counted from 0, by the checkpoint that a run is to go on from.
+    """Return the index of the first phase with epochs left to train, according to the checkpoint to resume from.
 
     Raises:
         CheckpointError: As `find_resumed`.
@@ -42,12 +42,12 @@ def phase_at_hand(config: Config) -> int:
 
 
 def folder_of(config: Config) -> Path:
-    """Where a run writes."""
+    """Return the run folder."""
     return Path(config.output) / str(config.experiment)
 
 
 def check_phases(config: Config, world_size: int, num_images: int, num_classes: int) -> None:
-    """Raises a ConfigError if a later phase could not be trained: it would be found after days."""
+    """Raise a ConfigError if a later phase cannot be trained, instead of failing after days of training."""
     before = None
     for number in range(config.num_phases if config.phases else 0):
         phase = dataclasses.replace(config.of_phase(number), pretrained_path=None)
@@ -65,15 +65,22 @@ def check_phases(config: Config, world_size: int, num_images: int, num_classes: 
                 DrawingTransform(training_transform(phase, resolve_data_config({}, model=model)))
         except ConfigError as error:
             raise ConfigError(f"phase {number + 1}: {error}") from error
-        except RuntimeError as error:  # of models of timm's whose weights depend on the size
+        except RuntimeError as error:  # timm models whose weights depend on the image size
             reason = one_line(error, 300)
-            raise ConfigError(f"phase {number + 1}: {config.model} cannot go on with other images: {reason}") from error
+            raise ConfigError(f"phase {number + 1}: {config.model} cannot change its image size: {reason}") from error
 
 
 def carried_over(
     before: Config, num_classes: int, model: nn.Module, weights: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The weights of the phase before, whose size says the grid of their positions, resampled for a model of this."""
+    """Return the previous phase's weights, resampled to the image size of `model`.
+
+    Args:
+        before: Options of the previous phase, which determine the grid of its position embeddings.
+        num_classes: Number of classes.
+        model: Model of the new phase.
+        weights: State dict at the end of the previous phase; new random weights if None.
+    """
     source: Any = build_model(before, num_classes, weights)
     if input_size(source) != input_size(model) and hasattr(source, "set_input_size"):
         source.set_input_size(input_size(model)[1:])
@@ -81,7 +88,7 @@ def carried_over(
 
 
 def announce(config: Config, phase: int, batches: TrainingBatches, train_set: Any, val_set: Any) -> None:
-    """Says what a phase is and its splits, and warns where it is too short for its schedule or its average."""
+    """Log the phase and its splits, and warn if the phase is too short for its schedule or its EMA."""
     if not config.synthetic:
         _logger.warning("%s", describe_split(config.train_split, train_set))
         _logger.warning("%s", describe_split(config.val_split, val_set))
@@ -90,16 +97,18 @@ def announce(config: Config, phase: int, batches: TrainingBatches, train_set: An
         _logger.warning("phase %d of %d: %s", phase + 1, config.num_phases, options)
     _logger.warning("%s", batches.described(config.epochs, "the phase" if config.phases else "the run"))
     if config.aug_repeats > batches.repeats:
-        _logger.warning("aug_repeats %d has no effect: a dataset that streams has each image once", config.aug_repeats)
+        _logger.warning(
+            "aug_repeats %d has no effect, because an iterable dataset yields each image once", config.aug_repeats
+        )
     if config.warmup_epochs >= config.epochs and config.warmup_lr < config.lr:
         _logger.warning(
-            "warmup_epochs %d is not less than epochs %d: the learning rate never reaches lr %g",
+            "warmup_epochs should be less than epochs: with %d of %d epochs the learning rate never reaches lr %g",
             config.warmup_epochs, config.epochs, config.lr,
         )  # fmt: skip
     steps, decay = config.epochs * batches.steps, config.model_ema_decay
     if config.model_ema and steps * (1 - decay) < 1:
         _logger.warning(
-            "model_ema_decay %s averages over some %.0f steps, and this run has %d: its average will hardly leave what "
-            "it begins with. --model-ema-decay %.4g averages over a tenth of the run",
+            "model_ema_decay %s averages over about %.0f steps, but this run has only %d, so the EMA weights will stay "
+            "close to the initial weights: --model-ema-decay %.4g averages over a tenth of the run",
             decay, 1 / (1 - decay) if decay < 1 else float("inf"), steps, max(0.5, 1 - 10 / steps),
         )  # fmt: skip

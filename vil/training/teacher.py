@@ -1,4 +1,4 @@
-"""The teacher of a distilled run: any timm model, with the preprocessing and the weights that it was trained with."""
+"""Teacher of a distilled run: any timm model with its own preprocessing and weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..text import one_line
 
 
 class Teacher:
-    """Classifies images that were prepared for the student: gives its logits, in evaluation mode, without gradients.
+    """Frozen teacher in eval mode that returns logits for images that were preprocessed for the student.
 
-    Pixels get the teacher's mean and standard deviation in place of the student's. They are interpolated only if its
-    input size is fixed, as that of most transformers is, and another.
+    The teacher's mean and standard deviation replace the student's. Images are resized only if the teacher has a fixed
+    input size, as most transformers have, that differs from the student's.
 
     Args:
-        config: Names the teacher and the file of its weights.
-        num_classes: Of the run.
-        label_names: The classes by their numbers, where the run knows them.
-        data_config: timm's, of the student's images.
-        student: The model that learns, on its device.
+        config: Options of the run, with the teacher's name and checkpoint.
+        num_classes: Number of classes of the run.
+        label_names: Class names of the run by index; may be empty.
+        data_config: timm's data config of the student's images.
+        student: The student, on its device.
 
     Raises:
-        ConfigError: Its weights are not to be had, it has other classes than the run, or does not take images of this
-            size.
-        CheckpointError: The file of its weights is missing, corrupt, or of another model.
+        ConfigError: The weights are not available, the classes differ from the run's, or the teacher does not support
+            this image size.
+        CheckpointError: The checkpoint is missing, corrupt, or of another model.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class Teacher:
         for number, (own, ours) in enumerate(zip(names or (), label_names)):
             if own != ours:
                 raise ConfigError(
-                    f"class {number} of the teacher {config.teacher_checkpoint} is {own!r}, and of this run {ours!r}"
+                    f"classes of the teacher must equal the run's: class {number} is {own!r} in "
+                    f"{config.teacher_checkpoint}, but {ours!r} in this run"
                 )
-        self.digest = checkpoint.digest(model.state_dict())  # which tells its weights from others
-        layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format  # as convolutions like it
+        self.digest = checkpoint.digest(model.state_dict())  # identifies the teacher's weights
+        # the fast layout of convolutions
+        layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.model = model.eval().requires_grad_(False).to(device, memory_format=layout)
         own = resolve_model_data_config(self.model)
         self.size = tuple(own["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
@@ -72,28 +74,28 @@ class Teacher:
             copy.deepcopy(student).to("meta").eval()(torch.zeros(1, *data_config["input_size"], device="meta"))
         trained = 3 * counter.get_total_flops() / 1e9
         self.cost = (
-            f"teacher {self.name}, {own_cost:.3g} GFLOPs an image beside some {trained:.3g} of training {config.model}"
+            f"teacher {self.name} needs {own_cost:.3g} GFLOPs an image; training {config.model} needs {trained:.3g}"
         )
 
     @torch.no_grad()
     def __call__(self, images_B3HW: Tensor) -> Tensor:
-        """Logits (B, classes) in fp32 of images that are normalised for the student."""
+        """Return fp32 logits (B, classes) of images that are normalized for the student."""
         images_B3HW = torch.addcmul(self.shift, images_B3HW, self.scale)
         if self.size and self.size != images_B3HW.shape[2:]:
             images_B3HW = F.interpolate(images_B3HW, self.size, mode="bicubic", antialias=True)
         return self.model(images_B3HW.contiguous(memory_format=self.layout)).float()
 
     def _try_out(self, input_size: tuple[int, ...], num_classes: int) -> float:
-        """Looks at an image of a size of the student's. Returns how many GFLOPs that takes."""
+        """Run the teacher on an image of the student's size and return the GFLOPs."""
         try:
             with FlopCounterMode(display=False) as counter:
                 logits = self(torch.zeros(1, *input_size, device=self.scale.device))
-        except Exception as error:  # whatever a model says of a size that it is not made for
+        except Exception as error:  # models raise different exceptions for unsupported sizes
             height, width = input_size[1:]
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise ConfigError(
-                f"teacher {self.name} takes no images of {height} x {width} pixels ({reason}): choose another, or "
-                "another --img-size"
+                f"teacher {self.name} does not support {height}x{width} images ({reason}): choose another teacher or "
+                "--img-size"
             ) from error
         if logits.shape != (1, num_classes):
             raise ConfigError(_other_classes(self.name, logits.shape[-1], num_classes))
@@ -101,7 +103,7 @@ class Teacher:
 
 
 def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
-    """A model with its own weights, on the CPU."""
+    """Load a teacher with its own weights on the CPU."""
     if path:
         source = checkpoint.Checkpoint(path)
         said = source.options.get("num_classes")
@@ -110,18 +112,18 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
         return from_checkpoint(source, name, num_classes=num_classes)
     known = timm.get_pretrained_cfg(name)
     if known is None or not known.has_weights:
-        raise ConfigError(f"teacher {name} has no weights that timm knows of: give --teacher-checkpoint FILE")
+        raise ConfigError(f"timm has no pretrained weights for teacher {name}: set --teacher-checkpoint FILE")
     if known.num_classes != num_classes:
         raise ConfigError(_other_classes(name, known.num_classes, num_classes))
     try:
         return timm.create_model(name, pretrained=True)
-    except Exception as error:  # of networks, hubs and their packages
+    except Exception as error:  # network and hub packages raise many types
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
-            f"the weights of teacher {name} could not be fetched; --teacher-checkpoint FILE takes them from a file. "
-            f"{reason}"
+            f"failed to download the weights of teacher {name} ({reason}): set --teacher-checkpoint FILE to read them "
+            "from a file"
         ) from error
 
 
 def _other_classes(teacher: str | None, found: int, wanted: int) -> str:
-    return f"teacher {teacher} knows {found} classes, and the run has {wanted}: it takes one of the same"
+    return f"teacher {teacher} must have {wanted} classes, as the run, got {found}"

@@ -1,4 +1,4 @@
-"""A step of the optimizer: what becomes of weights and their average once the gradients are there."""
+"""One optimizer step: gradient clipping, weight update and EMA update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .gradients import FlatGradients
 
 
 class ListedEma(ModelEmaV3):
-    """timm's moving average of a model, whose tensors are listed once: two `state_dict`s a step take milliseconds."""
+    """timm's EMA of a model that lists the tensors only once; two `state_dict` calls a step would take milliseconds."""
 
     def __init__(self, model: nn.Module, **options):
         super().__init__(model, **options)
@@ -27,17 +27,20 @@ class ListedEma(ModelEmaV3):
 
 
 class Update:
-    """Clips the gradients, moves the weights by them, and the weights' average by those, and zeroes the gradients.
+    """Clip the gradients, run the optimizer step, update the EMA weights, and zero the gradients.
 
-    With PyTorch's fused AdamW all of it can be replayed as a CUDA graph. The first call makes the optimizer's state, so
-    the second is captured. Either way learning rates are read on the GPU, and the numbers are the same.
+    With PyTorch's fused AdamW, the whole update can be replayed as a CUDA graph. The first call creates the optimizer's
+    state, so the second call captures the graph. The graph reads the learning rates from GPU memory, and results are
+    bitwise identical with and without the graph.
 
     Args:
-        gradients: Those of `model`.
-        scaler: Of float16's loss; disabled for other precisions.
-        average: timm's, of the weights; None for none.
-        clip_grad: The largest norm of the gradient; None for any.
-        as_graph: Whether a graph is wanted.
+        model: Model to update.
+        gradients: Gradients of `model`.
+        optimizer: Optimizer of the run.
+        scaler: Gradient scaler for float16; disabled for other precisions.
+        average: timm's EMA of the weights; None without EMA.
+        clip_grad: Maximum gradient norm; None disables clipping.
+        as_graph: Whether to use a CUDA graph if possible.
     """
 
     def __init__(
@@ -56,16 +59,16 @@ class Update:
         self.as_graph = as_graph and self.fused and not scaler.is_enabled()
         self.run = self._run
         self.calls, self.rates = 0, gradients.flat.new_empty(len(optimizer.param_groups))
-        self.chosen: list[float] = []  # what `rates` has
+        self.chosen: list[float] = []  # learning rates stored in `rates`
 
     def __call__(self) -> Tensor:
-        """Returns the norm of the gradient before it is clipped, until the next call."""
+        """Return the gradient norm before clipping; a CUDA graph overwrites the returned tensor in the next call."""
         chosen = [group["lr"] for group in self.optimizer.param_groups]
         if chosen != self.chosen:
             self.chosen = chosen
             self.rates.copy_(torch.tensor(chosen))
         if self.as_graph and self.calls == 1:
-            self.run = Replayed(self._run, (), "the optimizer's step", tried=True)
+            self.run = Replayed(self._run, (), "the optimizer step", tried=True)
         self.calls += 1
         return self.run()
 

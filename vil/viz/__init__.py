@@ -1,8 +1,11 @@
-"""Seeing inside a ViL or ViM: why it sees a class, what its scans read, write and keep, and what a pixel can reach.
+"""Visualize what a ViL or ViM looks at: evidence for a class, scan traces and receptive fields.
 
     python -m vil.viz --checkpoint output/digits/last.pt --images data/digits/validation/3 --out output/viz
 
-Needs matplotlib for the pictures (`pip install -e ".[viz]"`), not for the numbers. docs/seeing-inside.md reads them.
+The plots need matplotlib (`pip install -e ".[viz]"`); the numbers do not. docs/seeing-inside.md explains how to read
+the plots.
+
+Dimension letters in the suffixes of tensor names:
 
     B images    G = 2 directions, first token to last and last to first    L tokens    D channels    N states
     T tokens in the order in which a direction reads them    H, W image    h, w grid of patches

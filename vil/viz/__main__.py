@@ -1,4 +1,4 @@
-"""The command line of `python -m vil.viz`."""
+"""Command line of `python -m vil.viz`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .traces import reading
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_READ = 64  # images, over which fields are averaged
-SHOWN = 8  # images of a picture at most, which Matplotlib lays out in seconds
+MOST_READ = 64  # maximum number of images that receptive fields are averaged over
+SHOWN = 8  # maximum number of images in a plot; Matplotlib lays them out in seconds
 
 
 def main() -> None:
@@ -42,45 +42,52 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", required=True, help="checkpoint of train_imagenet.py")
     parser.add_argument("--images", required=True, type=Path, nargs="+", help="image files, or folders of them")
-    parser.add_argument("--count", type=int, default=3, help=f"images (default: 3), of which {SHOWN} are drawn")
-    parser.add_argument("--blocks", type=int, nargs="+", help="blocks in scans.png (default: first, middle, last)")
     parser.add_argument(
-        "--out", type=Path, default=Path("output/viz"), help="folder of why.png, scans.png and fields.png"
+        "--count", type=int, default=3, help=f"number of images to analyse (default: 3); at most {SHOWN} are plotted"
+    )
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", help="indices of the blocks in scans.png (default: first, middle and last)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("output/viz"), help="output folder for why.png, scans.png and fields.png"
     )
     options = parser.parse_args()
     try:
-        import matplotlib.figure  # noqa: F401  before the model takes its time
+        import matplotlib.figure  # noqa: F401  fail before the slow loading of the model
     except ImportError as error:
-        sys.exit(f"error: the pictures need a package: pip install matplotlib ({error})")
+        sys.exit(f"error: vil.viz needs matplotlib: pip install matplotlib ({error})")
     with errors_in_a_line(OSError):
         draw(options)
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Draws the pictures that the command line asks for.
+    """Write the plots that the command line requests.
 
     Raises:
-        ConfigError, CheckpointError: The checkpoint is not one of train_imagenet.py or broken, a block does not exist,
-            or no image can be read.
+        ConfigError, CheckpointError: The checkpoint is broken or was not written by train_imagenet.py, a block does not
+            exist, or no image can be read.
     """
     if options.count < 1:
-        raise ConfigError(f"--count must be at least 1, not {options.count}")
+        raise ConfigError(f"--count must be at least 1, got {options.count}")
     source = Checkpoint(options.checkpoint)
     config = source.options
     if not config.get("model"):
-        raise ConfigError(f"{options.checkpoint} is not a checkpoint of train_imagenet.py, and does not say its model")
+        raise ConfigError(
+            f"{options.checkpoint} must be a checkpoint of train_imagenet.py, but does not store its model's name"
+        )
     arguments = {name: config[name] for name in ("num_classes", "img_size") if config.get(name)}
     arguments |= config.get("model_kwargs") or {}
-    model = from_checkpoint(source)  # first: it may be of another size than it says
+    # create this model first, because the checkpoint may have another size than its config says
+    model = from_checkpoint(source)
     torch.manual_seed(0)
     untrained = create_model(config["model"], **arguments).eval()
     if not (isinstance(model, VisionLonghorn) and isinstance(untrained, VisionLonghorn)):
-        raise ConfigError(f"{options.checkpoint} is of {config['model']}, which has no scans to look into")
+        raise ConfigError(f"{options.checkpoint} must hold a ViL or ViM model, got {config['model']}")
     depth = len(model.blocks)
     blocks = options.blocks or sorted({0, depth // 2, depth - 1})
     for block in blocks:
         if not 0 <= block < depth:
-            raise ConfigError(f"--blocks: there is no block {block}; the model has 0 to {depth - 1}")
+            raise ConfigError(f"--blocks must be between 0 and {depth - 1} for this model, got {block}")
     data_config = data_config_of(model)
     transform = create_transform(**data_config)
     files, opened = zip(*read_pictures(image_files(options.images)))
@@ -111,7 +118,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str]) -> tuple[Figure, str]:
-    """The picture of why a model sees the classes that it does, and in a line how far that is to be believed."""
+    """Return the plot why.png and a line with the mean probability of the class after deletion by each map."""
     maps = {
         "evidence for the class": patch_sums(model, class_evidence(model, images)),
         "what the class token reads": reading(model, images),
@@ -122,42 +129,43 @@ def why(model: VisionLonghorn, images: Tensor, shown: Tensor, titles: list[str])
     curves["at random"] = torch.stack([deletion_curve(model, images, draw) for draw in draws]).mean(0)
     fifths = ", ".join(f"{name} {curve[:, 2].mean():.2f}" for name, curve in curves.items())
     whole = f"probability of the class {curves['evidence'][:, 0].mean():.2f}"
-    said = f"over {len(images)}: {whole}, with a fifth of the patches hidden: {fifths}"
+    said = f"mean over {len(images)} images: {whole}, with a fifth of the patches hidden: {fifths}"
     return plot_why(shown, titles, maps, curves), said
 
 
 def image_files(paths: list[Path]) -> list[Path]:
-    """Files, and those of folders: one of each folder, then the next of each.
+    """Return the image files among `paths`, taking the folders' files in turn: the first of each folder, then the
+    second.
 
     Raises:
-        ConfigError: There is none, or not one of `paths`.
+        ConfigError: A path does not exist, or the paths contain no image files.
     """
     for path in paths:
         if not path.exists():
-            raise ConfigError(f"--images: there is no {path}")
+            raise ConfigError(f"--images: {path} does not exist")
     folders = [map(Path, list_images(str(path), str(path))) if path.is_dir() else [path] for path in paths]
     files = [path for files in zip_longest(*folders) for path in files if path]
     if not files:
-        raise ConfigError("--images: there are no images in " + " ".join(map(str, paths)))
+        raise ConfigError("--images: found no images in " + " ".join(map(str, paths)))
     return files
 
 
 def read_pictures(files: list[Path]) -> list[tuple[Path, Image.Image]]:
-    """The first of them that can be read, and these pictures; the others are named.
+    """Read the first `MOST_READ` readable files. Unreadable files are reported to stderr.
 
     Raises:
-        ConfigError: None can be read.
+        ConfigError: No file can be read.
     """
     found = []
     for path in files:
         try:
             found.append((path, read_image(path)))
-        except Exception as error:  # PIL's decoders have no common type of error
+        except Exception as error:  # PIL's decoders have no common exception type
             print(f"{str(path)!r} cannot be read as an image: {error}", file=sys.stderr)
         if len(found) == MOST_READ:
             break
     if not found:
-        raise ConfigError("--images: none can be read")
+        raise ConfigError("--images: none of the files can be read as an image")
     return found
 
 

@@ -1,6 +1,6 @@
-"""What a model's output follows from, by gradients, and what hiding patches does to it.
+"""Gradient attribution and occlusion sensitivity of a model's outputs.
 
-`vil.viz` has the letters of the shapes.
+`vil.viz` lists the dimension letters.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from .traces import check_model
 
 @torch.no_grad()
 def class_evidence(model: nn.Module, images: Tensor, classes: Tensor | None = None, steps: int = 16) -> Tensor:
-    """How much each pixel adds to the probability of a class, (B, H, W).
+    """Return how much each pixel adds to the probability of a class, (B, H, W), by integrated gradients.
 
-    These are integrated gradients (Sundararajan et al., 2017) from a sheet of the image's mean colour to the image: the
-    values of an image add up to what its class gains in probability between the two, but for the error of the steps.
+    The path of the integrated gradients (Sundararajan et al., 2017) starts at a baseline image of the image's mean
+    colour. The values of an image sum to the difference between the class's probabilities of the image and of the
+    baseline, up to the discretization error.
 
     Args:
         model: Any classifier.
-        images: Its input, (B, 3, H, W).
-        classes: Numbers (B,); those that the model predicts if None.
-        steps: Gradients for each image.
+        images: The model's input, (B, 3, H, W).
+        classes: Class indices (B,); the predicted classes if None.
+        steps: Number of gradients for each image.
     """
     classes = model(images).argmax(-1) if classes is None else classes
     blank = _mean_colour(images)
@@ -45,7 +46,7 @@ def _probabilities(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 
 
 def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
-    """Values of pixels added up for each patch, (B, h, w)."""
+    """Sum pixel values (B, H, W) over each patch and return (B, h, w)."""
     h, w = model.grid_of(values_BHW[:, None])
     return F.adaptive_avg_pool2d(values_BHW, (h, w)) * (values_BHW[0].numel() / (h * w))
 
@@ -54,17 +55,18 @@ def patch_sums(model: VisionLonghorn, values_BHW: Tensor) -> Tensor:
 def deletion_curve(
     model: nn.Module, images: Tensor, maps_Bhw: Tensor, classes: Tensor | None = None, steps: int = 10
 ) -> Tensor:
-    """The probability of a class while more and more of the image is hidden, (B, steps + 1): Samek et al., 2017.
+    """Return the probability of a class while image cells are hidden step by step, (B, steps + 1) (Samek et al., 2017).
 
-    Cells are hidden by the image's mean colour, those of the largest value first, equally many more in each step: in
-    the first none, in the last all. The faster the curve falls, the better the map tells what the model looks at.
+    Cells are replaced by the image's mean colour, in descending order of their map values and in steps of equal size:
+    none in the first column, all in the last. The faster the curve falls, the better the map shows what the model looks
+    at.
 
     Args:
         model: Any classifier.
-        images: Its input, (B, 3, H, W).
-        maps_Bhw: Values of cells of the images.
-        classes: Numbers (B,); those that the model predicts if None.
-        steps: How many times something is hidden.
+        images: The model's input, (B, 3, H, W).
+        maps_Bhw: Map of the image cells' values, (B, h, w).
+        classes: Class indices (B,); the predicted classes if None.
+        steps: Number of steps.
     """
     classes = model(images).argmax(-1) if classes is None else classes
     rank_Bhw = maps_Bhw.flatten(1).argsort(1, descending=True).argsort(1).view(maps_Bhw.shape)
@@ -76,23 +78,23 @@ def deletion_curve(
 
 
 def effective_receptive_field(model: VisionLonghorn, images: Tensor, token: str = "centre") -> Tensor:
-    """How much each pixel moves the final features of a token, (H, W), summing to 1 (Luo et al., 2016).
+    """Return how much each pixel influences the final features of a token, (H, W), summing to 1 (Luo et al., 2016).
 
-    The gradient of the sum of the token's features with respect to the image, its absolute value averaged over colours
-    and images.
+    The influence is the absolute gradient of the sum of the token's features with respect to the image, averaged over
+    colour channels and images.
 
     Args:
         model: Any VisionLonghorn.
-        images: (B, 3, H, W).
+        images: The model's input, (B, 3, H, W).
         token: "centre" for the patch in the centre, "class" for the class token.
 
     Raises:
-        TypeError: The model is no VisionLonghorn.
-        ValueError: `token` is neither.
+        TypeError: The model is not a VisionLonghorn.
+        ValueError: `token` is unknown.
     """
     check_model(model)
     if token not in ("centre", "class"):
-        raise ValueError(f"token {token!r} is neither 'centre' nor 'class'")
+        raise ValueError(f"token must be 'centre' or 'class', got {token!r}")
     images = images.clone().requires_grad_()
     with torch.enable_grad():
         patches_BnC, class_token_B1C = split_class_token(model.forward_features(images))

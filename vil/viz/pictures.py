@@ -1,4 +1,4 @@
-"""Pictures of what the other modules compute. `vil.viz` has the letters of the shapes."""
+"""Matplotlib plots of attributions, scan traces and receptive fields. `vil.viz` lists the dimension letters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DIRECTIONS = ("first to last", "last to first")
 
 
 def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curves: dict[str, Tensor]) -> Figure:
-    """A picture with a row for each image: the image, maps laid over it, and the class's probability as it is hidden.
+    """Plot a row for each image: the image, overlaid maps, and the class's probability while patches are hidden.
 
     Args:
-        shown: Images (B, 3, H, W) in 0 to 1.
-        titles: What is written above each.
-        maps: Maps (B, h, w) by their names; one that has negative values is red for these and blue for others.
-        curves: Those of `deletion_curve`, (B, steps + 1), by the names of what was hidden first.
+        shown: Images (B, 3, H, W) with values from 0 to 1.
+        titles: Titles of the images.
+        maps: Maps (B, h, w) by name. Maps with negative values use a red-to-blue scale, red for negative values.
+        curves: Deletion curves (B, steps + 1) by the name of the map that ordered the patches.
     """
     from matplotlib.figure import Figure
 
@@ -52,7 +52,7 @@ def plot_why(shown: Tensor, titles: Sequence[str], maps: dict[str, Tensor], curv
 
 
 def _overlay(axis: Any, values_hw: np.ndarray, shape: Sequence[int]) -> Any:
-    """A map laid over the picture of an axis."""
+    """Plot a semi-transparent map over the image of an axis."""
     signed = values_hw.min() < 0
     most = abs(values_hw).max()
     return axis.imshow(
@@ -64,14 +64,14 @@ def _overlay(axis: Any, values_hw: np.ndarray, shape: Sequence[int]) -> Any:
 def plot_scans(
     model: VisionLonghorn, images: Tensor, shown: Tensor, titles: Sequence[str], blocks: Sequence[int] | None = None
 ) -> Figure:
-    """A picture: for each image and block, relevance, step and state norm along both directions, on one scale a pair.
+    """Plot relevance, step and state norm of both directions for each image and block; each pair shares a colour scale.
 
     Args:
         model: Any VisionLonghorn.
         images: The model's input, (B, 3, H, W).
-        shown: The images as the picture shows them beside the maps, (B, 3, H, W) in 0 to 1.
-        titles: What is written above each image.
-        blocks: Numbers of blocks; all if None.
+        shown: Images to plot beside the maps, (B, 3, H, W) with values from 0 to 1.
+        titles: Titles of the images.
+        blocks: Block indices; all blocks if None.
     """
     from matplotlib.figure import Figure
 
@@ -103,7 +103,7 @@ def plot_scans(
 
 
 def plot_receptive_fields(fields: dict[str, Tensor]) -> Figure:
-    """A picture of fields (H, W) by their titles, each on a logarithmic scale of four decades below its maximum."""
+    """Plot receptive fields (H, W) by title, each on a logarithmic scale of four decades below its maximum."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

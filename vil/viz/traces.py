@@ -1,4 +1,7 @@
-"""What the scans of each block read for the class token, write and keep. `vil.viz` has the letters of the shapes."""
+"""Traces of the scans of each block: relevance for the class token, steps and state norms.
+
+`vil.viz` lists the dimension letters.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ from ..vision_longhorn import VisionLonghorn, split_class_token
 
 @dataclass
 class Trace:
-    """How the recurrences of one block treated each token, (B, G, L) each, in the order of the image.
+    """Per-token values of the recurrences of one block, each (B, G, L) in the order of the image.
 
-    In a pooled block they read rows or columns of patches: each patch has its line's value.
+    The recurrences of a pooled block read rows or columns of patches, so each patch has the value of its row or column.
 
     Attributes:
-        relevance: Each token's for the class token: the norm over channels of what it adds to the class token's output
-            of the scan. A direction can only read tokens that come before the class token on its way.
-        step: How much of the token is written: beta in ViL, the time step dt in ViM, the mean over channels.
+        relevance: Norm over channels of the token's contribution to the scan's output at the class token. A direction
+            reads only tokens that precede the class token in its order.
+        step: How much of the token is written to the state, as the mean over channels: beta in ViL, the time step dt in
+            ViM.
         state_norm: Frobenius norm of the state (D, N) after the token.
     """
 
@@ -36,16 +40,18 @@ class Trace:
 
 @torch.no_grad()
 def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
-    """The scans of every block on images (B, 3, H, W).
+    """Trace the scans of every block on images (B, 3, H, W).
 
     Raises:
-        TypeError: The model is no VisionLonghorn, or a mixer is of another class.
+        TypeError: The model is not a VisionLonghorn, or a mixer's class is unknown.
     """
     check_model(model)
     for block in blocks_of(model):
         if type(block.mixer) not in KNOWN_MIXERS:
             name = type(block.mixer).__name__
-            raise TypeError(f"the recurrence of a {name} is not known here: add its form to vil/viz/traces.py")
+            raise TypeError(
+                f"mixer must be LonghornMixer or MambaMixer, got {name}: add its recurrence to vil/viz/traces.py"
+            )
     with _recorded_tokens(model) as recorded:
         model.forward_features(images)
     traces = []
@@ -60,9 +66,9 @@ def trace_scans(model: VisionLonghorn, images: Tensor) -> list[Trace]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises a TypeError if a model is no VisionLonghorn."""
+    """Raise a TypeError if the model is not a VisionLonghorn."""
     if not isinstance(model, VisionLonghorn):
-        raise TypeError(f"a {type(model).__name__} has no scans to look into; this is for VisionLonghorn models")
+        raise TypeError(f"model must be a VisionLonghorn, got {type(model).__name__}")
 
 
 def blocks_of(model: VisionLonghorn) -> list[Block]:
@@ -71,7 +77,7 @@ def blocks_of(model: VisionLonghorn) -> list[Block]:
 
 @contextmanager
 def _recorded_tokens(model: VisionLonghorn):
-    """Collects the tokens that each direction reads. With hooks on them, blocks run unfused."""
+    """Record the tokens that each direction reads, by hooks, which make the blocks run unfused."""
     recorded: dict[LonghornDirection, Tensor] = {}
 
     def record(direction: LonghornDirection):
@@ -86,7 +92,7 @@ def _recorded_tokens(model: VisionLonghorn):
 
 
 def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> Tensor:
-    """Values of what a block's scans read, as values of its tokens, (B, G, L)."""
+    """Expand values of the scanned tokens (B, G, S) to values of the block's tokens (B, G, L)."""
     if pool is None:
         return values_BGS
     h, w = grid
@@ -99,7 +105,7 @@ def _of_tokens(values_BGS: Tensor, pool: str | None, grid: tuple[int, int]) -> T
 def _trace(
     recurrence: str, direction: LonghornDirection, v_BLD: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """relevance_BL, step_BL and state_norm_BL of one direction."""
+    """Return relevance_BL, step_BL and state_norm_BL of one direction."""
     step_logits_BLD, k_BLN, q_BLN = direction.project(v_BLD)
     decay_TBND, drive_TBND, step_BLD = _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
     T = len(decay_TBND)
@@ -107,7 +113,7 @@ def _trace(
     for decay_BND, drive_BND in zip(decay_TBND, drive_TBND):
         state_BND = decay_BND * state_BND + drive_BND
         norms.append(state_BND.flatten(1).norm(dim=1))
-    # what is left of a token's drive when the class token is read: the product of the later decays
+    # The class token reads a token's drive multiplied by the product of all later decays.
     middle = (T - 1) // 2
     position = T - 1 - middle if reverse else middle
     contribution_TBND = torch.zeros_like(drive_TBND)
@@ -125,7 +131,7 @@ def _in_image_order(values_TB: Tensor, reverse: bool) -> Tensor:
 
 
 def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse) -> tuple[Tensor, Tensor, Tensor]:
-    """decay_TBND and drive_TBND of S_t = decay_t S_{t-1} + drive_t, and the step (beta or dt) of tokens, step_BLD."""
+    """Return decay_TBND and drive_TBND of S_t = decay_t S_{t-1} + drive_t, and the tokens' step_BLD (beta or dt)."""
     v_BLD, step_logits_BLD, k_BLN = (at_least_fp32(t) for t in (v_BLD, step_logits_BLD, k_BLN))
     step_logits_BLD = step_logits_BLD + direction.step_bias()
     selective = recurrence == "selective"
@@ -140,7 +146,7 @@ def _coefficients(recurrence, direction, v_BLD, step_logits_BLD, k_BLN, reverse)
 
 
 def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[int]) -> Tensor:
-    """Values of tokens as maps (B, G, h, w) of the patches, without the class token's."""
+    """Reshape token values (B, G, L) to patch maps (B, G, h, w), dropping the class token."""
     patches, _ = split_class_token(values_BGL.flatten(0, 1).unsqueeze(-1))
     height, width = image_size[-2:]
     grid = model.patch_embed.dynamic_feat_size((height, width))
@@ -148,10 +154,10 @@ def patch_maps(model: VisionLonghorn, values_BGL: Tensor, image_size: Sequence[i
 
 
 def reading(model: VisionLonghorn, images: Tensor) -> Tensor:
-    """How much of each patch the class token reads, (B, h, w), adding up to 1: relevance in the mean of all blocks.
+    """Return how much of each patch the class token reads, (B, h, w): the mean relevance over all blocks, summing to 1.
 
-    It says nothing of a class: what is read may speak for one or against it, and is a mixture of patches in all blocks
-    but the first.
+    The map does not depend on a class: what the class token reads may be evidence for or against a class. In all blocks
+    except the first, each token is already a mixture of patches.
     """
     maps = [patch_maps(model, trace.relevance, images.shape).sum(1) for trace in trace_scans(model, images)]
     return torch.stack([map_Bhw / map_Bhw.sum((1, 2), keepdim=True) for map_Bhw in maps]).mean(0)
