@@ -82,14 +82,14 @@ def test_evaluation_cuts_out_what_timms_transform_does(options, crop_pct):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"auto_augment": "augmix-m5"}, "the transform 'AugMixAugment'"),
-        ({"interpolation": "random"}, "the interpolation 'random'"),
-        ({"interpolation": "lanczos"}, "the interpolation 'lanczos'"),
-        ({"color_jitter_prob": 0.5, "auto_augment": None}, "the transform 'RandomApply'"),
+        ({"auto_augment": "augmix-m5"}, "transform .*got 'AugMixAugment'"),
+        ({"interpolation": "random"}, "interpolation .*got 'random'"),
+        ({"interpolation": "lanczos"}, "interpolation .*got 'lanczos'"),
+        ({"color_jitter_prob": 0.5, "auto_augment": None}, "transform .*got 'RandomApply'"),
     ],
 )
 def test_a_transform_that_is_not_known_is_refused(options, message):
-    with pytest.raises(ConfigError, match=f"{message} is unknown there, where .* are known"):
+    with pytest.raises(ConfigError, match=message):
         DrawingTransform(timm_transform(**options))
-    with pytest.raises(ConfigError, match="the transform 'CenterCropOrPad' is unknown"):  # of a border
+    with pytest.raises(ConfigError, match="got 'CenterCropOrPad'"):  # of a border
         DrawingTransform(create_transform(32, use_prefetcher=True, crop_mode="border"))

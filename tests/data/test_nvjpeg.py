@@ -68,10 +68,10 @@ def test_pixels_are_not_written_before_what_is_queued_has_read_their_memory():
 @pytest.mark.gpu
 def test_a_file_that_is_none_or_too_large_is_refused(monkeypatch):
     decode, whole = Decoder(torch.device("cuda", 0)), encode(picture(0, "RGB", (64, 48)))
-    with pytest.raises(DecodingError, match="nvJPEG: "):
+    with pytest.raises(DecodingError, match="nvJPEG failed"):
         decode([bytes_of(whole), bytes_of(b"no picture at all" * 20)])
     monkeypatch.setattr(nvjpeg, "MOST_PIXELS", 64 * 48 - 1)
-    with pytest.raises(DecodingError, match="a file has more than 3071 pixels or none"):
+    with pytest.raises(DecodingError, match="between 1 and 3071"):
         decode([bytes_of(whole)])
     monkeypatch.undo()
     (image,) = decode([bytes_of(whole)])
@@ -99,7 +99,7 @@ def test_memory_is_taken_for_sizes_within_the_limit_that_nvjpeg_was_asked_for(mo
     with pytest.raises(MemoryError):
         decode([file])
     for _ in range(2):
-        with pytest.raises(DecodingError, match="a file has more than 16777216 pixels or none"):
+        with pytest.raises(DecodingError, match="between 1 and 16777216"):
             decode([file])
     assert taken == [3 * 48 * 64]
 
@@ -136,8 +136,8 @@ def library(monkeypatch):
 @pytest.mark.parametrize(
     ("answers", "asked", "error"),
     [
-        ({}, [3], None), ({3: 7}, [3, 2], None), ({3: 7, 2: 9}, [3, 2], "nvJPEG: implementation not supported"),
-        ({3: 5}, [3], "nvJPEG: allocator failure"), ({3: 99}, [3], "nvJPEG: status 99"),
+        ({}, [3], None), ({3: 7}, [3, 2], None), ({3: 7, 2: 9}, [3, 2], "nvJPEG failed: implementation not supported"),
+        ({3: 5}, [3], "nvJPEG failed: allocator failure"), ({3: 99}, [3], "nvJPEG: status 99"),
     ],
     ids=str,
 )  # fmt: skip

@@ -22,18 +22,18 @@ def test_a_micro_batch_is_the_largest_that_shares_equally_and_fits(share, batch_
 
 
 def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
-    with pytest.raises(ConfigError, match="global_batch_size 16 is not a multiple of 3 processes"):
+    with pytest.raises(ConfigError, match="must be a multiple of the world size 3, got 16"):
         split_global_batch(small_config(image_folder), 3)
     odd = dict(global_batch_size=18)  # 9 a process
-    with pytest.raises(ConfigError, match="mixup pairs images.* 9 of global_batch_size 18 .*micro-batches of 9"):
+    with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*9 images a rank"):
         split_global_batch(small_config(image_folder, **odd), 2)
-    with pytest.raises(ConfigError, match="mixup pairs images.* 18 of global_batch_size 18 .*micro-batches of 9"):
+    with pytest.raises(ConfigError, match="mixup pairs images, got 9: .*18 images a rank"):
         split_global_batch(small_config(image_folder, **odd, batch_size=9, mixup=0.0), 1)
     for unmixed in (dict(mixup_prob=0.0), dict(mixup=0.0, cutmix=0.0)):
         assert split_global_batch(small_config(image_folder, **odd, **unmixed), 2) == (9, 1)
     config = small_config(image_folder)
     assert TrainingBatches(16, config, 16, 0, 1).steps == 1
-    with pytest.raises(ConfigError, match="has 15 images, less than one global batch of 16: lower global_batch_size$"):
+    with pytest.raises(ConfigError, match="must be at most 15, .*got 16$"):
         TrainingBatches(15, config, 16, 0, 1)
 
 
@@ -42,16 +42,20 @@ def test_a_global_batch_that_cannot_be_shared_is_refused(image_folder):
     [
         (
             41, 32, 0, 50,
-            "an epoch is 1 steps of 32 images, the run 50; an epoch leaves out 9 of 41 images, others each time; these "
-            "are few: --global-batch-size 4, with a lower --lr, or more --epochs makes more",
+            "an epoch has 1 steps of 32 images, the run has 50 steps; each epoch skips 9 of 41 images, chosen at "
+            "random; for more steps, set --global-batch-size 4 with a lower --lr, or more --epochs",
         ),
-        (12, 12, 0, 1, "an epoch is 1 steps of 12 images, the run 1; these are few: --global-batch-size 2, with a "
-         "lower --lr, or more --epochs makes more"),
-        (64, 16, 0, 128, "an epoch is 4 steps of 16 images, the run 512"),
-        (128, 16, 0, 2, "an epoch is 8 steps of 16 images, the run 16"),
+        (
+            12, 12, 0, 1,
+            "an epoch has 1 steps of 12 images, the run has 1 steps; for more steps, set --global-batch-size 2 with a "
+            "lower --lr, or more --epochs",
+        ),
+        (64, 16, 0, 128, "an epoch has 4 steps of 16 images, the run has 512 steps"),
+        (128, 16, 0, 2, "an epoch has 8 steps of 16 images, the run has 16 steps"),
         (
             129, 16, 3, 2,
-            "an epoch is 8 steps of 16 images, the run 16; an epoch leaves out 81 of 129 images, others each time",
+            "an epoch has 8 steps of 16 images, the run has 16 steps; each epoch skips 81 of 129 images, chosen at "
+            "random",
         ),
     ],
 )  # fmt: skip

@@ -375,7 +375,7 @@ def test_webdataset_shards_stream_whole_epochs(image_folder, tmp_path, caplog, w
     assert any(torch.equal(image, torch.as_tensor(one)) for image in images)
     Trainer(dataclasses.replace(config, output=str(tmp_path), global_batch_size=12), CPU, 0, 1)
     assert "aug_repeats 3 has no effect" in caplog.text
-    assert "an epoch leaves out 8 of 68 images" in caplog.text
+    assert "each epoch skips 8 of 68 images" in caplog.text
 
 
 def test_a_sample_of_a_class_too_many_cannot_be_read(image_folder, tmp_path):

@@ -134,8 +134,8 @@ def test_a_crop_that_is_not_in_its_image_is_refused(where):
     images, flips = [torch.zeros(3, 8, 9, dtype=torch.uint8, device=where.device)] * 2, np.zeros(2, bool)
     for box in ((0, 0, 9, 9), (0, 1, 8, 9), (-1, 0, 2, 2), (0, -1, 2, 2), (3, 3, 0, 2), (3, 3, 2, 0)):
         (top, left, height, width) = box
-        place = rf"a crop of {height}x{width} pixels at \({top}, {left}\)"
-        with pytest.raises(ValueError, match=f"{place} is not inside of an image of 8x9"):
+        place = rf"got {height}x{width} pixels at \({top}, {left}\)"
+        with pytest.raises(ValueError, match=f"must be inside the 8x9 image, {place}"):
             crop_resize_flip(images, np.array([(0, 0, 8, 9), box]), flips, (4, 4), "bicubic")
 
 

@@ -174,7 +174,7 @@ def test_two_processes_that_accumulate_and_distil_are_what_the_formulas_make_of_
     said = two.log.read_text()
     assert re.search("^train: ", said, re.M)  # without the level and name of a logger
     setup = "2 x cpu: 4 of 16 images at once on each"
-    for line in ("an epoch is ", "train: 56 images", "validation: 42 images", setup, "best: top-1 "):
+    for line in ("an epoch has ", "train: 56 images", "validation: 42 images", setup, "best: top-1 "):
         assert said.count(line) == 1, said  # by the first of them
     assert_same_run(tmp_path, truth)
     again = _awkward(folder, tmp_path)

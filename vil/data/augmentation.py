@@ -1,6 +1,6 @@
-"""Augmentation of a batch on the device: normalisation, random erasing, then mixup or cutmix with label smoothing.
+"""Augmentation of a batch on the device: normalization, random erasing, then mixup or cutmix with label smoothing.
 
-timm draws the boxes and the shares, from seeds that follow from the place in the run; one launch applies them.
+timm samples the boxes and mixing ratios on the host, seeded by the position in the run. One kernel launch applies them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import Tensor
 from ..config import Config
 from .batched_transforms import finish, to_device
 
-# Images that share one draw of mixup's parameters, mixed among themselves: a group is never split over processes, so
-# the draws do not depend on their number as long as each holds a multiple of it.
+# Number of images that share mixup parameters and are mixed with each other. No group is split across ranks, so the
+# samples do not depend on the world size if each rank holds a multiple of this number.
 MIXUP_GROUP = 8
 
 
 class BatchAugmentation:
-    """Normalises, erases and mixes a batch, and softens its targets, as timm does it to each group of images.
+    """Normalize, erase and mix a batch and soften its targets, as timm does for each group of images.
 
     Args:
-        config: Says how likely and how strong.
+        config: Options of the run, with the probabilities and strengths.
         num_classes: Length of a soft target.
-        data_config: timm's, with `mean` and `std` of pixels in 0..1.
+        data_config: timm's data config, with `mean` and `std` of pixels in 0..1.
     """
 
     def __init__(self, config: Config, num_classes: int, data_config: dict[str, Any]):
         self.seed, self.mode = config.seed, config.remode
         self.num_classes, self.smoothing = num_classes, config.smoothing
         self.mean, self.std = data_config["mean"], data_config["std"]
-        # where it erases does not depend on what it fills in, which is made elsewhere
+        # only samples the boxes, which do not depend on the mode; `finish` fills them
         self.erase = RandomErasing(config.reprob, mode="const", device="cpu") if config.reprob > 0 else None
         self.mix: Any = None
         if config.mixing:
@@ -49,9 +49,13 @@ class BatchAugmentation:
             )
 
     def __call__(self, images_B3HW: Tensor, targets_B: Tensor, epoch: int, position: int) -> tuple[Tensor, Tensor]:
-        """uint8 images become float32. Targets become soft (B, num_classes) if images are mixed.
+        """Return augmented float32 images and targets, soft (B, num_classes) if images are mixed.
 
-        `position` is the first image's in the epoch.
+        Args:
+            images_B3HW: uint8 images.
+            targets_B: Class indices.
+            epoch: Index of the epoch.
+            position: Position of the first image in the epoch.
         """
         count, _, height, width = images_B3HW.shape
         boxes, keys, mixing = self.draw(count, height, width, epoch, position)
@@ -64,13 +68,15 @@ class BatchAugmentation:
         return images, soft * shares + soft[_partners_on(count, targets_B.device)] * (1 - shares)
 
     def draw(self, count: int, height: int, width: int, epoch: int, position: int):
-        """The random numbers for `count` images from `position` on, as `finish` takes them; None for no use."""
+        """Sample the random numbers of `count` images from `position` on, as `finish` accepts them; None for disabled
+        parts.
+        """
         boxes = np.zeros((count, 4), dtype=np.int32)
         keys = np.zeros(count, dtype=np.uint32)
         mixing = np.zeros((count, 6), dtype=np.float32)
         for start in range(0, count, MIXUP_GROUP):
             group = slice(start, min(start + MIXUP_GROUP, count))
-            # the first word is that of `derive_seed`, and the others are the keys of the images' noise
+            # the first word equals `derive_seed`'s, the others are the noise keys of the images
             words = np.random.SeedSequence((self.seed, epoch, position + start, 1)).generate_state(1 + MIXUP_GROUP)
             random.seed(int(words[0]))
             np.random.seed(words[0])
@@ -82,7 +88,7 @@ class BatchAugmentation:
         return *((boxes, keys) if self.erase else (None, None)), mixing if self.mix else None
 
     def _draw_mixing(self, height: int, width: int) -> tuple[float, ...]:
-        """Top, bottom, left and right of a box, the share that an image keeps inside it, and in its target."""
+        """Return top, bottom, left and right of a box, and the image's share inside the box and in the target."""
         share, use_cutmix = self.mix._params_per_batch()
         if not use_cutmix or share == 1:
             return 0, height, 0, width, share, share
@@ -91,7 +97,7 @@ class BatchAugmentation:
 
 
 class _Boxes:
-    """Stands in for a group of images, and notes where timm's random erasing writes: top, left, height, width."""
+    """Stand-in for a group of images that records the boxes of timm's random erasing: top, left, height, width."""
 
     dtype = torch.float32
 
@@ -116,7 +122,7 @@ def _partners_on(count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _partners(count: int) -> np.ndarray:
-    """With which image each one is mixed: groups in reverse order."""
+    """Return each image's mixing partner (the groups in reverse order)."""
     rows = np.arange(count)
     starts = rows - rows % MIXUP_GROUP
     return starts + np.minimum(starts + MIXUP_GROUP, count) - 1 - rows

@@ -1,9 +1,8 @@
-"""timm's transforms on whole batches, on any device: PIL's arithmetic on uint8 tensors (B, 3, H, W).
+"""Reference implementation of timm's transforms on whole batches, with PIL's arithmetic on uint8 tensors (B, 3, H, W).
 
-A crop is cut out, resized and flipped by two matrix products for many images at once. RandAugment and colour jitter are
-applied operation by operation, each to all the images that drew it, with an argument of its own for each. The batch
-is normalised, erased and mixed at the end. All this defines the kernels of `kernels/augment`, which take over where the
-images are on an NVIDIA GPU.
+Two matrix products crop, resize and flip many images at once. RandAugment and colour jitter are applied operation by
+operation, each to all images that sampled the operation, with one argument for each image. At the end, the batch is
+normalized, erased and mixed. For images on an NVIDIA GPU, the kernels of `vil/kernels/augment` compute these functions.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torchvision.transforms.v2 import functional as TF
 from ..kernels import augment, cuda
 from ..kernels.augment import CODES, OPERATIONS
 
-ARGUMENTS = 6  # of an operation: the affine ones need a matrix, the others one number or none
+ARGUMENTS = 6  # values of an operation's argument: affine operations need a matrix, others at most one number
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    # for CUDA pageable memory is copied before this returns; others may read it when it is gone
+    # CUDA copies pageable memory before this returns; other devices may read it after it is freed
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
@@ -37,24 +36,24 @@ def crop_resize_flip(
     offsets: np.ndarray | None = None,
     places: np.ndarray | None = None,
 ) -> Tensor:
-    """Crops of images (3, h, w) uint8 of any sizes, resized as PIL does it with antialiasing.
+    """Crop images (3, h, w) uint8 of any sizes and resize the crops with antialiasing, as PIL does.
 
     Args:
         images: Tensors on one device.
         boxes: (B, 4) integers: top, left, height and width of each crop.
-        flips: (B,) booleans: which results to mirror left to right.
+        flips: (B,) booleans: whether to flip the result horizontally.
         size: Height and width of the result.
         interpolation: 'bilinear' or 'bicubic'.
-        resized: (B, 2) integers: the height and width that each crop is resized to; `size` if not given.
-        offsets: (B, 2) integers: the row and column of what is resized where the result begins, 0 if not given. Pixels
-            of the result that are outside are 0, as around torchvision's centre crop.
-        places: (B,) integers: which of the images each crop is of; one of each if not given.
+        resized: (B, 2) integers: height and width that each crop is resized to; `size` if None.
+        offsets: (B, 2) integers: row and column of the resized crop at which the result begins; 0 if None. Pixels
+            outside the resized crop are 0, as in torchvision's centre crop.
+        places: (B,) integers: index of the image of each crop; one crop of each image if None.
 
     Returns:
         (B, 3, *size) uint8.
 
     Raises:
-        ValueError: A box is not inside of its image.
+        ValueError: A box exceeds its image.
     """
     device = images[0].device
     places = np.arange(len(images)) if places is None else places
@@ -63,7 +62,7 @@ def crop_resize_flip(
     if not inside.all():
         i = np.flatnonzero(~inside.all(axis=1))[0]
         (top, left, height, width), (h, w) = boxes[i], sizes[i]
-        raise ValueError(f"a crop of {height}x{width} pixels at ({top}, {left}) is not inside of an image of {h}x{w}")
+        raise ValueError(f"crop box must be inside the {h}x{w} image, got {height}x{width} pixels at ({top}, {left})")
     resized = np.full((len(places), 2), size) if resized is None else resized
     offsets = np.zeros((len(places), 2), dtype=np.int64) if offsets is None else offsets
     if cuda.runs_on(device):
@@ -80,13 +79,13 @@ def crop_resize_flip(
         horizontal = _resize_weights(axes[..., 1], size[1], width, interpolation)
         flipped = to_device(flips[rows], device)[:, None, None]
         horizontal = torch.where(flipped, horizontal.flip(1), horizontal)
-        narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL, too, rounds between the two directions
+        narrow = _round(crops.float() @ horizontal.mT[:, None])  # PIL also rounds between the two directions
         crops_BCHW[rows] = _round(vertical[:, None] @ narrow).to(torch.uint8)
     return crops_BCHW
 
 
 def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int = 2**26) -> Iterator[np.ndarray]:
-    """Rows to pad to one size: little of a batch is padding, and one huge image does not make it huge."""
+    """Group rows to pad to one size, so that padding is small and one huge image does not enlarge the whole batch."""
     classes = -(-sides // step)
     for size_class in np.unique(classes):
         rows = np.flatnonzero(classes == size_class)
@@ -95,9 +94,8 @@ def _rows_of_similar_size(sides: np.ndarray, step: int = 256, most_pixels: int =
 
 
 def _resize_weights(axis_3B: Tensor, size: int, longest: int, interpolation: str) -> Tensor:
-    """Return the share of each input pixel in each output pixel, (B, size, longest).
-
-    Pixels beyond an image's own length have no share. `axis_3B` holds lengths, resized lengths and offsets.
+    """Return (B, size, longest): the weight of each input pixel in each output pixel; 0 beyond an image's own
+    length.
     """
     lengths, resized, offsets = axis_3B[:, :, None, None]
     place = torch.arange(size, device=axis_3B.device)[:, None] + offsets
@@ -115,14 +113,14 @@ def _round(pixels: Tensor) -> Tensor:
 def apply_operations(
     images: Tensor, operations: np.ndarray, arguments: np.ndarray, fill: Sequence[int], interpolation: str
 ) -> Tensor:
-    """Applies operations in turn, to each image its own.
+    """Apply a sequence of operations to each image, with different operations for each image.
 
     Args:
-        images: (B, 3, H, W) uint8; they stay as they are.
-        operations: (B, T) codes: each image's operation in each turn, by its place in `OPERATIONS`; 0 for none.
-        arguments: (B, T, ARGUMENTS): a number for the operations of `POINTWISE`, for 'Affine' the matrix that takes a
-            pixel of the result to where it comes from, as PIL has it, and for 'GaussianBlur' PIL's radius.
-        fill: Colour of what an affine operation brings in from outside the image.
+        images: (B, 3, H, W) uint8, not modified.
+        operations: (B, T) opcodes, which are indices of `OPERATIONS`: the image's operation in each turn; 0 for none.
+        arguments: (B, T, ARGUMENTS): one number for operations of `POINTWISE`; for 'Affine', PIL's matrix from output
+            to input coordinates; for 'GaussianBlur', PIL's radius.
+        fill: Colour of pixels that an affine operation reads outside the image.
         interpolation: 'bilinear' or 'bicubic', for 'Affine'.
     """
     blurs = operations == CODES["GaussianBlur"]
@@ -130,7 +128,8 @@ def apply_operations(
     arguments[blurs, :3] = _boxes_of_gaussians(arguments[blurs, 0])
     if cuda.runs_on(images.device):
         return augment.apply_operations(images, operations, arguments, fill, interpolation)
-    place = np.arange(len(images))  # of each image in the batch as it was given; sorting brings an operation's together
+    # index of each image in the input batch; sorting groups images with the same operation
+    place = np.arange(len(images))
     for turn in range(operations.shape[1]):
         order = np.argsort(operations[place, turn])
         place = place[order]
@@ -151,7 +150,9 @@ def apply_operations(
 
 
 def affine_matrix(name: str, argument: float, width: int, height: int) -> tuple[float, ...]:
-    """PIL's matrix (a, b, c, d, e, f) of timm's geometric operations: (x, y) comes from (ax + by + c, dx + ey + f)."""
+    """Return PIL's matrix (a, b, c, d, e, f) of a timm operation: output (x, y) reads input (ax + by + c, dx + ey
+    + f).
+    """
     if name == "Rotate":
         angle = math.radians(argument % 360)
         cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
@@ -168,7 +169,7 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY", "Translat
 
 
 def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolation: str) -> Tensor:
-    """PIL's affine transform about the centres of pixels."""
+    """Apply PIL's affine transform of pixel centres."""
     height, width = images.shape[-2:]
     a, b, c, d, e, f = matrices_B6[:, :, None, None].unbind(1)
     x = torch.arange(width, device=images.device) + 0.5
@@ -183,14 +184,14 @@ def affine(images: Tensor, matrices_B6: Tensor, fill: Sequence[int], interpolati
         taps = pixels.gather(2, index).view(-1, 3, *columns.shape[1:])
         moved = moved + (taps * (row_weight * column_weights)[:, None]).sum(2)
     outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(3, 1, 1)
-    # PIL does not round here; the little that is added undoes rounding to below a whole number
+    # PIL truncates here; 1e-3 compensates rounding errors just below an integer
     return torch.where(inside[:, None], (moved + 1e-3).clamp_(0, 255), outside)
 
 
 def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor, Tensor]:
-    """(B, taps, H, W): the pixels about a position along one axis, the edge's in place of those beyond; their weights.
+    """Return pixel indices (B, taps, H, W) around each position along one axis, clamped to the edge, and their weights.
 
-    PIL's cubic is another one here than where it resizes.
+    PIL's bicubic kernel for affine transforms differs from the kernel for resizing.
     """
     first = position_BHW.floor()[:, None]
     offsets = torch.arange(2) if interpolation == "bilinear" else torch.arange(-1, 3)
@@ -200,17 +201,18 @@ def _taps(position_BHW: Tensor, length: int, interpolation: str) -> tuple[Tensor
 
 
 def _kernel(x: Tensor, interpolation: str, a: float) -> Tensor:
-    """The weight of a pixel at a distance of x >= 0 pixels; `a` is the parameter of Keys' cubic (1981)."""
+    """Return the weight of a pixel at distance x >= 0; `a` is the parameter of Keys' cubic (1981)."""
     if interpolation == "bilinear":
         return (1 - x).clamp(min=0)
     return torch.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a) * (x < 2)
 
 
 def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
-    """(N, 3): the boxes over which PIL takes a mean three times for a Gaussian of standard deviation `radius`.
+    """Return the box filters (N, 3) that PIL applies three times to approximate a Gaussian of standard deviation
+    `radius`.
 
-    Whole pixels to each side, the weight of each pixel, and that of the one beyond at either end, both of 2^24. In the
-    types of PIL, which follows Gwosdek et al. (2011).
+    Columns are the whole pixels on each side, the weight of each pixel, and the weight of the next pixel at both ends,
+    with weights as multiples of 2^-24. Dtypes follow PIL, which follows Gwosdek et al. (2011).
     """
     variance = np.square(radii_N.astype(np.float32)) / 3
     length = np.sqrt(12.0 * variance.astype(np.float64) + 1).astype(np.float32)
@@ -234,13 +236,13 @@ def _blur(image_CHW: Tensor, radius: int, weight: int, end_weight: int) -> Tenso
 
 
 def _grey(images: Tensor) -> Tensor:
-    """PIL's luma."""
+    """Convert to luma with PIL's weights."""
     red, green, blue = images.to(torch.int32).unbind(1)
     return (19595 * red + 38470 * green + 7471 * blue + 2**15).unsqueeze(1) >> 16
 
 
 def _enhance(images: Tensor, plain: Tensor, factor: Tensor) -> Tensor:
-    """PIL's ImageEnhance: 0 gives the plain image, 1 the image, 2 goes as far beyond."""
+    """Interpolate as PIL's ImageEnhance: factor 0 gives the plain image, 1 the image, and 2 extrapolates."""
     plain = plain.float()
     return (plain + factor * (images - plain)).clamp_(0, 255)
 
@@ -250,7 +252,7 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
     return _enhance(images, (mean + 0.5).floor(), factor)
 
 
-# timm's operations (batch, argument (B, 1, 1, 1)) that leave each pixel where it is
+# timm's operations that do not move pixels, as functions of batch and argument (B, 1, 1, 1)
 POINTWISE = {
     "AutoContrast": lambda images, _: TF.autocontrast(images),
     "Equalize": lambda images, _: TF.equalize(images),
@@ -275,20 +277,21 @@ def finish(
     mixing: np.ndarray | None = None,
     partners: np.ndarray | None = None,
 ) -> Tensor:
-    """Images normalised, then erased, then mixed.
+    """Normalize images, then erase boxes, then mix partners.
 
-    Noise is a function of an image's key and its place in the image, and another one on a GPU.
+    Erasing noise is a function of the image's key and the position in the image; a GPU generates different noise.
 
     Args:
         images: (B, 3, H, W) uint8.
-        mean: Each channel's, where white is 1.
+        mean: Mean of each channel, with white as 1.
         std: Standard deviation of each channel.
-        erasing: (B, 4) int32: top, left, height and width of what becomes noise; a height of 0 for nothing.
-        keys: (B,) uint32, of the noise.
-        mode: 'pixel' for standard normal noise, 'rand' for one such number a channel of an image, 'const' for 0.
-        mixing: (B, 6) float32: top, bottom, left and right of a box, and the share of itself that an image keeps
-            inside, where its partner has the rest; the sixth is the target's and not used here.
-        partners: (B,) int64: the image that each is mixed with.
+        erasing: (B, 4) int32: top, left, height and width of the erased box; no box if height is 0.
+        keys: (B,) uint32: keys of the noise.
+        mode: 'pixel' for standard normal noise, 'rand' for one normal number for each channel of an image, 'const' for
+            0.
+        mixing: (B, 6) float32: top, bottom, left and right of a box, and the image's share inside the box; the partner
+            has the remaining share. The sixth number is the share in the target and not used here.
+        partners: (B,) int64: index of each image's mixing partner.
 
     Returns:
         (B, 3, H, W) float32.

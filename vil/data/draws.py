@@ -1,7 +1,7 @@
-"""Random draws of timm's transforms for an image, without its pixels: the crop, the flip, the operations of a policy.
+"""Random parameters of timm's transforms for an image without its pixels: crop, flip and policy operations.
 
-timm's own transform draws, from the same seeds, so that an image which a device transforms is augmented as
-`timm.data.create_transform` would augment it on the CPU, draw for draw.
+timm's own transforms sample with the same seeds. Therefore an image that is transformed on the device has exactly the
+augmentation that `timm.data.create_transform` would give it on the CPU.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .batched_transforms import CODES, GEOMETRIC
 
 @dataclass
 class Draws:
-    """The way of one image: a box is cut out and resized, and a window of that is taken, mirrored or not."""
+    """Sampled transform of an image: crop a box, resize it, take a window, and optionally flip it."""
 
     box: tuple[int, int, int, int]  # top, left, height, width
     resized: tuple[int, int] = (0, 0)  # height, width
-    offset: tuple[int, int] = (0, 0)  # top, left of the window; it may go beyond the edges
+    offset: tuple[int, int] = (0, 0)  # top, left of the window, which may extend beyond the edges
     flip: bool = False
     operations: list[tuple[str, tuple[float, ...]]] = field(default_factory=list)  # timm's names and arguments
 
 
 class DrawingTransform:
-    """Draws what a timm transform draws for an image, without touching its pixels.
+    """Sample the random parameters of a timm transform for an image without reading its pixels.
 
     Raises:
-        ConfigError: The transform has a part that is not known here.
+        ConfigError: The transform contains an unsupported step.
     """
 
     def __init__(self, transform: Compose):
@@ -56,7 +56,7 @@ class DrawingTransform:
         _check(self.interpolation, ("bilinear", "bicubic"), "interpolation")
 
     def __call__(self, image: Image.Image) -> Draws:
-        """The image's size matters, and nothing else of it."""
+        """Sample a transform. Only the image's size is used."""
         draws = Draws(box=(0, 0, image.height, image.width))
         for step in self.steps:
             _DRAW[type(step)](step, image, draws)
@@ -65,11 +65,14 @@ class DrawingTransform:
 
 def _check(name: str, known: Sequence[str], what: str) -> None:
     if name not in known:
-        raise ConfigError(f"the {what} {name!r} is unknown there, where {', '.join(known)} are known")
+        raise ConfigError(
+            f"{what} must be one of {', '.join(known)} for augmentation on the device, got {name!r}: set "
+            "--no-augment-on-device"
+        )
 
 
 def _operations(step) -> list:
-    """timm's `AugmentOp`s of a policy."""
+    """Return the `AugmentOp`s of a timm policy."""
     if isinstance(step, AutoAugment):
         return [operation for operations in step.policy for operation in operations]
     return step.ops if isinstance(step, RandAugment) else []
@@ -80,7 +83,7 @@ def _draw_random_crop(step: RandomResizedCropAndInterpolation, image: Image.Imag
 
 
 def _draw_resize(step: Resize, image: Image.Image, draws: Draws) -> None:
-    if isinstance(step.size, int):  # of the shorter side
+    if isinstance(step.size, int):  # length of the shorter side
         height, width = image.height, image.width
         long = int(step.size * max(height, width) / min(height, width))
         draws.resized = (step.size, long) if height <= width else (long, step.size)
@@ -96,7 +99,7 @@ def _draw_resize_keeping_ratio(step: ResizeKeepRatio, image: Image.Image, draws:
 
 
 def _draw_centre_crop(step: CenterCrop, image: Image.Image, draws: Draws) -> None:
-    """torchvision rounds half a pixel to even inside an image, and down where it pads one."""
+    """Compute the centre crop's offset with torchvision's rounding: half to even inside an image, down when padding."""
     draws.offset = tuple(
         round((length - size) / 2) if length >= size else -((size - length) // 2)
         for length, size in zip(draws.resized, step.size)
@@ -132,12 +135,12 @@ _DRAW = {
 
 
 def _recorder(name: str):
-    """A stand-in for timm's function of an operation: it notes the call in the place of the image."""
+    """Return a stand-in for the function of a timm operation; it appends the call to a list in place of the image."""
     if name == "Desaturate":
         return lambda operations, factor, **_: [*operations, ("Color", (1.0 - factor,))]
     if name == "GaussianBlurRand":
         return lambda operations, factor, **_: [*operations, ("GaussianBlur", (random.uniform(0.1, 2.0 * factor),))]
-    name = name.removesuffix("Increasing").removesuffix("Original")  # that is in the argument
+    name = name.removesuffix("Increasing").removesuffix("Original")  # the argument has the suffix's meaning already
     _check(name, (*CODES, *GEOMETRIC), "operation of aa")
     return partial(_record, name)
 

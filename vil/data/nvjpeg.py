@@ -1,9 +1,9 @@
-"""JPEG files decoded by a GPU: NVIDIA's nvJPEG, whose decoders are hardware of their own on data-centre GPUs.
+"""JPEG decoding on a GPU with NVIDIA's nvJPEG, which uses dedicated hardware decoders on data-centre GPUs.
 
-Called here and not through torchvision for two flags. By one, colours of half resolution are interpolated as Pillow
-does it: pixels differ by 1 at most. Without the other, nvJPEG waits for the whole GPU while it prepares its next files,
-so that beside a model that trains it decodes some hundred images a second, and 14,500 with it
-(research/notebooks/2026-11-pipeline.md).
+The library is called directly instead of through torchvision because of two flags. With the first flag, subsampled
+colours are interpolated as in Pillow, and pixels differ by at most 1. With the second flag, nvJPEG does not wait for
+the whole GPU while it prepares its next files. Beside a training model, nvJPEG decodes 14,500 images a second with that
+flag, and some hundred without it (research/notebooks/2026-11-pipeline.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..text import one_line
 
 HARDWARE, GPU_HYBRID = 3, 2  # nvjpegBackend_t
 FLAGS = {"NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE": 1, "NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION": 32}
-MOST_PIXELS = 2**24  # of a file that is decoded here: larger ones are few
+MOST_PIXELS = 2**24  # maximum pixels of a file that nvJPEG decodes; larger files are rare
 PLANAR_RGB = 3  # nvjpegOutputFormat_t
 STATUS = (
     "success", "not initialized", "invalid parameter", "bad JPEG", "JPEG not supported", "allocator failure",
@@ -32,14 +32,14 @@ DESTINATION = np.dtype([("channels", "u8", 4), ("pitches", "u8", 4)])  # nvjpegI
 
 
 class DecodingError(RuntimeError):
-    """nvJPEG is missing, or refuses a file."""
+    """nvJPEG is missing or rejects a file."""
 
 
 class Decoder:
-    """Decodes on one GPU.
+    """nvJPEG decoder of one GPU.
 
     Raises:
-        DecodingError: There is no nvJPEG for it; the message says what is missing.
+        DecodingError: nvJPEG is missing or does not support the GPU; the message gives the reason.
     """
 
     def __init__(self, device: torch.device):
@@ -58,13 +58,15 @@ class Decoder:
         return self.library.nvjpegCreateEx(backend, None, None, sum(FLAGS.values()), ctypes.byref(self.handle))
 
     def __call__(self, files: Sequence[Tensor]) -> list[Tensor]:
-        """Images (3, h, w) uint8 RGB, on the GPU when the current stream gets there; waits for what is queued on it.
+        """Decode files to images (3, h, w) uint8 RGB on the GPU, asynchronously on the current stream.
+
+        The call waits for the work that is already queued on the stream.
 
         Args:
-            files: Bytes on the CPU, which stay until then.
+            files: File contents as uint8 CPU tensors, which must stay alive until the decoding is done.
 
         Raises:
-            DecodingError: A file is damaged, too large or of a kind that is not decoded here.
+            DecodingError: A file is corrupt, too large or of an unsupported kind.
         """
         pointers = np.array([file.data_ptr() for file in files], dtype=np.uint64)
         lengths = np.array([len(file) for file in files], dtype=np.uint64)
@@ -77,8 +79,8 @@ class Decoder:
             starts_B = pixels.data_ptr() + ends_B - 3 * planes_B
             destinations["channels"][:, :3] = starts_B[:, None] + np.arange(3) * planes_B[:, None]
             destinations["pitches"][:, :3] = sizes_B2[:, 1:]
-            self.decoded.synchronize()  # until then the state is in use
-            # decoders in hardware write at once (pytorch/vision#9606), over what the stream has yet to read
+            self.decoded.synchronize()  # the last decoding still uses the state
+            # Hardware decoders ignore the stream's order (pytorch/vision#9606) and could overwrite memory still in use.
             torch.cuda.current_stream().synchronize()
             if len(files) != self.batch_size:
                 self.batch_size = 0
@@ -94,7 +96,7 @@ class Decoder:
         return [image.view(3, *size) for image, size in zip(images, sizes_B2.tolist())]
 
     def _sizes(self, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Heights and widths as nvJPEG sees them, which is what it will write."""
+        """Return heights and widths (B, 2) according to nvJPEG, which writes images of these sizes."""
         components, subsampling = ctypes.c_int(), ctypes.c_int()
         widths, heights = (ctypes.c_int * 4)(), (ctypes.c_int * 4)()
         found = [ctypes.byref(components), ctypes.byref(subsampling), widths, heights]
@@ -103,13 +105,13 @@ class Decoder:
             _check(_quick_library().nvjpegGetImageInfo(self.handle, pointer, length, *found))
             size[:] = heights[0], widths[0]
         if ((sizes_B2 < 1) | (sizes_B2.prod(axis=1, keepdims=True) > MOST_PIXELS)).any():
-            raise DecodingError(f"a file has more than {MOST_PIXELS} pixels or none")
+            raise DecodingError(f"number of pixels must be between 1 and {MOST_PIXELS} for nvJPEG")
         return sizes_B2
 
 
 def _check(status: int) -> None:
     if status:
-        raise DecodingError(f"nvJPEG: {STATUS[status] if status < len(STATUS) else f'status {status}'}")
+        raise DecodingError(f"nvJPEG failed: {STATUS[status] if status < len(STATUS) else f'status {status}'}")
 
 
 @functools.cache
@@ -118,7 +120,7 @@ def _path() -> str:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         return load_nvidia_dynamic_lib("nvjpeg").abs_path
-    except Exception as error:  # a missing package or library, in whatever way it is missing
+    except Exception as error:  # a missing package or library raises various types
         reason = one_line(error, 100)
         raise DecodingError(f"nvJPEG is missing ({reason}): pip install 'cuda-toolkit[nvjpeg]'") from error
 
@@ -130,7 +132,10 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _quick_library() -> ctypes.PyDLL:
-    """For calls of a microsecond: giving the interpreter's lock away, and waiting for it, would take longer."""
+    """Return the library with calls that keep the GIL.
+
+    For microsecond calls, releasing and reacquiring the GIL costs more than the call.
+    """
     library = ctypes.PyDLL(_path())
     library.nvjpegGetImageInfo.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_void_p] * 2,
@@ -141,5 +146,5 @@ def _quick_library() -> ctypes.PyDLL:
 
 @functools.cache
 def decoder(device: torch.device) -> Decoder:
-    """That of a GPU."""
+    """Return the decoder of a GPU, created on first use."""
     return Decoder(device)

@@ -1,7 +1,7 @@
-"""In which order images come, and which of them a process gets: batch samplers of (index, seed) pairs.
+"""Batch samplers of (index, seed) pairs, which determine the order of images and the share of each rank.
 
-Which images make up a global batch, and how each is augmented, depends on the seed, the epoch and the image's position
-in the epoch alone: not on the number of processes, loader workers or accumulation steps.
+The images of a global batch and their augmentation depend only on the seed, the epoch and the position in the epoch.
+They do not depend on the world size, the number of workers or the accumulation steps.
 """
 
 from __future__ import annotations
@@ -15,35 +15,39 @@ import numpy as np
 from ..config import Config, ConfigError
 from .workers import PIECE
 
-FEW = 8  # steps of an epoch; a run learns little in as many to the third power
+FEW = 8  # epochs of fewer steps are short; a run of fewer than FEW**3 steps learns little
 
 
 def split_global_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """A process's micro-batch, and how many of them it accumulates to its share of the global batch.
+    """Return the micro-batch size of a rank and the number of accumulation steps.
 
     Raises:
-        ConfigError: The processes cannot share the global batch equally, or mixup cannot pair the images.
+        ConfigError: The global batch is not divisible by the world size, or mixup cannot pair the images of a
+            micro-batch.
     """
     share, rest = divmod(config.global_batch_size, world_size)
     if rest:
-        raise ConfigError(f"global_batch_size {config.global_batch_size} is not a multiple of {world_size} processes")
+        raise ConfigError(
+            f"global_batch_size must be a multiple of the world size {world_size}, got {config.global_batch_size}"
+        )
     accumulation = math.ceil(share / (config.batch_size or share))
     while share % accumulation:
         accumulation += 1
     micro_batch = share // accumulation
     if config.mixing and micro_batch % 2:
         raise ConfigError(
-            f"mixup pairs images, but a process's {share} of global_batch_size {config.global_batch_size} come in "
-            f"micro-batches of {micro_batch}: choose an even size"
+            f"micro-batch size must be even because mixup pairs images, got {micro_batch}: choose another batch_size "
+            f"or global_batch_size ({config.global_batch_size}, {share} images a rank)"
         )
     return micro_batch, accumulation
 
 
 class TrainingBatches:
-    """Batch sampler: the (index, seed) pairs of this process's micro-batches of one epoch.
+    """Batch sampler of (index, seed) pairs for this rank's micro-batches of one epoch.
 
-    A global batch is a slice of the epoch's permutation, `repeats` times over (repeated augmentation, Hoffer et al.,
-    2020, as in DeiT), and each process takes its consecutive share of it. An incomplete last one is left out.
+    A global batch is a slice of the epoch's permutation, repeated `repeats` times (repeated augmentation, Hoffer et
+    al., 2020, as in DeiT). Each rank processes a consecutive share of the global batch. The last global batch is
+    dropped if it is incomplete.
     """
 
     def __init__(self, num_images: int, config: Config, micro_batch: int, rank: int, world_size: int):
@@ -53,12 +57,12 @@ class TrainingBatches:
         self.set_epoch(0)
         if num_images < self.global_batch:
             raise ConfigError(
-                f"the training split has {num_images} images, less than one global batch of {self.global_batch}: "
-                "lower global_batch_size"
+                f"global_batch_size must be at most {num_images}, the images of the training split, got "
+                f"{self.global_batch}"
             )
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Chooses the epoch, and where in it to begin: a run may have been interrupted after `first_step` steps."""
+        """Set the epoch, and skip its first `first_step` steps, which an interrupted run has already done."""
         self.epoch, self.first_step = epoch, first_step
 
     @property
@@ -66,15 +70,20 @@ class TrainingBatches:
         return self.num_images // self.global_batch
 
     def described(self, epochs: int, whole: str = "the run") -> str:
-        """The steps of a run, or what it is called, in a line, with advice where they are few."""
+        """Return a line with the number of steps, with advice if there are few.
+
+        Args:
+            epochs: Number of epochs.
+            whole: Name of these epochs in the line.
+        """
         left_out = self.num_images - self.steps * math.ceil(self.global_batch / self.repeats)
-        line = f"an epoch is {self.steps} steps of {self.global_batch} images, {whole} {self.steps * epochs}"
+        line = f"an epoch has {self.steps} steps of {self.global_batch} images, {whole} has {self.steps * epochs} steps"
         if left_out:
-            line += f"; an epoch leaves out {left_out} of {self.num_images} images, others each time"
+            line += f"; each epoch skips {left_out} of {self.num_images} images, chosen at random"
         if self.steps >= FEW or self.steps * epochs >= FEW**3:
             return line
         smaller = max(2, self.num_images // FEW // 2 * 2)
-        return f"{line}; these are few: --global-batch-size {smaller}, with a lower --lr, or more --epochs makes more"
+        return f"{line}; for more steps, set --global-batch-size {smaller} with a lower --lr, or more --epochs"
 
     def __len__(self) -> int:
         return (self.steps - self.first_step) * self.accumulation
@@ -87,7 +96,7 @@ class TrainingBatches:
         return repeat(self.micro_batch, len(self))
 
     def first_positions(self) -> Iterator[int]:
-        """The position in the epoch of each micro-batch's first image."""
+        """Iterate over the position in the epoch of the first image of each micro-batch."""
         share = self.global_batch // self.world_size
         for step in range(self.first_step, self.steps):
             start = step * self.global_batch + self.rank * share
@@ -107,7 +116,7 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """Batch sampler: every image exactly once over all processes, in order."""
+    """Batch sampler that yields every image exactly once over all ranks, in order."""
 
     def __init__(self, num_images: int, batch_size: int, rank: int, world_size: int):
         self.indices, self.batch_size = range(rank, num_images, world_size), batch_size
@@ -124,11 +133,12 @@ class EvaluationBatches:
 
 
 class Pieces:
-    """Batch sampler: each of `batches` in pieces that a worker loads at a time, but none of them before `ready`.
+    """Batch sampler that splits each batch into pieces, which a worker loads one at a time. It yields nothing until
+    `ready`.
 
     Args:
-        batches: Of (index, seed) pairs.
-        key: Makes what a worker is to know of such a pair.
+        batches: Batch sampler of (index, seed) pairs.
+        key: Function from such a pair to a worker's task.
     """
 
     def __init__(self, batches: TrainingBatches | EvaluationBatches, key: Callable[[int, int], tuple[int, ...]]):

@@ -1,4 +1,4 @@
-"""The files of a run for people: config.yaml, info.txt, summary.csv, a picture of it, and logs on request."""
+"""Human-readable files of a run: config.yaml, info.txt, summary.csv, curve.png, and optional logs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,30 @@ _logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Writes config.yaml and info.txt when a run starts, summary.csv and curve.png when it is given a new row.
+    """Write config.yaml and info.txt when a run starts, and summary.csv and curve.png after each epoch.
 
-    `setup` is what was chosen for the machine, in a line. The picture takes at most a hundredth of a run's time.
+    Plotting takes at most a hundredth of a run's time. curve.png needs matplotlib. If writing fails, training
+    continues: the history is also in the checkpoint, and the next epoch writes all of it.
 
-    Without matplotlib there is no curve.png. Training goes on where writing fails: all of it is in the checkpoint, and
-    comes with the next row.
+    Args:
+        folder: Run folder.
+        config: Options of the run.
+        saved_config: Options as stored in checkpoints.
+        setup: One line about the configuration chosen for this machine.
 
     Raises:
-        ConfigError: A log was asked for whose package is not installed.
+        ConfigError: A requested log needs a package that is not installed.
     """
 
     def __init__(self, folder: Path, config: Config, saved_config: dict[str, Any], setup: str):
         self.folder, self.draws, self.draws_again, self.epochs = folder, True, 0.0, config.total_epochs
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [open_log(config, saved_config, folder) for open_log in _chosen_logs(config)]
-        info = folder / "info.txt"  # one paragraph for each start
+        info = folder / "info.txt"  # info.txt has one paragraph for each start
         start = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}  {' '.join(sys.argv)}\n{format_environment()}{setup}\n\n"
         try:
             write_atomically(folder / "config.yaml", yaml.safe_dump(saved_config, sort_keys=False))
-            # names in it need not be UTF-8
+            # paths in the text need not be valid UTF-8
             write_atomically(info, (info.read_bytes() if info.is_file() else b"") + start.encode(errors="replace"))
         except OSError as error:
             _logger.warning("could not write %s: %s", folder, error)
@@ -55,12 +59,12 @@ class Reporter:
             _logger.warning("no %s/curve.png: %s. pip install matplotlib", folder, error)
 
     def catch_up(self, history: list[dict[str, Any]]) -> None:
-        """Reports the epochs of a checkpoint that the run did not live to report."""
+        """Report a checkpoint's epochs that the run could not report before it ended."""
         rows = 0
         if (summary := self.folder / "summary.csv").is_file():
             with suppress(OSError):
                 rows = len(summary.read_bytes().splitlines()[1:])
-        if rows < len(history):  # else the logs would get what they have
+        if rows < len(history):  # otherwise the logs would receive the epoch twice
             self(history)
 
     def __call__(self, history: list[dict[str, Any]]) -> None:
@@ -71,28 +75,28 @@ class Reporter:
                 begun = time.monotonic()
                 write_atomically(self.folder / "curve.png", plot_history(history))
                 ended = time.monotonic()
-                self.draws_again = ended + 100 * (ended - begun)  # epochs of a few images are short
+                self.draws_again = ended + 100 * (ended - begun)  # short epochs would spend most time plotting
         except OSError as error:
             _logger.warning("could not write the summary in %s: %s; training goes on", self.folder, error)
         for log in self.logs:
             try:
                 log(history[-1])
-            except Exception as error:  # of a package and a network that are not ours
+            except Exception as error:  # external packages and networks raise various types
                 _logger.warning("%s: %s; training goes on", log.__name__, error)
 
     def closing_line(self, history: list[dict[str, Any]]) -> str:
-        """Where a run that has ended left what it learned."""
+        """Return a line with the best accuracy and the paths of the best checkpoint and the curve."""
         curve = f", its curve {self.folder / 'curve.png'}" * self.draws
         return f"best: {_best(history)}: {self.folder / 'best.pt'}{curve}"
 
 
 def best_top1(row: dict[str, Any]) -> float:
-    """The better top-1 of an epoch's model and its average."""
+    """Return the better top-1 of an epoch's model and EMA weights."""
     return max(row["eval_top1"], row.get("eval_top1_ema", 0.0))
 
 
 def _best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """That of best.pt: the last of the best."""
+    """Return the history row of the best epoch (the latest one on ties)."""
     return max(reversed(history), key=best_top1)
 
 
@@ -102,7 +106,7 @@ def _best(history: list[dict[str, Any]]) -> str:
 
 
 def epoch_line(history: list[dict[str, Any]], epochs: int) -> str:
-    """The last epoch for people; summary.csv has all of it."""
+    """Return a line about the last epoch; summary.csv has all columns."""
     row = history[-1]
     average = f" (EMA {row['eval_top1_ema']:.2f}%)" if "eval_top1_ema" in row else ""
     unreadable = f", {row['unreadable_images']:.0f} images could not be read" if row.get("unreadable_images") else ""
@@ -138,7 +142,7 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
         import wandb
     except ImportError as error:
         raise ConfigError("log_wandb needs a package: pip install wandb") from error
-    known = folder / "wandb_id.txt"  # a resumed run goes on with its page
+    known = folder / "wandb_id.txt"  # a resumed run continues its W&B page
     if not known.is_file():
         write_atomically(known, secrets.token_hex(4))
     settings = dict(name=config.experiment, id=known.read_text(), resume="allow", config=saved_config, dir=folder)
@@ -148,11 +152,11 @@ def _wandb(config: Config, saved_config: dict[str, Any], folder: Path):
         nonlocal run
         run = run or wandb.init(project="vision-longhorn", **settings)
         if row:
-            run.log(row, step=int(row["epoch"]))  # a float in checkpoints that an earlier version resumed
+            run.log(row, step=int(row["epoch"]))  # older checkpoints store the epoch as a float
 
     try:
         weights_and_biases()
-    except Exception as error:  # of a package and a network that are not ours
+    except Exception as error:  # external packages and networks raise various types
         _logger.warning("Weights & Biases: %s; the next epoch tries again", error)
     return weights_and_biases
 
@@ -177,13 +181,13 @@ def _changes(history: list[dict[str, Any]], columns: Iterable[str]) -> bool:
 
 
 def plot_history(history: list[dict[str, Any]]) -> bytes:
-    """A PNG of the summary's columns by epoch, without panels in which nothing changes. The best epoch is marked."""
-    from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
+    """Plot the summary's columns by epoch as a PNG, without constant panels. A line marks the best epoch."""
+    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
 
     panels = [(title, columns) for title, columns in PICTURE.items() if title in ALWAYS or _changes(history, columns)]
     rows = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(12, 3 * rows + 0.5))
-    # a "constrained" layout takes twice as long, and a run waits for it
+    # a "constrained" layout takes twice as long, while training waits
     top, bottom = (1 - inches / figure.get_figheight() for inches in (0.8, figure.get_figheight() - 0.55))
     figure.subplots_adjust(left=0.07, right=0.99, bottom=bottom, top=top, wspace=0.25, hspace=0.4)
     figure.suptitle(f"best: {_best(history)}")
