@@ -1,11 +1,11 @@
-"""SiLU of a causal depthwise convolution of tokens, forward and backward, as a Triton kernel each for one direction.
+"""SiLU of a causal depthwise convolution of tokens, as one Triton kernel for forward and one for backward.
 
-A compiler keeps fp32 copies of the sequence for shifted products, and reads it once for every tap. Here a warp
-takes a strip, TOKENS tokens of a sequence, and each of its threads a few of CHANNELS channels. It reads every element
-once, but for K - 1 tokens at the strip's ends, and keeps what it needs of a token's neighbours, and the sums that are
-the weights' gradients, in registers. The walk over tokens is unrolled behind the loads, so that all of these are under
-way at a time. A filter's rows are taps: threads side by side then read what is side by side. Loads with a stride, which
-rows of channels would need, had taken most of the time.
+A compiler would keep fp32 copies of the sequence for shifted products and read the sequence once for every tap. In
+these kernels, a warp processes a strip of TOKENS tokens of a sequence, and each thread a few of CHANNELS channels.
+Every element is read once, except K - 1 tokens at the strip's ends. Neighbouring tokens and the sums of the weights'
+gradients stay in registers.
+The loop over tokens is unrolled after the loads, so that all loads are in flight at once. A filter's rows are taps, so
+that neighbouring threads read neighbouring elements; strided loads of rows of channels had taken most of the time.
 `TRITON_INTERPRET=1` runs the kernels on a CPU.
 
     B batch    T tokens    D channels    K taps
@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program's share. Longer strips read fewer tokens twice, and want more registers: backward 128 a thread
+# Tile of a program. Longer strips read fewer tokens twice but need more registers (backward uses 128 a thread).
 STRIPS, TOKENS, CHANNELS = 4, 32, 64
 
 
 def silu_of_causal_conv(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
-    """v (B, T, D) in u's dtype, where the sums are fp32."""
+    """Return v (B, T, D) in u's dtype, with sums in fp32."""
     function = silu_by_kernels if u_BTD.is_cuda else silu_of_shifted_products
     return function(u_BTD, weight_DK, bias_D)
 
@@ -45,7 +45,9 @@ def silu_by_kernels(u_BTD: Tensor, weight_DK: Tensor, bias_D: Tensor) -> Tensor:
 
 @triton.jit
 def _strips(B, T, D, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Where a program's strips begin (STRIPS, CHANNELS), how many tokens are before and from there on, and channels."""
+    """Return offsets of a program's strips (STRIPS, CHANNELS), the numbers of tokens before and after each, and
+    channels.
+    """
     strips = tl.cdiv(T, TOKENS)
     strip = tl.program_id(0) * STRIPS + tl.arange(0, STRIPS)[:, None]
     sequence, before = strip // strips, (strip % strips) * TOKENS
@@ -56,7 +58,7 @@ def _strips(B, T, D, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.co
 
 @triton.jit
 def _tokens(p, before, left, d, D, START: tl.constexpr, END: tl.constexpr):
-    """Tokens START to END of every strip, each (STRIPS, CHANNELS) in fp32, zero outside of its sequence."""
+    """Load tokens START to END of every strip, each (STRIPS, CHANNELS) in fp32, zero outside the sequence."""
     tokens = ()
     for i in tl.static_range(START, END):
         inside = (-i <= before) & (i < left) & (d < D)
@@ -66,7 +68,7 @@ def _tokens(p, before, left, d, D, START: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def _filter(rows, d, D, K: tl.constexpr):
-    """The weights of each tap, and then the bias, each (1, CHANNELS)."""
+    """Load the weights of each tap and then the bias, each (1, CHANNELS)."""
     values = ()
     for i in tl.static_range(K + 1):
         values += (tl.load(rows + i * D + d, mask=d < D, other=0.0),)
@@ -75,7 +77,7 @@ def _filter(rows, d, D, K: tl.constexpr):
 
 @triton.jit
 def _conv(us, taps, t: tl.constexpr, K: tl.constexpr):
-    """c at a strip's token t, where us begin K - 1 tokens before the strip."""
+    """Compute c at token t of a strip; `us` begins K - 1 tokens before the strip."""
     c = taps[K]
     for i in tl.static_range(K):
         c += taps[i] * us[t + i]
@@ -101,7 +103,7 @@ def _gradients(
     u, rows, dv, du, parts, B, T, D,
     K: tl.constexpr, STRIPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """du, and the program's part (K + 1, D) of the filter's gradient."""
+    """Compute du and the program's part (K + 1, D) of the filter's gradient."""
     first, before, left, d = _strips(B, T, D, STRIPS, TOKENS, CHANNELS)
     taps = _filter(rows, d, D, K)
     us = _tokens(u + first, before, left, d, D, 1 - K, TOKENS + K - 1)
@@ -135,7 +137,7 @@ def _grid(u: Tensor) -> tuple[int, int]:
 
 @torch.library.custom_op("recall::silu_conv", mutates_args=())
 def silu_conv(u_BTD: Tensor, filter_RD: Tensor) -> Tensor:
-    """The filter's R rows are those of the K taps and then the bias, in fp32."""
+    """Run the forward kernel. The R rows of the fp32 filter are the K taps and then the bias."""
     u, v = u_BTD.contiguous(), torch.empty_like(u_BTD, memory_format=torch.contiguous_format)
     constants = len(filter_RD) - 1, STRIPS, TOKENS, CHANNELS
     _forward[_grid(u)](u, filter_RD.contiguous(), v, *u.shape, *constants, num_warps=STRIPS, enable_fp_fusion=True)

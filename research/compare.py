@@ -1,4 +1,4 @@
-"""Comparisons over seeds: differences of means with their intervals and tests, and how tables say them."""
+"""Comparisons over seeds: differences of means with confidence intervals and tests, and their formatting."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BySeed = Mapping[int, float]
 
 
 class Difference(NamedTuple):
-    """A first mean less a second one."""
+    """Difference of a first and a second mean."""
 
     mean: float
-    low: float  # of the 95% interval
+    low: float  # lower end of the 95% interval
     high: float
     p_value: float
 
@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 def paired(first: BySeed, second: BySeed) -> Difference | None:
-    """By the paired t-test over the seeds that both have; None where these are less than two."""
+    """Compare by the paired t-test over the common seeds; None if there are fewer than two."""
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return None
@@ -39,7 +39,7 @@ def paired(first: BySeed, second: BySeed) -> Difference | None:
 
 
 def welch(first: BySeed, second: BySeed) -> Difference | None:
-    """By Welch's test, for which seeds pair nothing; None where one of both has less than two."""
+    """Compare by Welch's t-test, ignoring the pairing by seed; None if either side has fewer than two values."""
     firsts, seconds = list(first.values()), list(second.values())
     if min(len(firsts), len(seconds)) < 2:
         return None
@@ -48,7 +48,7 @@ def welch(first: BySeed, second: BySeed) -> Difference | None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979)."""
+    """Return p-values corrected for multiple comparisons (Holm, 1979)."""
     order = np.argsort(p_values)
     factors = len(p_values) - np.arange(len(p_values))
     corrected = np.empty(len(p_values))
@@ -57,7 +57,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Mean ± deviation, or the only value."""
+    """Format values as mean ± standard deviation; a single value without deviation."""
     values = list(values)
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 

@@ -1,37 +1,38 @@
-"""Images of fractals as a folder of classes: training on as many as one likes, without a photograph.
+"""Render images of fractals as a folder of classes, for training without photographs.
 
     python -m research.fractals data/fractals                         # 1,000 classes of 1,000 images, on a GPU
     python -m research.fractals data/few --classes 10 --per-class 50 --val-per-class 10 --points 10000
     python -m research.fractals data/coloured --test-per-class 50 --points 20000 --placement --colours 0.2
 
-Writes OUT/{train,validation,test}/{c0000,c0001,...}/*.jpg. A run that was stopped goes on where it was, by the same
-command: what is there of a class is all of it.
+The program writes OUT/{train,validation,test}/{c0000,c0001,...}/*.jpg. The same command resumes an interrupted run;
+each class folder is written atomically.
 
 A class is an iterated function system: a few affine maps of the plane, of which the chaos game applies one at a time,
-drawn at random, to a point. Its images are of systems near it. As FractalDB's paper (Kataoka et al., "Pre-training
-without Natural Images", ACCV 2020) and its authors' code have it: 2 to 8 maps (their code stops at 7) with coefficients
-uniform in [-1, 1], applied with probabilities in proportion to |det|; a system is a class if 100,000 points fill at
-least 0.2 of 512 x 512 pixels; points are scaled to the image, each axis by itself, with a margin of 6 pixels in 512,
-drawn as 3x3 patches of grey 127 on black, and flipped. Not so: their 1,000 images of a class are 25 weights of it, one
-parameter of all its maps at a time, by 4 flips, by 10 draws of patches; here every coefficient of every image has a
-weight of its own, as in 1p-frac (2024). An image has one patch, which only adds grey; their code draws another for
-every point and pastes it, black pixels too, over what is there: their fractals are grainy and fill about half as much,
-ours are solid. Many short chains take the place of one long one, without the points before they come to the attractor.
-An image whose points fill next to nothing, as where its maps no longer contract, is drawn again.
+chosen at random, to a point. The images of a class are rendered from systems near the class's system. The procedure
+follows FractalDB's paper (Kataoka et al., "Pre-training without Natural Images", ACCV 2020) and its authors' code: 2 to
+8 maps (their code stops at 7) with coefficients uniform in [-1, 1], applied with probabilities in proportion to |det|;
+a system becomes a class if 100,000 points fill at least 0.2 of 512 x 512 pixels; points are scaled to the image, each
+axis by itself, with a margin of 6 pixels in 512, plotted as 3x3 patches of grey 127 on black, and flipped.
+The differences are: their 1,000 images of a class are 25 weights of the class, one parameter of all its maps at a time,
+by 4 flips, by 10 patches; here every coefficient of every image has its own weight, as in 1p-frac (2024). An image has
+one patch, which only adds grey; their code samples another patch for every point and pastes it, including black pixels,
+over earlier points, so that their fractals are grainy and fill about half as much. Many short chains replace one long
+chain, without the points before they reach the attractor. An image whose points fill almost nothing, for example
+because its maps no longer contract, is sampled again.
 
-These options make classes easier or harder to tell apart:
+These options make classes easier or harder to distinguish:
 
-    --variation    each coefficient of an image is the class's, times a draw from 1 - variation to 1 + variation
-    --points       fewer leave dots of what many fill
-    --clutter      so many smaller pieces of systems that are no classes are behind the fractal; ours
-    --placement    the fractal is turned by any angle, has half its size or more, and is anywhere in the image; ours
-    --colours      a class has a colour for each of its maps, which the points it made have, and one for the background;
-                   those of an image differ from them by up to SHARE of the range: the more, the less they say of the
-                   class, and at 0 they say all. Ours as well: where FractalDB's code colours points, their hues go
-                   round with the number of the step
+    --variation    weight range of an image's coefficients: the class's times a sample from 1 - variation to 1 +
+    variation
+    --points       number of points; fewer points leave dots
+    --clutter      number of smaller pieces of other systems behind the fractal (not in FractalDB)
+    --placement    rotate the fractal by any angle, shrink it to half its size or more, and move it (not in FractalDB)
+    --colours      give each class a colour for each map, used for its points, and one for the background (not in
+    FractalDB, whose code cycles hues with the step). An image's colours differ from the class's by up to SHARE of the
+    range: the larger the share, the less colours reveal the class; at 0 they identify it
 
-Classes and images follow from the seed, whatever is rendered at a time and however often a run was stopped. A GPU and a
-CPU round differently: a few pixels differ, and so may a class or an image that is just at a threshold.
+Classes and images depend only on the seed, not on how many are rendered at a time or how often a run was interrupted. A
+GPU and a CPU round differently: a few pixels may differ, and so may a class or an image close to a threshold.
 
     B  images             M  maps, the most of a system     H, W  pixels
     N  points             K  chains of the chaos game       C  colours of an image
@@ -67,43 +68,44 @@ from vil.info import environment
 
 MOST_MAPS = 8
 CHAINS = 512
-BURN_IN = 50  # steps of a chain from (0, 0) until its points count
-TABLE = 2**22  # places at which a chaos game may start to read the table of random numbers
-AT_ONCE = dict(cuda=2**26, cpu=2**22)  # points; some 40 bytes of memory for each, and 20 for a pixel
+BURN_IN = 50  # initial steps of a chain from (0, 0) that are discarded
+TABLE = 2**22  # possible start positions of a chaos game in the table of random numbers
+# points at a time; about 40 bytes of memory for each point, and 20 for each pixel
+AT_ONCE = dict(cuda=2**26, cpu=2**22)
 
-FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # of a class
+FILLING, JUDGED_POINTS, JUDGED_SIZE = 0.2, 100_000, 512  # thresholds of a class: filling rate, points and image size
 COARSE_SIZE, COARSE_POINTS = 32, 4096
-# of coarse cells: for a candidate to be judged (of 62 classes none had less than 0.44) and an image to be kept
+# minimum rates of coarse cells for a candidate to be judged (all classes had at least 0.44) and for an image to be kept
 PROMISING, KEPT = 0.3, 0.1
-ATTEMPTS = 100  # at an image
-MARGIN = 6 / 512  # of the image's side
+ATTEMPTS = 100  # attempts to sample an image
+MARGIN = 6 / 512  # relative to the image's side
 CLUTTER_SYSTEMS = 256
-LARGEST = 4096  # image: a pixel's number is exact in float32
+LARGEST = 4096  # maximum image side, for which pixel indices are exact in float32
 GREY, QUALITY = 127, 90
-COLOURS = 1 + MOST_MAPS  # the background's comes first
+COLOURS = 1 + MOST_MAPS  # the background's colour comes first
 
 SPLITS = ("train", "validation", "test")
-# what random numbers are for: the first part of their key after the seed
+# purposes of random numbers: the first part of their key after the seed
 CLASSES, CLUTTER, CHOICES, PALETTES, FIRST_SPLIT = range(5)
 
 
 @dataclass(frozen=True)
 class Fractals:
-    """The options of a folder of images; the same values give the same images.
+    """Options of a folder of images; equal options give equal images.
 
     Attributes:
-        classes: Their number.
-        per_class: Training images of each.
-        val_per_class: Validation images of each.
-        test_per_class: Images of each in a third split, for what neither training nor a choice has seen.
-        seed: Of classes and images, at least 0.
-        size: Of images, in pixels a side.
-        points: Of the chaos game, an image.
-        variation: Every coefficient of a class is times a draw from [1 - variation, 1 + variation]; 0 to 1.
-        clutter: How many smaller pieces of systems that are no classes are behind the fractal.
-        placement: Whether the fractal is rotated, down to half its size and anywhere in the image.
-        colours: None for grey on black. Else a class has a colour for each of its maps and one for the background, from
-            which those of an image differ by up to this share of the range of each channel; 0 to 1.
+        classes: Number of classes.
+        per_class: Training images of each class.
+        val_per_class: Validation images of each class.
+        test_per_class: Images of each class in a third split, which neither training nor model selection has seen.
+        seed: Seed of classes and images, at least 0.
+        size: Side of the images in pixels.
+        points: Points of the chaos game in each image.
+        variation: Every coefficient of a class is multiplied by a sample from [1 - variation, 1 + variation]; 0 to 1.
+        clutter: Number of smaller pieces of other systems behind the fractal.
+        placement: Whether to rotate the fractal, shrink it to half its size or more, and move it inside the image.
+        colours: None for grey on black. Otherwise each class has a colour for each map and for the background, and an
+            image's colours differ from them by up to this share of the range of each channel; 0 to 1.
     """
 
     classes: int = 1000
@@ -122,30 +124,30 @@ class Fractals:
         least = dict(classes=1, per_class=1, val_per_class=1, test_per_class=0, seed=0, size=16, points=1, clutter=0)
         for name, value in least.items():
             if getattr(self, name) < value:
-                raise ConfigError(f"{name} is {getattr(self, name)} but must be at least {value}")
+                raise ConfigError(f"{name} must be at least {value}, got {getattr(self, name)}")
         if self.size > LARGEST:
-            raise ConfigError(f"size is {self.size} but must be at most {LARGEST}")
+            raise ConfigError(f"size must be at most {LARGEST}, got {self.size}")
         for name in ("variation", "colours"):
             if not 0 <= (getattr(self, name) or 0) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)} but must be between 0 and 1")
+                raise ConfigError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
     def images(self, split: str) -> int:
-        """How many a class has in this split."""
+        """Return the number of images that a class has in this split."""
         return dict(zip(SPLITS, (self.per_class, self.val_per_class, self.test_per_class)))[split]
 
 
 def draw_systems(count: int, seed: int, purpose: int = CLASSES, device: torch.device | str = "cpu") -> np.ndarray:
-    """Random systems that fill their image, the first ones the same for any `count`.
+    """Sample random systems that fill their image; the first systems do not depend on `count`.
 
     Args:
-        count: How many.
-        seed: Their seed.
-        purpose: CLASSES, or CLUTTER for others.
-        device: Where candidates are rendered.
+        count: Number of systems.
+        seed: Seed.
+        purpose: CLASSES, or CLUTTER for other systems.
+        device: Device that renders the candidates.
 
     Returns:
         (count, M, 7) float64: a, b, c, d, e, f of the maps x, y -> a x + b y + e, c x + d y + f, and the probability of
-        each, which is 0 for maps that a system does not have.
+        each map, which is 0 for missing maps.
     """
     random = np.random.default_rng(_key(seed, purpose))
     found: list[np.ndarray] = []
@@ -171,13 +173,13 @@ def _with_probabilities(maps_BM6: np.ndarray) -> np.ndarray:
 
 
 def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> np.ndarray:
-    """Systems near others: every coefficient times a weight from [1 - variation, 1 + variation].
+    """Multiply every coefficient by a weight from [1 - variation, 1 + variation].
 
     The maps keep their probabilities, as in the code of FractalDB's authors.
 
     Args:
-        systems_BM7: As of `draw_systems`.
-        uniform_BM6: Random numbers in [0, 1) that make the weights.
+        systems_BM7: Systems of `draw_systems`.
+        uniform_BM6: Random numbers in [0, 1) that determine the weights.
         variation: At least 0.
     """
     weights_BM6 = 1 + variation * (2 * uniform_BM6 - 1)
@@ -188,7 +190,9 @@ def vary(systems_BM7: np.ndarray, uniform_BM6: np.ndarray, variation: float) -> 
 
 @functools.lru_cache(maxsize=4)
 def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tensor:
-    """The random numbers, uniform in [0, 1), that say which map is next: (length,) float32, longer ones go on."""
+    """Return uniform random numbers in [0, 1) that select the maps, (length,) float32; longer tables extend shorter
+    ones.
+    """
     random = np.random.default_rng(_key(seed, CHOICES))
     return torch.from_numpy(random.random(length, dtype=np.float32)).to(device)
 
@@ -196,26 +200,27 @@ def choices(seed: int, length: int, device: torch.device | str = "cpu") -> Tenso
 def play(
     systems_BM7: np.ndarray, starts_B: np.ndarray, points: int, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Points of the chaos game: K chains a system, all from (0, 0), after their first `BURN_IN` steps.
+    """Run the chaos game with K chains a system from (0, 0), and return the points after the first `BURN_IN` steps.
 
-    Step t of chain k of a system takes the first map of which the sum of probabilities up to it is not below the number
-    start + t K + k of the table.
+    Step t of chain k applies the first map whose cumulative probability is not below the number start + t K + k of the
+    table.
 
     Args:
-        systems_BM7: As of `draw_systems`.
-        starts_B: Integers below `TABLE`: where each system starts to read the table.
-        points: N, how many.
-        seed: Of the table.
-        device: Where to play.
+        systems_BM7: Systems of `draw_systems`.
+        starts_B: Start positions of the systems in the table, integers below `TABLE`.
+        points: Number of points N.
+        seed: Seed of the table.
+        device: Device of the computation.
 
     Returns:
-        (B, N, 2) float32, x and y, not finite where they diverge, those of a step next to each other; and (B, N) uint8,
-        the number of the map that made each.
+        Points (B, N, 2) float32 as x and y, ordered by step and not finite if the system diverges; and the index of the
+        map that created each point, (B, N) uint8.
     """
     B, M, _ = systems_BM7.shape
     steps = -(-points // CHAINS)
     sums_BM = torch.from_numpy(systems_BM7[..., 6]).cumsum(1)
-    sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)  # the last is 1, and all numbers below
+    # the last sum is 1, and all random numbers are below 1
+    sums_BM = sums_BM.div_(sums_BM[:, -1:].clone()).to(device, torch.float32)
     # rows (a, c, b, d, e, f): what x, y and 1 are multiplied by
     maps = torch.from_numpy(systems_BM7[..., [0, 2, 1, 3, 4, 5]]).to(device, torch.float32).reshape(B * M, 6)
     first_B1 = torch.arange(0, B * M, M, device=device)[:, None]
@@ -237,13 +242,15 @@ def play(
 
 
 def _apply(maps: Tensor, points: Tensor, out: Tensor | None = None) -> Tensor:
-    """Affine maps (..., 3, 2) of points (..., 2)."""
+    """Apply affine maps (..., 3, 2) to points (..., 2)."""
     across = torch.addcmul(maps[..., 2, :], maps[..., 0, :], points[..., :1])
     return torch.addcmul(across, maps[..., 1, :], points[..., 1:], out=out)
 
 
 def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
-    """The share of pixels that have a point, in images of `size` pixels a side: (B,); 0 where a point is not finite."""
+    """Return the share of pixels that contain a point, (B,), in images of `size` pixels a side; 0 if a point is not
+    finite.
+    """
     B, device = len(points_BN2), points_BN2.device
     index_BN, finite_B = _pixels(points_BN2, torch.eye(3, 2, device=device).expand(B, 3, 2), size)
     hits = torch.zeros(B, size * size, dtype=torch.bool, device=device).scatter_(1, index_BN, True)
@@ -251,23 +258,23 @@ def filling_rate(points_BN2: Tensor, size: int) -> Tensor:
 
 
 def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: Tensor, size: int) -> Tensor:
-    """Draws patches around points on the pixels of images, those of a later map over those of an earlier one.
+    """Draw a patch around each point; patches of later maps cover those of earlier maps.
 
     Args:
-        points_BN2: As of `play`. Their bounding box becomes the square from -1 to 1.
-        maps_BN: As of `play`.
-        frames_B32: An affine map of that square: the images of (1, 0) and (0, 1), less that of the origin, which is the
-            last row. Points that it leaves inside the square are drawn inside the margin.
-        masks_B33: Of booleans, the patch that is drawn for a point, which is at its middle.
+        points_BN2: Points of `play`. Their bounding box becomes the square from -1 to 1.
+        maps_BN: Map indices of `play`.
+        frames_B32: Affine map of that square: the images of (1, 0) and (0, 1) minus the image of the origin, and the
+            image of the origin as the last row. Points inside the square are drawn inside the margin.
+        masks_B33: Boolean patch that is drawn around each point.
         size: H and W.
 
     Returns:
-        (B, H, W) uint8: 0 where nothing is drawn, else 1 more than the last map that drew there. y goes down, and what
-        is outside is on the edge. Nothing where a point is not finite.
+        (B, H, W) uint8: 0 for the background, otherwise 1 plus the index of the last map that drew there. y points
+        down, and points outside the image are drawn on its edge. Images with points that are not finite are empty.
     """
     index_BN, finite_B = _pixels(points_BN2, frames_B32, size)
     hits = torch.zeros(len(points_BN2), size * size, dtype=torch.int32, device=points_BN2.device)
-    hits.scatter_reduce_(1, index_BN, maps_BN.int().add_(1), "amax")  # in whatever order, the same
+    hits.scatter_reduce_(1, index_BN, maps_BN.int().add_(1), "amax")  # independent of the order
     hits_BHW = hits.to(torch.uint8).view(-1, size, size) * finite_B[:, None, None]
     padded = torch.nn.functional.pad(hits_BHW, (1, 1, 1, 1))
     drawn_BHW = torch.zeros_like(hits_BHW)
@@ -278,13 +285,13 @@ def render(points_BN2: Tensor, maps_BN: Tensor, frames_B32: Tensor, masks_B33: T
 
 
 def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The pixel of each point (B, N), row by row, and whether all points of an image are finite (B,)."""
+    """Return the row-major pixel index of each point (B, N), and whether all points of an image are finite (B,)."""
     low_B2, high_B2 = torch.aminmax(points_BN2, dim=1)
     finite_B = (high_B2 - low_B2).isfinite().all(1)
     margin = MARGIN * size
-    half = size / 2 - margin  # an extent of 0 is drawn at the low edge
+    half = size / 2 - margin  # points with an extent of 0 are drawn at the low edge
     scale_B2 = 2 / (high_B2 - low_B2).clamp(min=torch.finfo(torch.float32).tiny)
-    # the box to the square, the square by the frame, and that to pixels: one affine map
+    # Compose one affine map: bounding box to square, square by frame, frame to pixels.
     linear_B22 = frames_B32[:, :2] * half
     offset_B2 = frames_B32[:, 2] * half + size / 2
     linear_B22 = linear_B22 * scale_B2[..., None]
@@ -296,11 +303,11 @@ def _pixels(points_BN2: Tensor, frames_B32: Tensor, size: int) -> tuple[Tensor, 
 
 
 class Place(NamedTuple):
-    """Where an image is in a folder."""
+    """Position of an image in a folder."""
 
     split: str
-    number: int  # of its class
-    image: int  # its number in there
+    number: int  # index of its class
+    image: int  # index within its class and split
 
 
 def render_images(
@@ -310,20 +317,20 @@ def render_images(
     places: Sequence[Place],
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Some images; none depends on which others there are, or come with it.
+    """Render images, each of which is independent of the other images.
 
     Args:
-        systems: Of all classes, (classes, M, 7), as of `draw_systems`.
-        clutter: Systems to take pieces of, (any number, M, 7).
-        fractals: What to make.
-        places: Of the B images.
-        device: Where to render.
+        systems: Systems of all classes, (classes, M, 7), of `draw_systems`.
+        clutter: Systems of the clutter, (any number, M, 7).
+        fractals: Options.
+        places: Positions of the B images.
+        device: Device that renders.
 
     Returns:
         (B, H, W, 3) uint8 on the device.
 
     Raises:
-        ConfigError: A class has next to no images at this variation.
+        ConfigError: A class has almost no images at this variation.
     """
     f, B = fractals, len(places)
     points = _points_that_fill(systems, f, places, device)
@@ -332,7 +339,7 @@ def render_images(
     bits = (1 + np.floor(patch * 511).astype(np.int64)) >> np.arange(9) & 1
     masks_B33 = torch.from_numpy(bits.reshape(-1, 3, 3).astype(bool)).to(device)
     frames_B32 = _frames(placement, 0.5, 1) if f.placement else np.tile(np.eye(3, 2), (B, 1, 1))
-    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # of the axes before they are rotated
+    frames_B32[:, :2] *= np.where(flips < 0.5, -1, 1)[..., None]  # flip the axes before the rotation
     drawn_BHW = render(*points, _to_device(frames_B32, device), masks_B33, f.size)
 
     palettes_BC3 = _palettes(f, places, shades.reshape(B, COLOURS, 3), device)
@@ -345,7 +352,7 @@ def render_images(
 def _uniform(
     seed: int, places: Sequence[Place], part: int, width: int, attempts: Iterable[int] = itertools.repeat(0)
 ) -> np.ndarray:
-    """Random numbers in [0, 1) of each place: (B, width), others for each part and attempt."""
+    """Return random numbers in [0, 1) of each place, (B, width), different for each part and attempt."""
     found = np.empty((len(places), width))
     rows_of = defaultdict(list)
     for row, (place, attempt) in enumerate(zip(places, attempts)):
@@ -360,7 +367,9 @@ def _uniform(
 def _points_that_fill(
     systems: np.ndarray, f: Fractals, places: Sequence[Place], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """As of `play`, for systems near those of the places' classes, each drawn again until it fills something."""
+    """Return points and maps of `play` for systems near the places' classes, resampling those that fill almost
+    nothing.
+    """
     numbers_B = np.array([place.number for place in places])
     attempts_B, weights = np.zeros(len(places), dtype=np.int64), MOST_MAPS * 6
 
@@ -369,15 +378,15 @@ def _points_that_fill(
         varied = vary(systems[numbers_B[rows]], uniform[:, :weights].reshape(-1, MOST_MAPS, 6), f.variation)
         return play(varied, (uniform[:, weights] * TABLE).astype(np.int64), points, f.seed, device)
 
-    for points in (COARSE_POINTS, f.points):  # few points find most of those that fill nothing, sooner
+    for points in (COARSE_POINTS, f.points):  # few points reveal most empty images faster
         failed = np.arange(len(places))
         points_BN2, maps_BN = judged, _ = play_some(failed, points)
         while len(failed := failed[(filling_rate(judged, COARSE_SIZE) < KEPT).numpy(force=True)]):
             attempts_B[failed] += 1
             if attempts_B.max() == ATTEMPTS:
                 raise ConfigError(
-                    f"class {numbers_B[attempts_B.argmax()]} has an image that fills nothing after {ATTEMPTS} draws: "
-                    f"choose a variation below {f.variation} or more than {f.points} points"
+                    f"class {numbers_B[attempts_B.argmax()]} has an empty image after {ATTEMPTS} attempts: choose a "
+                    f"variation below {f.variation} or more than {f.points} points"
                 )
             judged, made_by = play_some(failed, points)
             rows_B = torch.from_numpy(failed).to(device)
@@ -388,7 +397,7 @@ def _points_that_fill(
 def _piece(
     uniform_B9: np.ndarray, clutter: np.ndarray, f: Fractals, masks_B33: Tensor, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """As of `render` for one piece of clutter in each image, and palettes (B, C, 3) of a single colour for them."""
+    """Render one piece of clutter in each image, and return it with palettes (B, C, 3) of a single colour."""
     which, shades, placement = np.split(uniform_B9, [2, 5], axis=1)
     others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
     starts_B = (which[:, 1] * TABLE).astype(np.int64)
@@ -399,13 +408,13 @@ def _piece(
 
 
 def _over(images: Tensor, drawn_BHW: Tensor, palettes_BC3: Tensor) -> Tensor:
-    """Images, or a colour for each that fits them, with what `render` has drawn over them: (B, H, W, 3) uint8."""
+    """Draw the result of `render` over images, or over one colour for each image, and return (B, H, W, 3) uint8."""
     index_BHW = drawn_BHW + torch.arange(0, palettes_BC3[..., 0].numel(), COLOURS, device=images.device)[:, None, None]
     return torch.where(drawn_BHW[..., None] > 0, palettes_BC3.flatten(0, 1)[index_BHW], images)
 
 
 def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, device: torch.device | str) -> Tensor:
-    """Colours (B, C, 3) uint8 of the background and of each map in each image."""
+    """Return the colours (B, C, 3) uint8 of the background and of each map in each image."""
     if f.colours is None:
         shades = np.zeros(uniform_BC3.shape)
         shades[:, 1:] = GREY
@@ -418,7 +427,7 @@ def _palettes(f: Fractals, places: Sequence[Place], uniform_BC3: np.ndarray, dev
 
 
 def _frames(uniform_B4: np.ndarray, smallest: float, largest: float) -> np.ndarray:
-    """Frames (B, 3, 2) that turn the square by any angle, scale what it then covers, and put that anywhere inside."""
+    """Return frames (B, 3, 2) that rotate the square by any angle, scale it, and move it anywhere inside the image."""
     angle, size, *place = uniform_B4.T
     angle, size = 2 * np.pi * angle, smallest + (largest - smallest) * size
     cos, sin = np.cos(angle), np.sin(angle)
@@ -433,7 +442,7 @@ def _to_device(frames: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def at_once(points: int, size: int, device: torch.device | str) -> int:
-    """How many images of so many points, and so many pixels a side, a device renders at a time."""
+    """Return how many images with these points and pixels a side are rendered at a time."""
     most = AT_ONCE.get(torch.device(device).type, AT_ONCE["cpu"])
     return max(1, most // max(points, CHAINS, size * size // 2))
 
@@ -444,24 +453,24 @@ def _pieces(count: int, most: int) -> Iterator[slice]:
 
 
 def _key(seed: int, purpose: int, *rest: int) -> tuple[int, ...]:
-    """A key of four numbers always, since NumPy takes keys that differ in zeros at the end for the same."""
+    """Return a key of exactly four numbers, because NumPy ignores zeros at the end of a key."""
     return (seed, purpose, *rest, *[0] * (3 - len(rest)))
 
 
 def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "cpu") -> None:
-    """Writes `out`/{train,validation,test}/c*/*.jpg, `out`/systems.npy with the classes, and `out`/fractals.json.
+    """Write `out`/{train,validation,test}/c*/*.jpg, the classes as `out`/systems.npy, and `out`/fractals.json.
 
-    What an interrupted run has completed is kept; a class is there whole or not at all.
+    Classes that an interrupted run has completed are kept; each class folder is written atomically.
 
     Args:
-        out: The folder.
-        fractals: What to write.
-        device: Where to render.
+        out: Output folder.
+        fractals: Options.
+        device: Device that renders.
 
     Raises:
-        ConfigError: The folder holds other images, PyTorch has no such device here, or as of `render_images`.
-        FolderInUseError: Another run writes there.
-        OSError: A file could not be written, which it names.
+        ConfigError: The folder holds other images, the device is not available, or a class has almost no images.
+        FolderInUseError: Another process writes to the folder.
+        OSError: A file could not be written; the error names the file.
     """
     known_device(str(device))
     out.mkdir(parents=True, exist_ok=True)
@@ -470,7 +479,9 @@ def write_fractals(out: Path, fractals: Fractals, device: torch.device | str = "
             _refuse_other_images(out, fractals)
             _write(out, fractals, device)
     except Timeout:
-        raise FolderInUseError(f"another process writes to {out}: wait for it, or choose another folder") from None
+        raise FolderInUseError(
+            f"another process is writing to {out}: wait until it ends, or choose another folder"
+        ) from None
 
 
 def _refuse_other_images(out: Path, fractals: Fractals) -> None:
@@ -479,12 +490,12 @@ def _refuse_other_images(out: Path, fractals: Fractals) -> None:
         there = json.loads(record.read_text())["options"]
         if different := [name for name in options if options[name] != there.get(name)]:
             raise ConfigError(
-                f"{out} has images of other options: "
-                + ", ".join(f"{name} {there.get(name)}, not {options[name]}" for name in different)
-                + ". Give the same options or choose another folder"
+                f"options must equal those of the images in {out}: "
+                + ", ".join(f"{name} must be {there.get(name)}, got {options[name]}" for name in different)
+                + ". Set the same options or choose another folder"
             )
     elif foreign := sorted(path.name for path in out.iterdir() if not path.name.startswith(".")):
-        raise ConfigError(f"{out} holds something else ({', '.join(foreign[:5])}): choose a new folder")
+        raise ConfigError(f"{out} must be empty, but contains {', '.join(foreign[:5])}: choose a new folder")
 
 
 def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
@@ -492,7 +503,7 @@ def _write(out: Path, fractals: Fractals, device: torch.device | str) -> None:
     about = dict(options=asdict(fractals), device=str(device), environment=environment())
     if not record.exists():
         write_atomically(record, json.dumps(about | {"images": 0}, indent=1))
-    if not classes_file.exists():  # those of a run that is gone on with: another device might draw others
+    if not classes_file.exists():  # a resumed run keeps its classes, because another device might sample others
         print(f"{out}: drawing {fractals.classes} classes", flush=True)
         systems = draw_systems(fractals.classes, fractals.seed, CLASSES, device)
         write_atomically(classes_file, lambda file: np.save(file, systems))
@@ -527,7 +538,7 @@ def _save_images(
     fractals: Fractals,
     device: torch.device | str,
 ) -> None:
-    """Writes the images of each split and class to its folder below `unfinished`, and moves that to `out` when full."""
+    """Write the images of each class to its folder below `unfinished`, and move complete folders to `out`."""
     from tqdm import tqdm
 
     left = {key: fractals.images(key[0]) for key in folders}
@@ -553,11 +564,11 @@ def _save_images(
         try:
             for rows in _pieces(len(places), at_once(fractals.points, fractals.size, device)):
                 images = render_images(systems, clutter, fractals, places[rows], device).numpy(force=True)
-                wait_for(saved)  # those before, which were saved while these were rendered
+                wait_for(saved)  # the previous images, which were saved while these were rendered
                 saved = threads.map(save, images, places[rows])
             wait_for(saved)
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)  # leaving `with` waits for what is being written now
+            threads.shutdown(wait=False, cancel_futures=True)  # leaving the `with` block waits for running writes
             raise
 
 
@@ -566,7 +577,7 @@ def _save_jpeg(path: Path, pixels: np.ndarray) -> None:
         with open(path, "w+b") as file:
             Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
             file.seek(-2, os.SEEK_END)
-            if file.read() != b"\xff\xd9":  # the end of the image: PIL takes no notice where only a part was written
+            if file.read() != b"\xff\xd9":  # end-of-image marker: PIL does not notice partial writes
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
@@ -582,11 +593,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--test-per-class", type=int, default=default.test_per_class, help="images of each class in a third split")
     add("--seed", type=int, default=default.seed)
     add("--size", type=int, default=default.size, help="pixels a side")
-    add("--points", type=int, default=default.points, help="of an image; fewer are harder")
+    add("--points", type=int, default=default.points, help="points in each image; fewer are harder")
     add("--variation", type=float, default=default.variation, help="0 to 1: how much images of a class differ")
-    add("--clutter", type=int, default=default.clutter, help="pieces of unlabelled fractals behind")
-    add("--placement", action="store_true", help="turn, shrink and move the fractal at random")
-    add("--colours", type=float, metavar="SHARE", help="0 to 1: colours by map, off by so much; grey if not given")
+    add("--clutter", type=int, default=default.clutter, help="number of pieces of other fractals behind each fractal")
+    add("--placement", action="store_true", help="rotate, shrink and move the fractal at random")
+    add("--colours", type=float, metavar="SHARE", help="0 to 1: deviation of an image's colours (default: grey)")
     add("--device", default=default_device())
     options = vars(parser.parse_args(arguments))
     out, device = (options.pop(name) for name in ("out", "device"))
@@ -595,9 +606,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (ConfigError, FolderInUseError) as error:
         parser.exit(1, f"error: {error}\n")
     except OSError as error:
-        parser.exit(1, f"error: {error}. The same command goes on with what is complete\n")
+        parser.exit(1, f"error: {error}. Run the same command to resume\n")
     except KeyboardInterrupt:
-        parser.exit(128 + signal.SIGINT, "\nstopped: the same command goes on with what is complete\n")
+        parser.exit(128 + signal.SIGINT, "\nstopped: run the same command to resume\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Full-size ViL, ViM, pooled ViL and DeiT on Tiny ImageNet, by the protocol of research/photographs.md.
+"""Train full-size ViL, ViM, pooled ViL and DeiT on Tiny ImageNet by the protocol of research/photographs.md.
 
     python -m research.photographs --minutes 9 --out output/photographs.json    # again and again
 
-Each call goes on where the results so far (`--earlier`) and the runs in `--folder` end, in the protocol's order: a
-learning rate for every model, the speed of DeiT compiled, seeds of all models in turn, further seeds if the deviation
-asks for them, and behind the protocol its extensions. A run is one of train_imagenet.py, started, stopped and gone on
-with as in research/seeds.py. Each is written to `--out` when it ends, with what its last weights take the test images
-for. How many of these are right is not counted before the last run is there.
+Each call continues from the results so far (`--earlier`) and the runs in `--folder`, in the protocol's order: a
+learning rate for every model, the speed of compiled DeiT, seeds of all models in turn, further seeds if the deviation
+requires them, and finally the protocol's extensions. A run is a run of train_imagenet.py, which is started, stopped and
+resumed as in research/seeds.py. Each finished run is written to `--out` with its last weights' predictions for the test
+images. Test accuracies are computed only when the last run is finished.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Runs = list[dict[str, Any]]
 RESULTS = seeds.ROOT / "research" / "results" / "photographs.json"
 TEST_SPLIT = "test"
 VIL, VIM, POOLED, DEIT = MODELS = ["vil_tiny", "vim_tiny", "vil_tiny_pooled", "deit_tiny_patch16_224"]
-COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # by Welch's test, corrected by Holm
+COMPARED = ((VIL, VIM), (POOLED, VIL), (VIL, DEIT))  # compared by Welch's test, corrected by Holm
 RATES = (5e-4, 1e-3, 2e-3)
-CHOICE_SEED = 100  # of the runs that rates are chosen on, of no other
+CHOICE_SEED = 100  # seed of the runs that select the learning rate, and of no other run
 SEEDS, FURTHER_SEEDS = range(5), range(5, 8)
-PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # below which its seeds are, by model
-# the same of what was registered when the differences were known: for estimates alone, in no test
+PROTOCOL = dict.fromkeys(MODELS, FURTHER_SEEDS.stop)  # end of the range of seeds, by model
+# extensions registered after the differences were known: only for estimates, in no test
 EXTENSIONS = ({VIL: 12, VIM: 12}, {VIL: 12, VIM: 20})
-WIDEST = 0.5  # points: half of the interval of ViL less ViM above which there are further seeds
-MARGIN = 1.0  # points: within it a difference is none
+WIDEST = 0.5  # percentage points: half-width of ViL minus ViM's interval above which further seeds are trained
+MARGIN = 1.0  # percentage points: margin of equivalence
 OPTIONS = {"rates": ["--epochs", "8"], "compiled": ["--epochs", "2", "--torchcompile"], "seeds": []}
 DIVERGED = r"the (loss|gradient's norm) is (nan|inf|-inf) at step"
 
 
 class Cell(NamedTuple):
-    """A run of the study; `stage` is one of OPTIONS."""
+    """Position of a run in the study; `stage` is one of OPTIONS."""
 
     stage: str
     model: str
@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Its folder's folder, inside that of the study."""
+        """Name of the folder that contains the run's folder."""
         return f"{self.stage}-{self.lr:g}"
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def cell_of(run: dict[str, Any]) -> Cell:
 
 
 def stages(runs: Runs) -> Iterator[list[Cell]]:
-    """The cells of the protocol in its order; those of a stage follow from the runs of the stages before it."""
+    """Iterate over the protocol's stages in order; the cells of a stage depend on the runs of earlier stages."""
     yield [Cell("rates", model, lr, CHOICE_SEED) for lr in RATES for model in MODELS]
     further = {model: beyond(found) for model, found in accuracy_by_rate(runs).items()}
     yield [Cell("rates", model, lr, CHOICE_SEED) for model, lr in further.items() if lr]
@@ -86,19 +86,19 @@ def stages(runs: Runs) -> Iterator[list[Cell]]:
 
 
 def to_do(runs: Runs) -> list[Cell]:
-    """The cells of the first stage that is not complete which are missing; none if the study is."""
+    """Return the missing cells of the first incomplete stage; [] if the study is complete."""
     done = {cell_of(run) for run in runs}
     left = ([cell for cell in cells if cell not in done] for cells in stages(runs))
     return next((cells for cells in left if cells), [])
 
 
 def extension(runs: Runs) -> list[Cell]:
-    """The cells of the first extension that is not whole which are missing, once the protocol's are there."""
+    """Return the missing cells of the first incomplete extension, after the protocol is complete."""
     return next((cells for ends in EXTENSIONS if (cells := missing_of(ends, runs))), [])
 
 
 def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
-    """The cells below `ends`, by model, and behind the protocol's which are missing."""
+    """Return the missing cells after the protocol's seeds and below `ends`, by model."""
     have = {cell_of(run) for run in runs}
     rates = {model: run["lr"] for model in ends for run in of_seeds(runs, model)}
     seeds_behind = range(FURTHER_SEEDS.stop, max(ends.values()))
@@ -107,13 +107,13 @@ def missing_of(ends: dict[str, int], runs: Runs) -> list[Cell]:
 
 
 def beyond(accuracies: dict[float, float]) -> float | None:
-    """The rate to try in addition: the next one outside of RATES, if the best of them is at an edge."""
+    """Return the next learning rate outside RATES if the best one is at an edge, otherwise None."""
     best = max(RATES, key=accuracies.__getitem__)
     return {min(RATES): min(RATES) / 2, max(RATES): 2 * max(RATES)}.get(best)
 
 
 def accuracy_by_rate(runs: Runs) -> dict[str, dict[float, float]]:
-    """The top-1 to choose rates by, by model and rate."""
+    """Return the validation top-1 by model and learning rate."""
     tried = sorted((run for run in runs if run["stage"] == "rates"), key=lambda run: run["lr"])
     return {model: {run["lr"]: run["top1"] for run in tried if run["model"] == model} for model in MODELS}
 
@@ -124,12 +124,12 @@ def of_seeds(runs: Runs, model: str, end: int = FURTHER_SEEDS.stop) -> Runs:
 
 
 def top1_to_choose_on(runs: Runs, model: str, curve: str = "eval_top1") -> BySeed:
-    """After the last epoch, on the images to choose on; `eval_top1_ema` is that of the average of the weights."""
+    """Return the final validation top-1 by seed; curve "eval_top1_ema" selects the EMA weights."""
     return {run["seed"]: run["curves"][curve][-1] for run in of_seeds(runs, model)}
 
 
 def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTOCOL) -> dict[str, BySeed]:
-    """The top-1 on the test images of models' seeds below `ends`, by model and seed; empty before the last run."""
+    """Return the test top-1 by model and seed, for seeds below `ends`; {} unless all runs are finished."""
     if to_do(runs) or not judged or missing_of(ends, runs):
         return {}
     top1 = dict(zip(judged.runs, 100 * judged.right_NM.mean(axis=0)))
@@ -138,10 +138,10 @@ def top1_of_test(runs: Runs, judged: Judged | None, ends: dict[str, int] = PROTO
 
 
 class Study:
-    """Results so far, in memory and in the file `out`, and the folder in which runs are done.
+    """Results so far, in memory and in the file `out`, and the folder of the runs.
 
     Raises:
-        SystemExit: Earlier results or runs in the folder are of another recipe or of other images.
+        SystemExit: Earlier results or runs in the folder have another recipe or other images.
     """
 
     def __init__(self, options: argparse.Namespace, words: list[str]):
@@ -154,20 +154,20 @@ class Study:
         self.parts: list[Judged] = []
         if options.earlier.exists():
             found = json.loads(options.earlier.read_text())
-            seeds.check_same(options.earlier, found, self.recipe, "give another --earlier")
+            seeds.check_same(options.earlier, found, self.recipe, "choose another --earlier")
             self.runs, judged = read(options.earlier)
             self.parts = [judged] if judged else []
         seeds.keep_recipe(options.folder, self.recipe)
         self.gpus = seeds.share_gpus(seeds.visible_gpus(), options.jobs, 1)
 
     def go_on(self) -> None:
-        """Does cells until the time is up or all are there."""
+        """Run cells until the time is up or all are finished."""
         with self.deadline, ThreadPoolExecutor(self.options.jobs) as pool:
             while (cells := to_do(self.runs) or extension(self.runs)) and all(list(pool.map(self.do, cells))):
                 pass
 
     def do(self, cell: Cell) -> bool:
-        """Does what is missing of a cell; False if it is not at its end then."""
+        """Start or resume a cell; return whether it is finished."""
         folder = self.options.folder / cell.place
         words = [*self.words, *OPTIONS[cell.stage], "--lr", f"{cell.lr:g}"]
         try:
@@ -183,7 +183,7 @@ class Study:
         return True
 
     def add(self, cell: Cell, run: dict[str, Any]) -> None:
-        """Adds a run that has ended, and writes what there is."""
+        """Add a finished run and write all results."""
         with self.lock:
             if cell.stage == "seeds":
                 self.parts.append(seeds.judge(self.options.folder / cell.place, [run], self.splits[2]))
@@ -199,14 +199,14 @@ class Study:
 
 
 def read(results: Path) -> tuple[Runs, Judged | None]:
-    """The runs that a file of results has and what they take the test images for; none if there is no such file."""
+    """Read the runs and test predictions of a file of results; nothing if the file does not exist."""
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    judged = any(run.get("stage") == "seeds" for run in runs)  # a file of research/seeds.py has no stages
+    judged = any(run.get("stage") == "seeds" for run in runs)  # files of research/seeds.py have no stages
     return runs, Judged.read(seeds.predictions_of(results)) if judged else None
 
 
 def rates_table(runs: Runs) -> str:
-    """Markdown: the accuracy on the images to choose on by model and learning rate."""
+    """Return a Markdown table of the validation accuracy by model and learning rate."""
     found = accuracy_by_rate(runs)
     rates = sorted({*RATES, *(rate for by_rate in found.values() for rate in by_rate)})
     table = [["model", *(f"{rate:g}" for rate in rates), "chosen"]]
@@ -218,17 +218,19 @@ def rates_table(runs: Runs) -> str:
 
 
 def images_per_second(runs: Runs) -> dict[str, float]:
-    """An epoch's images in a second of training, by GPU: a run's median, of the fastest run; a GPU may be throttled."""
+    """Return the training throughput by GPU: the maximum over runs of a run's median, because a GPU may be
+    throttled.
+    """
     by_gpu: dict[str, list[float]] = {}
     for run in runs:
         speeds = run["curves"]["images_per_second"]
-        speed = speeds[-1] if run["stage"] == "compiled" else median(speeds)  # the first one compiles
+        speed = speeds[-1] if run["stage"] == "compiled" else median(speeds)  # the first epoch compiles
         by_gpu.setdefault(run["machine"]["gpu"] or "CPU", []).append(speed)
     return {gpu: max(found) for gpu, found in sorted(by_gpu.items())}
 
 
 def models_table(runs: Runs, judged: Judged | None) -> str:
-    """Markdown: every model's accuracy, once all of them are to be had, and what it took."""
+    """Return a Markdown table of every model's test accuracy, once all runs are finished, and training cost."""
     top1 = top1_of_test(runs, judged)
     table = [["model", "parameters", "rate", "runs", "test top-1 %, mean ± deviation", "seeds", "choosing split %",
               "its average of weights %", "GPU minutes of training", "images/s"]]  # fmt: skip
@@ -253,7 +255,7 @@ def models_table(runs: Runs, judged: Judged | None) -> str:
 
 
 def differences_table(runs: Runs, judged: Judged | None) -> str:
-    """Markdown: the protocol's three comparisons, once the last run is there."""
+    """Return a Markdown table of the protocol's three comparisons, once all runs are finished."""
     top1 = top1_of_test(runs, judged)
     table = [["first", "less", "points (95% interval)", "half of it", "p (Welch)", "p (Holm)", f"within ±{MARGIN:g}"]]
     gaps = [welch(top1[first], top1[second]) for first, second in COMPARED] if top1 else []
@@ -275,21 +277,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-c", "--config", type=Path, default=seeds.ROOT / "research" / "configs" / "photographs.yaml")
-    add("--data-dir", help="of the images (default: the config's), wherever they are now")
-    add("--earlier", type=Path, default=RESULTS, help="results so far, if they exist (default: the published ones)")
-    add("--folder", type=Path, default=Path("output/photographs"), help="of the runs of this machine")
-    add("--jobs", type=int, default=1, help="runs at a time, each on a GPU of its own where there are as many")
-    add("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
-    add("--out", type=Path, required=True, help="JSON of all runs; the predictions go beside it, in the end a plot")
+    add("--data-dir", help="folder of the images (default: the config's)")
+    add("--earlier", type=Path, default=RESULTS, help="JSON file of earlier results (default: the published ones)")
+    add("--folder", type=Path, default=Path("output/photographs"), help="folder of this machine's runs")
+    add("--jobs", type=int, default=1, help="number of parallel runs, each on its own GPU if there are enough")
+    add("--minutes", type=float, default=math.inf, help="time limit, after which running jobs are stopped")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        help="JSON file of all runs; predictions and the final plot are written beside it",
+    )
     options, words = parser.parse_known_args()
-    options.processes = None  # of a run, for torchrun
+    options.processes = None  # processes of a run, for torchrun
     study = Study(options, words)
     study.go_on()
     tables = rates_table(study.runs), models_table(study.runs, study.judged)
     print("\n", "\n".join([*tables, differences_table(study.runs, study.judged)]), sep="")
     if cells := to_do(study.runs) or extension(study.runs):
         missing = ", ".join(map(str, cells))
-        print(f"not done yet: {missing}, and what follows; the same command goes on", file=sys.stderr)
+        print(f"not done yet: {missing}, and later stages; run the same command to resume", file=sys.stderr)
         sys.exit(PREEMPTED)
     shown = [run for model in MODELS for run in of_seeds(study.runs, model)]
     write_atomically(options.out.with_suffix(".png"), seeds.plot(shown))

@@ -1,4 +1,4 @@
-"""The classes that runs take images for: their file, and a comparison of two models image by image."""
+"""Files of predicted classes, and image-by-image comparison of two models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def job_of(run: dict[str, Any]) -> tuple[str, int]:
 
 
 class Judged:
-    """Targets (N,) and what M runs predict (N, M) for the images of a split, in its order; names of images and runs."""
+    """Targets (N,) and predictions of M runs (N, M) for the images of a split in order, with names of images and
+    runs.
+    """
 
     def __init__(self, targets_N: np.ndarray, predicted_NM: np.ndarray, images: list[str], runs: list[str]):
         self.targets_N, self.predicted_NM, self.images, self.runs = targets_N, predicted_NM, images, runs
@@ -34,7 +36,7 @@ class Judged:
         return self.predicted_NM == self.targets_N[:, None]
 
     def write(self, path: Path) -> None:
-        """A row for each image: its file, its class and what each run takes it for."""
+        """Write a gzipped CSV file with each image's path, class and predictions."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["image", "target", *self.runs])
@@ -49,22 +51,24 @@ class Judged:
 
 
 def joined(parts: list[Judged], runs: list[str]) -> Judged:
-    """The predictions of these runs, in this order, of all parts.
+    """Join the predictions of several parts for these runs, in this order.
 
     Raises:
-        SystemExit: The parts are of other images, or a run was not judged.
+        SystemExit: The parts have different images, or a run has no predictions.
     """
     for part in parts[1:]:
         if part.images != parts[0].images or not np.array_equal(part.targets_N, parts[0].targets_N):
-            sys.exit("the earlier runs were judged on other images; give no --earlier, or render those images again")
+            sys.exit(
+                "earlier runs must be evaluated on the same images: leave out --earlier, or render those images again"
+            )
     columns = {name: part.predicted_NM[:, i] for part in parts for i, name in enumerate(part.runs)}
     if missing := [name for name in runs if name not in columns]:
-        sys.exit(f"there are no predictions of {', '.join(missing)} beside the earlier results; leave --earlier out")
+        sys.exit(f"the earlier results have no predictions of {', '.join(missing)}: leave out --earlier")
     return Judged(parts[0].targets_N, np.stack([columns[name] for name in runs], axis=1), parts[0].images, runs)
 
 
 def compare_images(runs: list[dict[str, Any]], judged: Judged) -> str:
-    """Markdown: the first model against each other, seed by seed, on the images that one of both alone gets right."""
+    """Return a Markdown table that compares the first model with each other model, image by image, for each seed."""
     columns = {(run["model"], run["seed"]): judged.right_NM[:, i] for i, run in enumerate(runs)}
     first, *others = dict.fromkeys(run["model"] for run in runs)
     table = [["", "seed", "both right", "only the first", "only the second", "neither", "difference", "McNemar's p"]]

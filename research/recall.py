@@ -1,29 +1,30 @@
-"""Multi-query associative recall (Arora et al., "Zoology", 2023): Longhorn, Mamba and attention in one harness.
+"""Multi-query associative recall (Arora et al., "Zoology", 2023) with Longhorn, Mamba and attention in one harness.
 
     python -m research.recall --lengths 512 --seeds 4 --minutes 9 --out output/recall.json    # again and again
     python -m research.recall --report output/recall.json output/more.json --out output/all.json --plot output/all.png
 
-A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law; at each repeated
-key the model must name its value. A run is a mixer, a width, a length, a learning rate and a seed. Runs in the file
-`--out` are not done again; those that are unfinished when the time is up go on from their last epoch with the next
-call, from the folder FILE.states. One call at a time writes to a file: calls side by side have files of their own,
-which `--report` joins. One process a GPU trains several runs at a time, each as CUDA graphs on a stream of its own.
+A sequence lists key-value pairs and then repeats every key once, at distances that follow a power law. At each repeated
+key the model must predict the key's value. A run is a mixer, a width, a length, a learning rate and a seed.
+Runs in the file `--out` are not repeated. Runs that are unfinished when the time is up resume from their last epoch in
+the next call, from the folder FILE.states. Only one call at a time writes to a file; parallel calls need files of their
+own, which `--report` joins. One process for each GPU trains several runs at a time, each as CUDA graphs on its own
+stream.
 
 The harness follows Zoology's at d88d6f5 (2026-01) with its configuration of figure 2 (iclr24_zoology_figure2): two
-layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and one behind
-it, position embeddings, dropout of 0.1 on embeddings and attention; LayerNorm and the tied embedding as head; its
-initialisation; token 0 between queries; AdamW with weight decay 0.1 on everything; a cosine by epochs to 0 without
-warm-up; 64 epochs of the same batches in the same order; the end of a run above 99%. Data are the same for all runs:
-the seed decides on weights and dropout, whatever runs beside it. These differ:
-  - the loss is that of logits: that commit's forward returns embeddings, so that it cannot train on tokens as it is;
-  - the length of 512 tokens is among the lengths: that configuration has commented it out;
+layers of width C for every mixer, no MLP; Mamba's block with RMSNorm; attention with a LayerNorm before and after it,
+position embeddings, dropout of 0.1 on embeddings and attention; LayerNorm and the tied embedding as head; its
+initialization; token 0 between queries; AdamW with weight decay 0.1 on everything; a cosine schedule by epochs to 0
+without warm-up; 64 epochs of the same batches in the same order; early stopping above 99%. Data are the same for all
+runs: the seed determines weights and dropout, whatever runs beside it. The differences are:
+  - the loss is computed from logits, because that commit's forward returns embeddings and cannot train on tokens;
+  - the lengths include 512 tokens, which that configuration has commented out;
   - products and activations are bf16 (`--precision fp32`: TF32 products); the residual stream, weights, norms and
-    states are fp32 as there, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
-  - sequences that fill no whole batch are left out: the last 32 of the 100,000 at 512 tokens;
-  - the random numbers are others: of the data one draw that follows the same distribution;
-  - Longhorn, which Zoology does not have, takes the place of Mamba's recurrence with the weights of this package's
-    blocks and their initialisation; all else of it is Mamba's block;
-  - learning rates: around those at which recurrent models learn, not 1e-4 to 1e-2.
+  states are fp32 as in Zoology, and accuracy is measured with fp32 activations, on a GPU with TF32 products;
+  - sequences of an incomplete batch are left out: the last 32 of the 100,000 at 512 tokens;
+  - random numbers differ: the data are another sample of the same distribution;
+  - Longhorn, which Zoology does not have, replaces Mamba's recurrence, with the weights of this package's blocks and
+  their initialization; all other parts are Mamba's block;
+  - learning rates are around those at which recurrent models learn, instead of 1e-4 to 1e-2.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ PAIRS = {64: 4, 128: 8, 256: 16, 512: 64}
 BATCH = {64: 512, 128: 512, 256: 256, 512: 128}
 LEARNING_RATES = [1e-3, 2.2e-3, 4.6e-3, 1e-2]
 DATA_SEED = 123
-PIECE = 8192  # parameters that a multiprocessor updates: AdamW's kernel would give it 65,536 of one tensor
+PIECE = 8192  # parameters that one multiprocessor updates; in one large tensor, AdamW's kernel would assign it 65,536
 STEPS_A_TURN = 16  # steps that a run queues before the next run's turn
 SECONDS_BETWEEN_SAVES = 60
 DONE = object()
@@ -67,7 +68,7 @@ DONE = object()
 
 @functools.cache
 def shared_examples(count: int, length: int, pairs: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The examples of `recall_examples`, made once for all runs of a process."""
+    """Return the examples of `recall_examples`, cached for all runs of a process."""
     examples = recall_examples(count, length, pairs, seed, device)
     if device.type == "cuda":
         torch.cuda.synchronize()  # all streams read them
@@ -75,20 +76,20 @@ def shared_examples(count: int, length: int, pairs: int, seed: int, device: torc
 
 
 def examples_of(run: Run, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The examples that a run trains on, and those that it is tested on."""
+    """Return the training and the test examples of a run."""
     counts = (run.train_examples, DATA_SEED), (run.test_examples, DATA_SEED + 1)
     return tuple(shared_examples(count, run.length, run.pairs, seed, device) for count, seed in counts)
 
 
 class Training:
-    """A run's model and optimizer on a device, and a step of them over the training examples."""
+    """Model and optimizer of a run on a device, with a training step over its examples."""
 
     def __init__(self, run: Run, examples: tuple[Tensor, ...], device: torch.device):
         self.run, self.examples, self.device = run, examples, device
         self.generator = torch.default_generator
         if device.type == "cuda":
-            # In PyTorch 2.11 all graphs of a generator's state read seed and offset in one place on the device, where
-            # each replay, on whatever stream, writes its own. A graph that is captured from here on has the run's.
+            # In PyTorch 2.11, all CUDA graphs of a generator state read seed and offset from one place on the device,
+            # and each replay writes there on any stream. Therefore each run gets a generator state of its own.
             self.generator = torch.Generator(device)
             torch.cuda.default_generators[device.index].graphsafe_set_state(self.generator)
         torch.manual_seed(run.seed)
@@ -125,9 +126,10 @@ class Training:
         self.largest_norm.copy_(torch.maximum(self.largest_norm, norm))
 
     def _tried(self, step: Callable[[], None]) -> Callable[[], None]:
-        """The step, on a GPU as a graph, which costs the host one launch, with the optimizer's state in place.
+        """Warm up the step, capture it as a CUDA graph on a GPU, and reset the optimizer's state.
 
-        The learning rate is still 0: what the steps here leave is undone, or set anew with each epoch.
+        The learning rate is still 0, so the warm-up steps do not change the weights. All other changes are reset here
+        or at the start of each epoch.
         """
         step()
         if self.device.type == "cuda":
@@ -148,11 +150,11 @@ class Training:
             sums.zero_()
 
     def begin_turn(self, step: int) -> None:
-        """Dropout from here on follows from the run and the step, whatever others have drawn in their turns."""
+        """Seed dropout by run and step, independent of the other runs' turns."""
         self.generator.manual_seed(1_000_003 * self.run.seed + step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that training goes on from, by name."""
+        """Return all tensors of the training state by name."""
         named = {"weights": self.weights}
         for i, state in enumerate(self.optimizer.state.values()):
             named |= {f"{of}/{i}": value for of, value in state.items()}
@@ -164,15 +166,17 @@ class Training:
         write_atomically(path, save(tensors, {"run": json.dumps(asdict(self.run))}))
 
     def load(self, path: Path) -> None:
-        """Goes on from what `save` wrote.
+        """Resume from a file of `save`.
 
         Raises:
-            ValueError: It is the state of a run with other settings.
+            ValueError: The file belongs to a run with other settings.
         """
         with safe_open(path, "pt") as file:
             saved = Run(**json.loads(file.metadata()["run"]))
             if saved.key != self.run.key:
-                raise ValueError(f"{path} is the state of another run ({saved}); remove it, or give another --out")
+                raise ValueError(
+                    f"{path} must be a state of this run, got another run ({saved}): remove it, or choose another --out"
+                )
             for name, tensor in self.tensors().items():
                 tensor.copy_(file.get_tensor(name))
         for name in ("accuracy", "loss", "gradient_norm", "sittings"):
@@ -180,7 +184,7 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self, pairs: Tensor, queries: Tensor) -> Tensor:
-        """Percent of the queries whose value has the largest logit, on the device."""
+        """Return the percentage of queries whose value has the largest logit, as a tensor on the device."""
         self.model.eval()
         parts = zip(pairs.split(self.run.batch), queries.split(self.run.batch))
         correct = sum((self.model(p, q).argmax(-1) == p[:, 1::2]).sum() for p, q in parts)
@@ -191,10 +195,10 @@ class Training:
 def train(
     run: Run, examples: Callable[[Run], tuple], device: torch.device, deadline: float, state: Path | None = None
 ) -> Iterator[None]:
-    """Trains in turns: every `next` queues some steps on the device. The results are in `run` at the end.
+    """Train a run in turns: every `next` queues some steps on the device, and the results are in `run` at the end.
 
-    Ends when the run does: with its last epoch, or above `stop_at` percent, or with a value that is not finite. Once
-    the deadline has passed it ends with the epoch it is in, and leaves what the next call needs in the file `state`.
+    Training ends after the last epoch, above `stop_at` percent, or with a value that is not finite. After the deadline,
+    training ends with the current epoch and saves its state to the file `state` for the next call.
     """
     start = saved = time.time()
     shown, test = examples(run)
@@ -232,7 +236,7 @@ def train(
 
 
 def queued(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that this stream has been given."""
+    """Record an event after all work queued on the current stream."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -241,7 +245,7 @@ def queued(device: torch.device) -> torch.cuda.Event | None:
 
 
 def ended(event: torch.cuda.Event | None) -> Iterator[None]:
-    """Gives others their turns until the event has come: a run queues no more than two turns of steps."""
+    """Yield until the event is done, so that a run queues at most two turns of steps."""
     while event and not event.query():
         yield
 
@@ -251,7 +255,7 @@ def device_name(device: torch.device) -> str:
 
 
 def state_file(out: Path | None, run: Run) -> Path | None:
-    """Where a run's state is kept until it ends: 12 bytes a parameter."""
+    """Return the path of a run's state, which is kept until the run ends and has 12 bytes a parameter."""
     if out is None:
         return None
     digest = hashlib.sha256(json.dumps(run.key).encode()).hexdigest()[:12]
@@ -261,12 +265,12 @@ def state_file(out: Path | None, run: Run) -> Path | None:
 def work(
     index: int, device_type: str, hands: list[list[Run]], results, at_a_time: int, deadline: float, out: Path | None
 ) -> None:
-    """One process: trains the runs of its hand, `at_a_time` of them in turns."""
+    """Train the runs of one process, `at_a_time` of them in turns."""
     device = torch.device(device_type, index if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 1000  # it counts every shape of every mixer
+    torch._dynamo.config.recompile_limit = 1000  # every shape of every mixer needs a compilation
 
     examples = functools.partial(examples_of, device=device)
     waiting, reported = list(reversed(hands[index])), time.time()
@@ -294,7 +298,7 @@ def work(
 def train_all(
     runs: list[Run], device: str, at_a_time: int, minutes: float, out: Path | None, done: Callable[[Run], None]
 ) -> None:
-    """Trains on all GPUs of this machine, or on the CPU; `done` gets each run when it ends or its time is up."""
+    """Train on all GPUs of this machine, or on the CPU, and call `done` with each run that ends or runs out of time."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = torch.cuda.device_count() if device == "cuda" else 1
@@ -305,7 +309,7 @@ def train_all(
         try:
             run = results.get(timeout=1)
         except Empty:
-            workers.join(timeout=0)  # raises what a worker raised
+            workers.join(timeout=0)  # raises a worker's exception
             continue
         if run is None:
             processes -= 1
@@ -316,8 +320,9 @@ def train_all(
 
 
 def to_do(runs: Iterable[Run], finished: Iterable[Run], out: Path | None) -> list[Run]:
-    """The runs that are not finished in the order of their turn: those begun first, and then seed by seed, so that what
-    is there when time is up is balanced."""
+    """Return the unfinished runs in order: first runs that have begun, then seed by seed for balanced partial
+    results.
+    """
     have = {run.key for run in finished}
 
     def order(run: Run) -> tuple:
@@ -341,18 +346,24 @@ def main() -> None:
     parser.add_argument("--train-examples", type=int, default=100_000)
     parser.add_argument("--test-examples", type=int, default=3_000)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of products and activations")
+    parser.add_argument(
+        "--precision", choices=["bf16", "fp32"], default="bf16", help="precision of products and activations"
+    )
     parser.add_argument("--stop-at", type=float, default=99.0, help="accuracy in percent above which a run ends")
     parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--runs-per-gpu", type=int, default=6, help="runs that a GPU trains at a time")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after this every run ends with its epoch")
-    parser.add_argument("--out", type=Path, help="JSON of finished runs, which are kept and added to")
-    parser.add_argument("--plot", type=Path, help="PNG of all runs")
-    parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="no runs: merge these files into --out")
+    parser.add_argument("--runs-per-gpu", type=int, default=6, help="number of runs that a GPU trains at a time")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="time limit, after which every run ends with its current epoch"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file of finished runs, which is extended")
+    parser.add_argument("--plot", type=Path, help="PNG file with a plot of all runs")
+    parser.add_argument(
+        "--report", nargs="+", type=Path, metavar="FILE", help="train nothing, but merge these files into --out"
+    )
     options = parser.parse_args()
     for length in options.lengths:
         if length not in PAIRS and not (options.pairs and options.batch):
-            parser.error(f"for {length} tokens give --pairs and --batch")
+            parser.error(f"--pairs and --batch are required for a length of {length} tokens")
     start = time.perf_counter()
     if options.report:
         finished = merged(options.report)
@@ -364,7 +375,8 @@ def main() -> None:
                 run_all(options, finished)
         except Timeout:
             parser.error(
-                f"another call writes to {options.out}: wait for it, or give another --out, and join both with --report"
+                f"another call is writing to {options.out}: wait until it ends, or choose another --out and join both "
+                "files with --report"
             )
         print(f"{time.perf_counter() - start:.0f} s\n")
     if options.report and options.out:
@@ -375,7 +387,7 @@ def main() -> None:
 
 
 def run_all(options: argparse.Namespace, finished: list[Run]) -> None:
-    """Runs what the options ask for and `finished` lacks, and adds it there."""
+    """Train the requested runs that are missing in `finished`, and add them to the list."""
     names = ("epochs", "train_examples", "test_examples", "weight_decay", "stop_at", "precision")
     shared = {name: getattr(options, name) for name in names}
     runs = [

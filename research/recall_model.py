@@ -1,4 +1,4 @@
-"""Models and sequences of the study of associative recall (research/recall.py), as Zoology's harness has them.
+"""Models and sequences of the associative recall study (research/recall.py), following Zoology's harness.
 
 B batch    T tokens    P key-value pairs    C model width    D inner width
 """
@@ -16,13 +16,13 @@ from vil.block import LonghornDirection, MambaDirection
 from vil.kernels import longhorn_scan, selective_scan
 
 VOCABULARY = 8192
-POWER = 0.01  # the distance i of a query has a probability proportional to i^(POWER - 1)
+POWER = 0.01  # exponent of the query distances: distance i has a probability proportional to i^(POWER - 1)
 LAYERS = 2
-DROPOUT = 0.1  # attention's
+DROPOUT = 0.1  # dropout rate of embeddings and attention
 
 
 class Longhorn(nn.Module):
-    """The mixer of this package's blocks in one direction, first token to last: the same weights and operators."""
+    """Causal mixer with the weights and operators of this package's blocks."""
 
     direction = LonghornDirection
 
@@ -40,7 +40,7 @@ class Longhorn(nn.Module):
         u_BTD, z_BPD = F.linear(h_BTC, of_u), F.linear(tokens_at(h_BTC, wanted_BP), of_z)
         conv = self.weights.conv1d
         v_BTD = silu_of_causal_conv(u_BTD, conv.weight.squeeze(1), conv.bias)
-        # With zeros for a rank that is a multiple of 8 all rows start where the widest loads can
+        # Pad the rank to a multiple of 8 with zeros, so that all rows are aligned for the widest loads.
         rank, *states = self.weights.split
         zeros = -rank % 8
         projected = F.linear(v_BTD, F.pad(self.weights.x_proj.weight, (0, 0, zeros, 0)))
@@ -63,14 +63,14 @@ class Mamba(Longhorn):
 
 
 def tokens_at(t_BTC: Tensor, places_BP: Tensor | None) -> Tensor:
-    """The tokens at these places (B, P, C), or all of them."""
+    """Return the tokens (B, P, C) at these positions, or all tokens if None."""
     if places_BP is None:
         return t_BTC
     return t_BTC.gather(1, places_BP.unsqueeze(-1).expand(-1, -1, t_BTC.shape[-1]))
 
 
 class Attention(nn.Module):
-    """Causal attention with one head."""
+    """Causal single-head attention."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class RecurrentBlock(nn.Module):
-    """Mamba's block: x + mixer(norm(x)), with the residual stream x in fp32, of all tokens or the wanted ones."""
+    """Mamba's block, x + mixer(norm(x)), with an fp32 residual stream; returns all tokens or the requested ones."""
 
     def __init__(self, mixer: nn.Module, width: int):
         super().__init__()
@@ -100,7 +100,7 @@ class RecurrentBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Zoology's transformer block whose MLP is the identity, so that a norm is what it adds."""
+    """Zoology's transformer block with an identity MLP, so that the second residual branch is only a norm."""
 
     def __init__(self, mixer: nn.Module, width: int):
         super().__init__()
@@ -116,7 +116,7 @@ MIXERS: dict[str, type[nn.Module]] = {"longhorn": Longhorn, "mamba": Mamba, "att
 
 
 class RecallModel(nn.Module):
-    """The model of sequences as `recall_examples` has them."""
+    """Two-layer model of the sequences of `recall_examples`."""
 
     def __init__(self, mixer: str, width: int, length: int, vocabulary: int = VOCABULARY):
         super().__init__()
@@ -129,9 +129,10 @@ class RecallModel(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def embedded(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Embeddings of the tokens (B, T, C).
+        """Return the embeddings of the tokens (B, T, C).
 
-        Token 0, which most are, is not looked up: its gradient is then a sum, and no long queue of atomic additions.
+        Most tokens are token 0, which is not looked up. Therefore its gradient is a sum instead of a long queue of
+        atomic additions.
         """
         x_BSC = self.embedding(pairs_BS)
         keys_BPC = x_BSC[:, ::2]
@@ -140,7 +141,7 @@ class RecallModel(nn.Module):
         return torch.cat([x_BSC, rest.scatter(1, places, keys_BPC)], dim=1)
 
     def forward(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Logits of the next token at the queries (B, P, vocabulary)."""
+        """Return the logits of the next token at the queries, (B, P, vocabulary)."""
         queries_BP = queries_BP.long()
         x_BTC = self.embedded(pairs_BS, queries_BP)
         if self.positions is not None:
@@ -151,7 +152,7 @@ class RecallModel(nn.Module):
         return F.linear(self.norm(last(x_BTC, queries_BP)), self.embedding.weight)
 
     def loss(self, pairs_BS: Tensor, queries_BP: Tensor) -> Tensor:
-        """Mean cross-entropy of the values at the queries, in fp32."""
+        """Return the mean cross-entropy of the values at the queries, in fp32."""
         logits_BPV = self(pairs_BS, queries_BP).float()
         return F.cross_entropy(logits_BPV.flatten(0, 1), pairs_BS[:, 1::2].flatten().long())
 
@@ -159,16 +160,19 @@ class RecallModel(nn.Module):
 def recall_examples(
     count: int, length: int, pairs: int, seed: int, device: torch.device, vocabulary: int = VOCABULARY
 ) -> tuple[Tensor, Tensor]:
-    """The pairs k1 v1 ... kP vP of sequences (count, 2P), and where their keys are repeated (count, P), both int32.
+    """Sample pairs k1 v1 ... kP vP of sequences (count, 2P), and the positions of the repeated keys (count, P), as
+    int32.
 
-    The sequence of T = `length` tokens is the pairs and then, at even distances behind them, every key once; the rest
-    is token 0. Keys are distinct tokens of the first half of the vocabulary, values of the second half.
+    A sequence of T = `length` tokens has the pairs first, then every key once at even distances after the pairs; all
+    other tokens are token 0. Keys are distinct tokens of the first half of the vocabulary, values of the second half.
 
     Raises:
         ValueError: The pairs and their queries do not fit into the sequence.
     """
     if 4 * pairs > length or length % 2:
-        raise ValueError(f"{pairs} pairs and their queries need an even length of at least {4 * pairs}, not {length}")
+        raise ValueError(
+            f"length must be even and at least {4 * pairs} for {pairs} pairs and their queries, got {length}"
+        )
     generator = torch.Generator(device).manual_seed(seed)
     half, slots = vocabulary // 2, length // 2 - pairs
     weights = torch.arange(1, slots + 1, device=device).pow(POWER - 1)
@@ -183,6 +187,6 @@ def recall_examples(
 
 
 def distinct(weights: Tensor, count: int, pairs: int, generator: torch.Generator) -> Tensor:
-    """(count, pairs) indices, each row drawn one after the other without replacement (the Gumbel-top-k trick)."""
+    """Sample indices (count, pairs), each row sequentially without replacement (the Gumbel-top-k trick)."""
     uniform = torch.rand(count, len(weights), generator=generator, device=weights.device)
     return (weights.log() - uniform.clamp(min=1e-30).log().neg().log()).topk(pairs).indices

@@ -1,4 +1,4 @@
-"""Runs of the study of associative recall (research/recall.py): their files, tables, tests and plot."""
+"""Results of the associative recall study (research/recall.py): files, tables, tests and plot."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from research.recall_model import MIXERS
 from vil.evaluation.comparison import markdown_table
 from vil.files import write_atomically
 
-LEARNED = 90.0  # percent: a run that ends above has learned the task
+LEARNED = 90.0  # percent; a run with a higher final accuracy counts as having learned the task
 
 
 @dataclass
 class Run:
-    """One training run: its settings, which are its key, and what came out after each epoch.
+    """One training run: its settings, which identify it, and its results after each epoch.
 
-    `accuracy` is that of all queries of the test sequences, in percent; `loss` the mean of the training steps and
-    `gradient_norm` the largest of theirs, None where it was not finite.
+    `accuracy` is the percentage of correct queries in the test sequences. `loss` is the mean and `gradient_norm` the
+    maximum over the epoch's training steps; both are None if not finite.
     """
 
     mixer: str
@@ -40,7 +40,8 @@ class Run:
     accuracy: list[float] = field(default_factory=list)
     loss: list[float | None] = field(default_factory=list)
     gradient_norm: list[float | None] = field(default_factory=list)
-    sittings: list[dict] = field(default_factory=list)  # commit, device, torch, epochs and seconds of each call
+    # commit, device, torch version, epochs and seconds of each program call
+    sittings: list[dict] = field(default_factory=list)
 
     @property
     def key(self) -> tuple:
@@ -58,7 +59,7 @@ class Run:
 
     @property
     def cost(self) -> float:
-        """A guess of how long it takes."""
+        """Estimated relative cost of the run, for scheduling."""
         return self.train_examples * self.epochs * self.length * self.width
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ SETTINGS = [f.name for f in fields(Run)][: [f.name for f in fields(Run)].index("
 
 
 def merged(files: Iterable[Path]) -> list[Run]:
-    """The runs of several files; of a run that is in more than one, that of the first file."""
+    """Read the runs of several files; the first file wins if a run is in more than one."""
     runs: dict[tuple, Run] = {}
     for path in files:
         for run in (Run(**run) for run in json.loads(path.read_text())["runs"]):
@@ -82,7 +83,7 @@ def write(runs: list[Run], path: Path) -> None:
 
 
 def experiments(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in the mixer, the learning rate and the seed alone, by what sets them apart from the others."""
+    """Group runs that differ only in mixer, learning rate and seed; keys are labels of the other differing settings."""
     free = ("mixer", "lr", "seed")
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
@@ -97,7 +98,7 @@ def learned(runs: list[Run]) -> int:
 
 
 def shares(runs: list[Run]) -> str:
-    """A row for each mixer and learning rate, and one over all rates, of one experiment."""
+    """Tabulate how many runs of one experiment learned the task, by mixer and learning rate and over all rates."""
     from scipy.stats import binomtest
 
     head = ["mixer", "learning rate", "runs", "median %", "best %", f"above {LEARNED:g}% (95% interval of the share)",
@@ -119,10 +120,10 @@ def shares(runs: list[Run]) -> str:
 
 
 def verdict(runs: list[Run]) -> str:
-    """Longhorn against Mamba over the learning rates and seeds that both have: Fisher's exact test of the shares.
+    """Compare Longhorn and Mamba by Fisher's exact test over the learning rates and seeds that both have.
 
-    Runs are pooled over rates. As the design is balanced, differences between rates make that test the more cautious.
-    Beside it stand the seeds, each by the best of its learning rates.
+    Runs are pooled over learning rates. Because the design is balanced, differences between learning rates make the
+    test more conservative. The best accuracy over learning rates is listed for each seed, too.
     """
     from scipy.stats import fisher_exact
 
@@ -154,7 +155,7 @@ def report(runs: list[Run]) -> str:
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """A row for each experiment: where every run ended, by learning rate, and its accuracy by epoch."""
+    """Plot, for each experiment, the final accuracies by learning rate and the accuracy curves by epoch."""
     from matplotlib.figure import Figure
 
     groups = experiments(runs)

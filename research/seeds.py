@@ -1,18 +1,19 @@
-"""ViL, ViM and DeiT through the full training path with one recipe, several seeds each.
+r"""Train ViL, ViM and DeiT with the full training path and one recipe, with several seeds each.
 
     python -m vil.data.digits data/digits
     python -m research.seeds -c configs/digits.yaml --out output/digits.json
     python -m research.seeds -c configs/digits.yaml --jobs 15 --device cpu      # 15 runs at a time
 
-Every run is `train_imagenet.py` with the same config, budget and recipe; what counts is the accuracy after the last
-epoch. A seed decides the initial weights, the order of the images and how they are augmented. The models are compared
-by the paired t-test over the seeds, and by Welch's, as seeds pair little: models of one seed share the order of images.
+Every run is `train_imagenet.py` with the same config, budget and recipe; the reported result is the accuracy after the
+last epoch. A seed determines the initial weights, the order of the images and their augmentation. The models are
+compared by the paired t-test over the seeds, and also by Welch's t-test, because models of one seed share only the
+order of images.
 
-With `--folder` the runs are kept there: called again, it goes on where it was stopped (by `--minutes`, Ctrl-C, SIGTERM
-or a lost machine), with what is missing of each run and with the runs that are missing. `--test-split` has the last
-weights of all runs judged on images that no run has seen and nothing was chosen on; whose predictions are right is
-compared image by image, by McNemar's test. Runs of another recipe or of other images (by the names and sizes of their
-files) are refused, in the folder as in what `--earlier` adds.
+With `--folder`, the runs are kept in a folder. The next call resumes interrupted runs (stopped by `--minutes`, Ctrl-C,
+SIGTERM or a lost machine) and starts missing ones. With `--test-split`, the last weights of all runs classify images
+that no run has seen and that nothing was chosen on, and the predictions are compared image by image by McNemar's test.
+Runs with another recipe or other images (by the names and sizes of their files) are rejected, in the folder and in
+`--earlier`.
 
     python -m research.seeds -c research/configs/rehearsal.yaml --folder output/rehearsal --processes 4 \\
         --test-split test --out output/rehearsal.json --plot output/rehearsal.png
@@ -65,7 +66,7 @@ from vil.training.interruption import PREEMPTED
 
 ROOT = Path(__file__).parents[1]
 MODELS = ["vil_tiny", "vim_tiny", "deit_tiny_patch16_224"]
-HEAD_WIDTH = 32  # of DeiT, where the config narrows it: two heads at least
+HEAD_WIDTH = 32  # width of DeiT's heads if the config sets embed_dim
 CURVES = (
     "lr", "train_loss", "grad_norm", "images_per_second", "eval_images_per_second", "eval_loss", "eval_top1",
     "eval_top1_ema",
@@ -75,21 +76,21 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The study's options, and those that it hands to train_imagenet.py."""
+    """Return the study's options and the options to pass to train_imagenet.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-c", "--config", type=Path, default=ROOT / "configs" / "digits.yaml")
-    add("--data-dir", help="of the images (default: the config's), wherever they are now")
+    add("--data-dir", help="folder of the images (default: the config's)")
     add("--models", nargs="+", default=MODELS, help="the first is compared with the others")
-    add("--seeds", type=int, default=5, help="how many, from 0")
-    add("--jobs", type=int, default=1, help="runs at a time, each with GPUs of its own where there are as many")
-    add("--processes", type=int, help="of a run, started by torchrun (default: one, without it)")
-    add("--folder", type=Path, help="keeps the runs, and goes on with those that are there")
-    add("--earlier", type=Path, help="--out of a call before, whose runs are added and not done again")
-    add("--minutes", type=float, default=math.inf, help="after so many it stops what is running")
-    add("--test-split", help="judges all runs on this split of the data")
-    add("--out", type=Path, help="JSON of all runs; the predictions go beside it")
-    add("--plot", type=Path, help="PNG of the accuracy by epoch and by a model's time of training")
+    add("--seeds", type=int, default=5, help="number of seeds, counted from 0")
+    add("--jobs", type=int, default=1, help="number of parallel runs, each on its own GPUs if there are enough")
+    add("--processes", type=int, help="processes of a run, started by torchrun (default: one, without torchrun)")
+    add("--folder", type=Path, help="folder to keep the runs in and to resume them from")
+    add("--earlier", type=Path, help="--out file of an earlier call, whose runs are added instead of repeated")
+    add("--minutes", type=float, default=math.inf, help="time limit, after which running jobs are stopped")
+    add("--test-split", help="evaluate all runs on this split")
+    add("--out", type=Path, help="JSON file of all runs; predictions are written beside it")
+    add("--plot", type=Path, help="PNG plot of the accuracy by epoch and by training time")
     return parser.parse_known_args()
 
 
@@ -121,13 +122,13 @@ def main() -> None:
     runs = sorted([*runs, *new], key=lambda run: (models.index(run["model"]), run["seed"]))
     publish(runs, parts, options, study)
     if missing := [name_of(*job) for job in jobs if job not in map(job_of, runs)]:
-        how = "the same command goes on" if options.folder else "without --folder nothing of them is kept"
+        how = "run the same command to resume" if options.folder else "set --folder to keep unfinished runs"
         print(f"not done yet: {', '.join(missing)}; {how}", file=sys.stderr)
         sys.exit(PREEMPTED)
 
 
 def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.Namespace, study: dict) -> None:
-    """Prints the tables, and writes the files that the options name; `parts` are predictions of all runs."""
+    """Print the tables and write the requested files; `parts` are predictions of all runs."""
     predictions = joined(parts, [name_of(*job_of(run)) for run in runs]) if options.test_split and runs else None
     if predictions:
         for run, right in zip(runs, predictions.right_NM.T):
@@ -145,7 +146,9 @@ def publish(runs: list[dict[str, Any]], parts: list[Judged], options: argparse.N
 
 
 class Deadline:
-    """When runs are to stop: after so many minutes, or, inside `with`, as soon as a signal asks this process to end."""
+    """Time at which runs must stop: after some minutes or, inside `with`, as soon as a signal asks this process
+    to end.
+    """
 
     def __init__(self, minutes: float):
         self.time = time.monotonic() + 60 * minutes
@@ -156,7 +159,7 @@ class Deadline:
 
     def __enter__(self) -> None:
         self.handlers = {number: signal.signal(number, self._pass) for number in SCHEDULERS_SIGNALS}
-        self.hearing = hearing_signals()  # this thread waits for those that have the runs
+        self.hearing = hearing_signals()  # this thread waits for the threads of the runs
         self.hearing.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -169,10 +172,10 @@ class Deadline:
 
 
 def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
-    """The split that runs train on, the one that validates them, and, if given, the one that judges them in the end.
+    """Open the training split, the validation split and, if given, the test split.
 
     Raises:
-        SystemExit: An option is wrong, or a split is missing.
+        SystemExit: An option is invalid, or a split is missing.
     """
     try:
         chosen = load_config("", ["-c", str(config), *words])
@@ -183,7 +186,7 @@ def open_splits(config: Path, words: list[str], test_split: str | None) -> list:
 
 
 def digest_of(images) -> str:
-    """A digest of a split's file names and sizes, or, where they are not known, how many images there are."""
+    """Return a digest of a split's file names and sizes, or the number of images if they are unknown."""
     samples = getattr(images.reader, "samples", None)
     if samples is None:
         return f"{len(images)} images"
@@ -195,17 +198,17 @@ def digest_of(images) -> str:
 
 
 def keep_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Notes in a folder the recipe of its runs.
+    """Write the recipe of a folder's runs, or compare it with the recipe of the existing runs.
 
     Raises:
-        SystemExit: There are runs of another recipe.
+        SystemExit: The folder contains runs with another recipe.
     """
     file = folder / "study.json"
     if file.exists():
-        check_same(file, json.loads(file.read_text()), recipe, "give the same as then, or another --folder")
+        check_same(file, json.loads(file.read_text()), recipe, "set the same options, or choose another --folder")
     elif any(folder.glob("*/config.yaml")):
         sys.exit(
-            f"{folder} has runs, and no {file.name} that says by which recipe: an earlier version made them; give "
+            f"{folder} contains runs of an earlier version without {file.name}, which stores the recipe: choose "
             "another --folder"
         )
     else:
@@ -214,32 +217,32 @@ def keep_recipe(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def check_same(file: Path, found: dict[str, Any], expected: dict[str, Any], remedy: str) -> None:
-    """Compares what a file says of its runs with what is expected of them.
+    """Compare what a file stores about its runs with the expected values.
 
     Raises:
-        SystemExit: They differ.
+        SystemExit: The values differ.
     """
     for name, value in expected.items():
         if name not in found:
-            sys.exit(f"{file} does not say the {name} of its runs: an earlier version wrote it; {remedy}")
+            sys.exit(f"{file} of an earlier version does not store the {name} of its runs: {remedy}")
         if found[name] != value:
-            sys.exit(f"{file} is of runs with other {name}: {found[name]}, not {value}; {remedy}")
+            sys.exit(f"{name} must equal that of the runs in {file}, {found[name]}, got {value}: {remedy}")
 
 
 def predictions_of(results: Path) -> Path:
-    """The file of predictions beside a JSON file of results."""
+    """Return the path of the predictions that belong to a JSON file of results."""
     return results.with_suffix(".csv.gz")
 
 
 def visible_gpus() -> list[str]:
-    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the names of this process's GPUs, as in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
-    """The GPUs of `jobs` runs at a time, each of as many processes: none is shared as long as there are others."""
+    """Return a queue with the GPUs of each parallel run; runs share GPUs only if there are too few."""
     groups = [",".join(names[i : i + processes]) for i in range(0, len(names) - processes + 1, processes)]
     queue: SimpleQueue[str] = SimpleQueue()
     for group, _ in zip(cycle(groups or [",".join(names)]), range(jobs)):
@@ -248,7 +251,7 @@ def share_gpus(names: list[str], jobs: int, processes: int) -> SimpleQueue[str]:
 
 
 def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
-    """Model and seed of the runs in a folder, by model and then by seed."""
+    """Return model and seed of the runs in a folder, sorted by model and then by seed."""
     found = [(model, path.name.removeprefix(f"{model}-")) for model in models for path in folder.glob(f"{model}-*")]
     return sorted(((m, int(s)) for m, s in found if s.isdecimal()), key=lambda run: (models.index(run[0]), run[1]))
 
@@ -256,7 +259,7 @@ def find_runs(folder: Path, models: list[str]) -> list[tuple[str, int]]:
 def train(
     options, model: str, seed: int, words: list[str], folder: Path, deadline: Deadline, gpus: SimpleQueue[str]
 ) -> None:
-    """Does what is missing of one run of train_imagenet.py, on GPUs that are free, and stops it when time is up."""
+    """Start or resume one run of train_imagenet.py on free GPUs, and stop it at the deadline."""
     path, config = folder / name_of(model, seed), yaml.safe_load(options.config.read_text())
     if is_done(path) or deadline.passed:
         return
@@ -283,11 +286,11 @@ def train(
         status = process.wait()
     finally:
         gpus.put(mine)
-    stopped |= status == PREEMPTED  # by a signal that did not come from here
+    stopped |= status == PREEMPTED  # stopped by a signal from outside
     row = dict(seconds=round(time.monotonic() - start, 1), stopped=stopped, epochs=len(read_summary(path)))
     where = machine()
     row |= dict(commit=where["commit"], gpu=where["gpu"], processes=options.processes, jobs=options.jobs)
-    with open(path / "sessions.jsonl", "a") as sessions:  # the processes that it took
+    with open(path / "sessions.jsonl", "a") as sessions:  # one line for each process that worked on the run
         sessions.write(json.dumps(row) + "\n")
     if status and not stopped:
         sys.exit(f"{path.name} ended with status {status}: {(path / 'log.txt').read_text()[-2000:]}")
@@ -296,7 +299,7 @@ def train(
 
 
 def read_summary(path: Path) -> list[dict[str, float]]:
-    """The rows of a run's summary.csv so far."""
+    """Return the rows of a run's summary.csv so far."""
     if not (path / "summary.csv").exists():
         return []
     rows = csv.DictReader((path / "summary.csv").read_text().splitlines())
@@ -313,22 +316,27 @@ def saved_config(path: Path) -> dict[str, Any]:
 
 
 def model_arguments(saved: dict[str, Any]) -> dict[str, Any]:
-    """What timm's `create_model` gets for the model of a run, by the run's config."""
+    """Return the arguments of timm's `create_model` for the model of a run."""
     size = {"img_size": saved["img_size"]} if saved["img_size"] else {}
     return dict(num_classes=saved["num_classes"], **size, **(saved["model_kwargs"] or {}))
 
 
 def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -> dict[str, Any]:
-    """The record of a run that is done: numbers after the last epoch, its curves, and the time it took.
+    """Return the record of a finished run: results of the last epoch, curves and times.
 
-    `images` and `evaluated` are the images of the training and of the validation split.
+    Args:
+        folder: Folder of the runs.
+        model: Model of the run.
+        seed: Seed of the run.
+        images: Number of training images.
+        evaluated: Number of validation images.
     """
     path = folder / name_of(model, seed)
     rows, saved = read_summary(path), saved_config(path)
     built = create_model(model, **model_arguments(saved))
     batch = saved["global_batch_size"]
     images -= images % batch
-    sessions = path / "sessions.jsonl"  # missing where this process ended before the run did
+    sessions = path / "sessions.jsonl"  # missing if this process ended before the run
     return {
         "model": model,
         "seed": seed,
@@ -347,22 +355,22 @@ def read_run(folder: Path, model: str, seed: int, images: int, evaluated: int) -
 
 
 def read_results(path: Path, study: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Judged]]:
-    """The runs that an earlier call wrote, and their predictions, if they were judged.
+    """Read the runs of an earlier call, and their predictions if there is a test split.
 
     Raises:
-        SystemExit: That call had another recipe, other images or another split to judge on, or predictions are missing.
+        SystemExit: The earlier call had another recipe, other images or another test split, or predictions are missing.
     """
-    found, remedy = json.loads(path.read_text()), "leave --earlier out"
+    found, remedy = json.loads(path.read_text()), "leave out --earlier"
     check_same(path, found, study, remedy)
     if not study["test_split"]:
         return found["runs"], []
     if not (file := predictions_of(path)).exists():
-        sys.exit(f"{file} is missing, the predictions of the runs in {path}; {remedy}")
+        sys.exit(f"{file} with the predictions of the runs in {path} does not exist: {remedy}")
     return found["runs"], [joined([Judged.read(file)], [name_of(*job_of(run)) for run in found["runs"]])]
 
 
 def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
-    """Has the last weights of the runs, not their averages, classify the images of a split, all in one pass."""
+    """Classify the images of a split with the last weights (not the EMA weights) of all runs in one pass."""
     device = torch.device(default_device())
     models = []
     for run in runs:
@@ -382,18 +390,18 @@ def judge(folder: Path, runs: list[dict[str, Any]], images) -> Judged:
 
 
 def epoch_seconds(runs: list[dict[str, Any]]) -> float:
-    """Seconds of training that an epoch of one model takes: the median of its runs, some of which may be disturbed."""
+    """Return the training seconds of an epoch: the median over a model's runs, because some may be disturbed."""
     return median(run["epoch_seconds"] for run in runs)
 
 
 def top1_by_seed(runs: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The top-1 of every model and seed, models in their order."""
+    """Return the top-1 by model and seed, with models in their order."""
     models = dict.fromkeys(run["model"] for run in runs)
     return {model: {run["seed"]: run["top1"] for run in runs if run["model"] == model} for model in models}
 
 
 def report(runs: list[dict[str, Any]]) -> str:
-    """Markdown: every model's mean and deviation over the seeds, and the first model's mean less that of each other."""
+    """Return a Markdown table of each model's mean and deviation over seeds, and of the first model's differences."""
     top1 = top1_by_seed(runs)
     first = next(iter(top1), "")
     less = f"{first} less this (95% interval), paired by seed"
@@ -408,7 +416,7 @@ def report(runs: list[dict[str, Any]]) -> str:
 
 
 def plot(runs: list[dict[str, Any]]) -> bytes:
-    """A PNG: the accuracy on the validation split by epochs and by the time of training, at `epoch_seconds` each."""
+    """Plot the validation accuracy by epoch and by training time, at `epoch_seconds` an epoch, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -431,7 +439,7 @@ def plot(runs: list[dict[str, Any]]) -> bytes:
 
 
 def machine() -> dict[str, Any]:
-    """What runs are done by and on."""
+    """Return the versions and hardware of this machine."""
     return dict(
         commit=git_commit(), torch=torch.__version__, processor=processor(), cores=os.cpu_count(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -439,7 +447,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""  # Linux has it
+    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""  # exists on Linux only
     names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()
 

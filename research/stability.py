@@ -1,15 +1,17 @@
-"""Trains ViL and ViM in fp32, bf16 and fp16 on the same synthetic images: do they stay finite and on the same curve?
+"""Train ViL and ViM in fp32, bf16 and fp16 on the same synthetic images and compare the loss curves.
 
     python -m research.stability --picture research/results/stability.png
 
-2,000 steps of AdamW at the peak rate of the tiny recipe (1e-3, weight decay 0.1), reached after 100 steps and then
-kept, at a batch far below the recipe's 1024, which makes the rate harsher. bf16 and fp16 by autocast, fp16 with a
-gradient scaler; fp32 without TF32. Weights and images are the same in every precision; `fp32, other images` differs
-from fp32 only in the seed of the images, and its distance from fp32 is the noise that the others are compared with.
+Each run has 2,000 steps of AdamW at the peak learning rate of the tiny recipe (1e-3, weight decay 0.1), reached after
+100 steps and then kept. The batch is far below the recipe's 1024, which makes the learning rate harsher. bf16 and fp16
+use autocast, and fp16 a gradient scaler; fp32 runs without TF32. Weights and images are the same in every precision.
+`fp32, other images` differs from fp32 only in the seed of the images, and its distance from fp32 is the noise that the
+other distances are compared with.
 
-The images never repeat. Each of the 1000 classes is a smooth random texture; an image is its class's texture plus a
-smooth random texture as strong as `--noise` says, seen through a random crop, and white noise. So the loss falls, but
-not to zero. Exits with an error if anything but the gradients of a step that the scaler skipped was not finite.
+The images never repeat. Each of the 1000 classes is a smooth random texture. An image is a random crop of its class's
+texture plus another smooth random texture with the weight `--noise`, and white noise. Therefore the loss falls, but not
+to zero. The program exits with an error if anything was not finite, except the gradients of steps that the scaler
+skipped.
 
     S steps    B batch
 """
@@ -43,17 +45,17 @@ RUNS = {"fp32": ("fp32", 0), "fp32, other images": ("fp32", 1), "bf16": ("bf16",
 class Run:
     losses: Tensor  # of every step, (S,)
     gradient_norms: Tensor
-    skipped: int  # steps that the scaler found to have overflowed
+    skipped: int  # steps that the scaler skipped because of an overflow
     finite: bool
     seconds: float
 
 
 class Images:
-    """An endless stream of labelled images, made on the device."""
+    """Endless stream of labelled synthetic images, created on the device."""
 
     def __init__(self, seed: int, batch: int, img_size: int, noise: float, device: torch.device):
         self.generator = torch.Generator(device)
-        self.generator.manual_seed(0)  # the classes are the same in every stream
+        self.generator.manual_seed(0)  # all streams have the same classes
         self.batch, self.img_size, self.noise, self.device = batch, img_size, noise, device
         self.textures = self._randn(CLASSES, 3, GRID, GRID)
         self.generator.manual_seed(1 + seed)
@@ -62,7 +64,7 @@ class Images:
         return torch.randn(shape, generator=self.generator, device=self.device)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Images (B, 3, H, W) and their labels (B,)."""
+        """Return images (B, 3, H, W) and their labels (B,)."""
         B, size = self.batch, self.img_size
         labels = torch.randint(CLASSES, (B,), generator=self.generator, device=self.device)
         textures = self.textures[labels] + self.noise * self._randn(B, 3, GRID, GRID)
@@ -84,7 +86,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--img-size", type=int, default=112)
     parser.add_argument("--noise", type=float, default=1.0)
-    parser.add_argument("--picture", type=Path, help="draw the curves as this PNG")
+    parser.add_argument("--picture", type=Path, help="PNG file to plot the curves to")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -98,7 +100,7 @@ def main() -> None:
     for model, of_model in runs.items():
         for name in args.runs:
             precision, seed = RUNS[name]
-            # all on a stream that is not the default one: autograd remembers it, and no capture may meet the default
+            # Run on a side stream: autograd remembers its stream, and a graph capture must not meet the default stream.
             with torch.cuda.stream(torch.cuda.Stream() if device.type == "cuda" else None):
                 images = Images(seed, args.batch, args.img_size, args.noise, device)
                 of_model[name] = train(model, images, args.steps, PRECISIONS[precision])
@@ -114,11 +116,11 @@ def main() -> None:
     if args.picture:
         write_atomically(args.picture, plot(runs))
     if not all(run.finite for of_model in runs.values() for run in of_model.values()):
-        sys.exit("not finite")
+        sys.exit("error: a loss, weight or gradient was not finite")
 
 
 def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None) -> Run:
-    """A run in fp32, or under autocast to `dtype`; on a GPU as a CUDA graph of a step."""
+    """Train a run in fp32, or under autocast to `dtype`; on a GPU, a CUDA graph replays each step."""
     start, device, on_gpu = time.perf_counter(), images.device, images.device.type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
@@ -128,7 +130,7 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
     optimizer = torch.optim.AdamW(groups, lr=rate, fused=True, capturable=on_gpu)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     parameters = list(model.parameters())
-    x_B3HW, labels_B = images.next()  # every step's images are put here, where a graph reads them
+    x_B3HW, labels_B = images.next()  # static input buffers of the CUDA graph
 
     def step() -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -146,7 +148,7 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
         for held, new in zip((x_B3HW, labels_B), images.next()):
             held.copy_(new)
         rate.fill_(1e-3 * min(1, (i + 1) / min(100, steps)))
-        if i < 3 or not on_gpu:  # by then everything is compiled and allocated
+        if i < 3 or not on_gpu:  # warm up before the capture
             measured = step()
         else:
             if i == 3:
@@ -156,34 +158,34 @@ def train(model_name: str, images: Images, steps: int, dtype: torch.dtype | None
             graph.replay()
         measured_S2[i] = torch.stack(measured)
     loss_S, norm_S = measured_S2.cpu().unbind(1)
-    # a step that the scaler skipped is not counted by the optimizer
+    # the optimizer does not count skipped steps
     skipped = steps - max(int(state["step"]) for state in optimizer.state.values())
     finite = all(t.isfinite().all() for t in (loss_S, *parameters)) and int((~norm_S.isfinite()).sum()) == skipped
     return Run(loss_S, norm_S, skipped, finite, time.perf_counter() - start)
 
 
 def smooth(loss_S: Tensor) -> Tensor:
-    """Means over windows of a twentieth of the run, each moved on by a step."""
+    """Return moving averages over windows of a twentieth of the run."""
     return F.avg_pool1d(loss_S[None].double(), max(1, len(loss_S) // 20), stride=1)[0]
 
 
 def farthest(runs: dict[str, Run], name: str) -> float:
-    """The largest difference of a run's smoothed loss from that of fp32, NaN where one of them was not run."""
+    """Return the largest difference between a run's smoothed loss and fp32's; NaN if either run is missing."""
     if not {"fp32", name} <= runs.keys():
         return math.nan
     return (smooth(runs[name].losses) - smooth(runs["fp32"].losses)).abs().max().item()
 
 
 def plot(runs: dict[str, dict[str, Run]]) -> bytes:
-    """A PNG of the smoothed losses, and of their differences from that of fp32."""
-    from matplotlib.figure import Figure  # no pyplot: it needs no display and keeps no state
+    """Plot the smoothed losses, and their differences from fp32, as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
 
     figure = Figure(figsize=(5 * len(runs), 6), layout="constrained")
     columns = figure.subplots(2, len(runs), sharex=True, squeeze=False).T
     for (model, of_model), (loss, difference) in zip(runs.items(), columns):
         for name, run in of_model.items():
             loss_S = smooth(run.losses)
-            steps = torch.arange(len(loss_S)) + len(run.losses) - len(loss_S) + 1  # the last of each window
+            steps = torch.arange(len(loss_S)) + len(run.losses) - len(loss_S) + 1  # the last step of each window
             loss.plot(steps, loss_S, label=name, linewidth=1)
             if "fp32" in of_model:
                 difference.plot(steps, loss_S - smooth(of_model["fp32"].losses), linewidth=1)

@@ -1,9 +1,9 @@
-"""The tables of measured numbers in the pages of this folder and on the card of the weights, made from raw files.
+"""Write the tables of results in the pages of this folder and on the card of the weights from raw files.
 
     python -m research.tables
 
-Writes each table between the lines `<!-- table: NAME -->` and `<!-- end -->` of research/*.md and weights/README.md,
-from research/results. A test compares the pages that are committed with what this program writes.
+Each table between the lines `<!-- table: NAME -->` and `<!-- end -->` of research/*.md and weights/README.md is
+generated from research/results. A test compares the committed pages with the output of this program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vil.files import write_atomically
 
 RESULTS = seeds.ROOT / "research" / "results"
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# the studies that compare ViL with ViM, by what they are called and the page that is about them
+# studies that compare ViL with ViM: name of the results and link to the page
 STUDIES = {
     "rehearsal2": "[easier fractals](rehearsal.md#easier-images)",
     "rehearsal": "[fractals](rehearsal.md)",
@@ -35,7 +35,7 @@ STUDIES = {
     "digits_few": "[20 digits of each class](small_images.md#few-digits)",
 }
 
-# recipes for ViL that are compared with that of the photographs, by their files of results
+# recipes for ViL that are compared with the recipe of the photographs: name of the results and label
 RECIPES = {"recipes_teacher": "a teacher", "recipes_bce": "3-Augment, binary cross-entropy"}
 RECIPE_SEEDS = 3
 
@@ -45,7 +45,7 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 
 def comparisons() -> str:
-    """ViL less ViM in every study, by both tests; beside each p-value the one corrected for the number of studies."""
+    """Compare ViL and ViM in every study by both tests, with p-values corrected for the number of studies."""
     vil, vim, deit = seeds.MODELS
     found = {name: seeds.top1_by_seed(runs_of(name)) for name in STUDIES}
     by_test = [[test(top1[vil], top1[vim]) for top1 in found.values()] for test in (paired, welch)]
@@ -63,7 +63,7 @@ def comparisons() -> str:
 
 
 def equal_time() -> str:
-    """Accuracy on the validation split when ViL has ended, and how far ViM was by then."""
+    """Compare validation accuracies at equal training time: ViL at its end, ViM at the same time and at its end."""
     head = ["images", "seconds of training", "epochs of ViM by then", "ViL %", "ViM % then", "ViM % at its end"]
     table = [head]
     for name in ("rehearsal", "rehearsal2"):
@@ -78,7 +78,7 @@ def equal_time() -> str:
 
 
 def recall() -> str:
-    """Accuracy by length, a row for each width and mixer: the highest of all learning rates, which is in brackets."""
+    """Tabulate recall accuracy by width, mixer and length, as the best over learning rates (in brackets)."""
     runs, kept = runs_of("mqar"), {}
     for run in sorted(runs, key=lambda run: run["accuracy"][-1]):
         kept[run["width"], run["mixer"], run["length"]] = run
@@ -106,7 +106,7 @@ def of_fair_clothing(table: Callable[..., str]) -> str:
 
 
 def recipes() -> str:
-    """ViL by each recipe less ViL by the plain one, on the test images; no accuracy before the last run of them all."""
+    """Compare ViL's test accuracy with each recipe to the plain recipe, once all runs are complete."""
     runs, judged = photographs.read(RESULTS / "photographs.json")
     plain = photographs.top1_of_test(runs, judged).get(photographs.VIL, {})
     found = {name: seeds.top1_by_seed(photographs.read(RESULTS / f"{name}.json")[0]) for name in RECIPES}
@@ -124,7 +124,7 @@ def recipes() -> str:
 
 
 def weights() -> str:
-    """Mean ± deviation of every way to use the weights, by pixels a side and images a class."""
+    """Tabulate mean ± deviation of every way to use the weights, by image size and images a class."""
     table = [["pixels", "images a class", "draws", *transfer.SETTINGS, f"{transfer.FINE_TUNED} less from scratch"]]
     for size, name in ((224, "transfer"), (112, "transfer_112")):
         for per_class, ways in transfer.complete(runs_of(name)).items():
@@ -163,10 +163,10 @@ def pages() -> list[Path]:
 
 
 def filled(text: str) -> str:
-    """The page with its tables as the raw files have them.
+    """Return the page with its tables regenerated from the raw files.
 
     Raises:
-        KeyError: It asks for a table that there is none of.
+        KeyError: The page names an unknown table.
     """
     return TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 

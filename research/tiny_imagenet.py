@@ -1,12 +1,13 @@
-"""Tiny ImageNet in the splits of research/photographs.md, packed for a machine that has no network.
+"""Pack Tiny ImageNet in the splits of research/photographs.md for a machine without network access.
 
     python -m research.tiny_imagenet SOURCE data/tiny_parts    # e.g. a clone of github.com/seshuad/IMagenet
     mkdir -p data/tiny_imagenet && for part in data/tiny_parts/*.tar.gz; do tar xzf $part -C data/tiny_imagenet; done
 
-SOURCE is a git repository, bare or not, whose tip has the data set as a folder with train/ and val/ somewhere in it.
-Files go on as they are, to train/, choose/ and test/ with a folder for each class: 50 training images of each class to
-choose on, the others to train on, the official validation images, whose classes are published, to test on. Those to
-choose on are the 50 whose names have the lowest SHA-256 behind SEED, so that everybody has the same.
+SOURCE is a git repository, bare or not, whose HEAD contains the data set as a folder with train/ and val/. Files are
+copied unchanged to train/, choose/ and test/, with a folder for each class. choose/ has 50 training images of each
+class for selecting hyperparameters, and train/ has the other training images. test/ has the official validation images,
+whose classes are published. The images of choose/ are those whose names have the lowest SHA-256 after SEED, so that
+everybody gets the same split.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from io import BytesIO
 from pathlib import Path
 
 SEED = 0
-CHOSEN = 50  # of each class, to choose on
-PART_MEGABYTES = 53  # with the repository but for its weights it stays below the 64 MiB of a call (sitting.sh)
+CHOSEN = 50  # images of each class in choose/
+PART_MEGABYTES = 53  # together with the repository without weights, a part stays below 64 MiB, the limit of sitting.sh
 
 
 def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
@@ -32,22 +33,22 @@ def git(repository: Path, *words: str, given: bytes = b"") -> bytes:
 
 
 def files_of(repository: Path) -> dict[str, str]:
-    """The id of every file of the data set, by its path below the folder that has train/ and val/.
+    """Return the git blob of every file of the data set by its path below the folder that has train/ and val/.
 
     Raises:
-        SystemExit: There is none.
+        SystemExit: The repository does not contain Tiny ImageNet.
     """
     listed = (line.split("\t") for line in git(repository, "ls-tree", "-r", "HEAD").decode().splitlines())
     ids = {path: head.split()[2] for head, path in listed}
     annotations = "val/val_annotations.txt"
     roots = [path.removesuffix(annotations) for path in ids if path.endswith(annotations)]
     if not roots:
-        sys.exit(f"{repository} has no {annotations}: give a repository of Tiny ImageNet")
+        sys.exit(f"{repository} must contain {annotations}: pass a git repository of Tiny ImageNet")
     return {path.removeprefix(roots[0]): blob for path, blob in ids.items() if path.startswith(roots[0])}
 
 
 def splits(files: dict[str, str], annotations: str) -> dict[str, str]:
-    """The id of every image by its place, SPLIT/CLASS/NAME, those of a split and class beside each other."""
+    """Return the git blob of every image by its new path SPLIT/CLASS/NAME, sorted by path."""
     names = defaultdict(list)
     for path in files:
         if path.startswith("train/") and path.endswith(".JPEG"):
@@ -64,7 +65,7 @@ def splits(files: dict[str, str], annotations: str) -> dict[str, str]:
 
 
 def contents(repository: Path, ids: list[str]) -> Iterator[bytes]:
-    """The files of these ids."""
+    """Iterate over the contents of these git blobs."""
     answers = BytesIO(git(repository, "cat-file", "--batch", given="\n".join(ids).encode() + b"\n"))
     for blob in ids:
         name, _, size = answers.readline().decode().split()
@@ -74,9 +75,9 @@ def contents(repository: Path, ids: list[str]) -> Iterator[bytes]:
 
 
 def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> list[Path]:
-    """Writes part-0.tar.gz, part-1.tar.gz, ... of at most `part_bytes` each, every one a tar file by itself.
+    """Write part-0.tar.gz, part-1.tar.gz, ... of at most `part_bytes` each, each one a complete tar file.
 
-    Compression takes the tables away that the small JPEG files have in common, and the tar file's padding.
+    Compression removes the tables that the small JPEG files have in common, and the padding of the tar format.
     """
     folder.mkdir(parents=True)
     parts, waiting = [], next(images, None)
@@ -87,7 +88,7 @@ def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> 
             gzip.GzipFile("", "wb", fileobj=file, mtime=0) as zipped,
             tarfile.open(fileobj=zipped, mode="w") as tar,
         ):
-            while waiting and file.tell() < part_bytes - 2**18:  # what the compressor holds back comes on top
+            while waiting and file.tell() < part_bytes - 2**18:  # reserve space for what the compressor has buffered
                 name, content = waiting
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
@@ -99,10 +100,10 @@ def pack(images: Iterator[tuple[str, bytes]], folder: Path, part_bytes: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="git repository of the data set")
-    parser.add_argument("folder", type=Path, help="gets the parts; made here")
+    parser.add_argument("folder", type=Path, help="new folder for the parts")
     options = parser.parse_args()
     if options.folder.exists():
-        sys.exit(f"{options.folder} exists: give the name of a folder that is to be made")
+        sys.exit(f"{options.folder} must not exist: choose a new folder")
     files = files_of(options.source)
     (annotations,) = contents(options.source, [files["val/val_annotations.txt"]])
     places = splits(files, annotations.decode())

@@ -241,7 +241,7 @@ def test_images_that_diverge_are_drawn_again(monkeypatch):
     assert torch.equal(render_images(edge, edge, options, places(40)[30:]), images[30:])
     monkeypatch.setattr(fractals, "ATTEMPTS", 3)
     two = np.stack([padded(SIERPINSKI), padded(DIVERGING)])
-    with pytest.raises(ConfigError, match="class 1 has an image that fills nothing .* variation below 0.1"):
+    with pytest.raises(ConfigError, match="class 1 has an empty image .* variation below 0.1"):
         render_images(two, edge, Fractals(**SMALL | dict(variation=0.1)), [*places(3), *places(3, number=1)])
 
 
@@ -405,7 +405,7 @@ def test_what_was_stopped_goes_on_to_the_same_files(tmp_path, drawn, monkeypatch
             fractals.main([str(stopped), *small, "--device=cpu"])
         signal.signal(signal.SIGINT, before)
     assert stopping.value.code == 130
-    assert "stopped: the same command goes on" in capsys.readouterr().err
+    assert "stopped: run the same command" in capsys.readouterr().err
     assert sorted(path.name for path in stopped.glob("[tv]*/*")) == ["c0000", "c0001"]  # of the third only half
     assert all(len(list(path.iterdir())) == 4 for path in stopped.glob("train/*"))
     before = {path: path.stat().st_mtime_ns for path in stopped.glob("train/*/*")}
@@ -461,7 +461,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     error = capsys.readouterr().err
-    assert re.search(r"error: .*train.c000\d.0000\d\.jpg.*\. The same command goes on with what is complete\n$", error)
+    assert re.search(r"error: .*train.c000\d.0000\d\.jpg.*\. Run the same command to resume\n$", error)
     fractals.main([str(tmp_path / "out"), *words, "--device=cpu"])
     written = files(tmp_path / "out")
     assert len(written) == 18
@@ -471,28 +471,31 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, drawn, capsys):
 
 def test_other_options_need_another_folder(tmp_path, drawn, capsys):
     write_fractals(tmp_path / "out", Fractals(**SMALL))
-    with pytest.raises(ConfigError, match=r"points 2000, not 3000, clutter 0, not 2\. Give the same options"):
+    with pytest.raises(ConfigError, match=r"points must be 2000, got 3000, clutter must be 0, got 2"):
         write_fractals(tmp_path / "out", Fractals(**SMALL | dict(points=3000, clutter=2)))
     capsys.readouterr()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "holiday.jpg").touch()
     with pytest.raises(SystemExit):
         fractals.main([str(tmp_path / "photos"), "--classes=2"])
-    assert "holds something else (holiday.jpg): choose a new folder" in capsys.readouterr().err
-    with fractals.FileLock(tmp_path / "out" / ".lock"), pytest.raises(FolderInUseError, match="another process writes"):
+    assert "must be empty, but contains holiday.jpg: choose a new folder" in capsys.readouterr().err
+    with (
+        fractals.FileLock(tmp_path / "out" / ".lock"),
+        pytest.raises(FolderInUseError, match="another process is writing"),
+    ):
         write_fractals(tmp_path / "out", Fractals(**SMALL))
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--classes=0", "classes is 0 but must be at least 1"),
-        ("--variation=1.5", "variation is 1.5 but must be between 0 and 1"),
-        ("--size=3", "size is 3 but must be at least 16"),
-        ("--size=5000", "size is 5000 but must be at most 4096"),
-        ("--colours=-0.1", "colours is -0.1 but must be between 0 and 1"),
-        ("--seed=-1", "seed is -1 but must be at least 0"),
-        ("--test-per-class=-1", "test_per_class is -1 but must be at least 0"),
+        ("--classes=0", "classes must be at least 1, got 0"),
+        ("--variation=1.5", "variation must be between 0 and 1, got 1.5"),
+        ("--size=3", "size must be at least 16, got 3"),
+        ("--size=5000", "size must be at most 4096, got 5000"),
+        ("--colours=-0.1", "colours must be between 0 and 1, got -0.1"),
+        ("--seed=-1", "seed must be at least 0, got -1"),
+        ("--test-per-class=-1", "test_per_class must be at least 0, got -1"),
         ("--device=cuda", "device 'cuda' is not available to PyTorch on this machine: set --device cpu"),
         ("--device=meta", "device 'meta' is not available to PyTorch"),
         ("--device=foo", "device must be one that PyTorch knows, such as cuda or cpu, got 'foo'"),

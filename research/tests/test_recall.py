@@ -89,7 +89,7 @@ def test_examples_are_drawn_piece_by_piece_and_none_again():
 
 
 def test_pairs_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="5 pairs and their queries need an even length of at least 20, not 16"):
+    with pytest.raises(ValueError, match="length must be even and at least 20 for 5 pairs .*got 16"):
         recall_examples(1, 16, 5, 0, CPU)
 
 
@@ -320,7 +320,9 @@ def test_a_run_cut_short_and_continued_beside_others_equals_one_in_a_piece(mixer
     assert [sitting["epochs"] for sitting in part.sittings] == [1, 1, 1, 1]
     assert len(trained(a_run(mixer=mixer, epochs=4), deadline=0.0).accuracy) == 1  # and nothing of it is kept
     other = a_run(mixer=mixer, epochs=4, lr=1e-3)
-    with pytest.raises(ValueError, match=r"run.safetensors is the state of another run \(.*lr 0.01, seed 0"):
+    with pytest.raises(
+        ValueError, match=r"run.safetensors must be a state of this run, got another run \(.*lr 0.01, seed 0"
+    ):
         trained(other, state=tmp_path / "run.safetensors")
 
 
@@ -469,7 +471,7 @@ def test_the_state_of_a_run_is_there_until_its_results_are(tmp_path, monkeypatch
 def test_a_length_that_zoology_has_not_needs_its_pairs_and_batch(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "--lengths", 64, 16, "--pairs", 2)
-    assert "for 16 tokens give --pairs and --batch" in capsys.readouterr().err
+    assert "--pairs and --batch are required for a length of 16" in capsys.readouterr().err
 
 
 def test_a_file_is_written_by_one_call_at_a_time(tmp_path, monkeypatch, capsys):
@@ -477,7 +479,7 @@ def test_a_file_is_written_by_one_call_at_a_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recall, "run_all", lambda options, finished: write([a_run(accuracy=[1.0])], options.out))
     with FileLock(tmp_path / "out.lock"), pytest.raises(SystemExit):
         run_main(monkeypatch, "--out", out)
-    assert f"another call writes to {out}: wait for it, or give another --out" in capsys.readouterr().err
+    assert f"another call is writing to {out}: wait until it ends, or choose another --out" in capsys.readouterr().err
     assert not out.exists()
     run_main(monkeypatch, "--out", out)
     assert out.exists()

@@ -204,7 +204,7 @@ def test_runs_are_stopped_when_time_is_up_and_when_the_study_is_asked_to_end(by,
     with pytest.raises(SystemExit) as ended:
         call(command, monkeypatch)
     assert ended.value.code == 75
-    assert "not done yet: vil_tiny-0; the same command goes on" in capsys.readouterr().err
+    assert "not done yet: vil_tiny-0; run the same command" in capsys.readouterr().err
     assert (run / "stopped").exists()
     assert signal.getsignal(signal.SIGTERM) is handler
     orders.unlink()
@@ -233,7 +233,7 @@ def test_without_a_folder_nothing_is_promised(stubbed, monkeypatch, capsys):
         call([*command[:i], *command[i + 2 :], "vim_tiny", "--minutes", "0"], monkeypatch)
     said = capsys.readouterr().err
     assert "not done yet: vil_tiny-0, vim_tiny-0, vil_tiny-1, vim_tiny-1, " in said  # every seed of all models
-    assert "vim_tiny-4; without --folder nothing of them is kept" in said
+    assert "vim_tiny-4; set --folder" in said
 
 
 def test_a_run_whose_end_nobody_noted_counts(stubbed, monkeypatch):
@@ -315,7 +315,7 @@ def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed, monkeyp
     command[command.index("--folder") + 1] = str(root / "runs")
     command += ["--seeds", "1"]
     call([*command, "--lr", "1e-3"], monkeypatch)
-    with pytest.raises(SystemExit, match="study.json is of runs with other options: .*'1e-3'.* not .*'1e-5'.*--folder"):
+    with pytest.raises(SystemExit, match="options must equal .*study.json.*'1e-3'.* got .*'1e-5'.*--folder"):
         call([*command, "--lr", "1e-5"], monkeypatch)
     command += ["--lr", "1e-3"]
     moved = root / "moved"
@@ -324,16 +324,16 @@ def test_a_folder_has_runs_of_one_recipe_and_of_the_same_images(stubbed, monkeyp
     for split in ("train", "val"):
         shutil.copytree(root / "images", moved, dirs_exist_ok=True)
         enlarge(moved / split / "ant" / "3.png")
-        with pytest.raises(SystemExit, match="study.json is of runs with other images"):
+        with pytest.raises(SystemExit, match="images must equal .*study.json"):
             call([*command, "--data-dir", str(moved)], monkeypatch)
     config = root / "small.yaml"
     before = config.read_text()
     config.write_text(before.replace("epochs: 1", "epochs: 2"))
-    with pytest.raises(SystemExit, match="study.json is of runs with other config: .*'epochs': 1.* not .*'epochs': 2"):
+    with pytest.raises(SystemExit, match="config must equal .*study.json.*'epochs': 1.* got .*'epochs': 2"):
         call(command, monkeypatch)
     config.write_text(before)
     (root / "runs" / "study.json").unlink()
-    with pytest.raises(SystemExit, match="runs has runs, and no study.json"):
+    with pytest.raises(SystemExit, match="runs contains runs of an earlier version without study.json"):
         call(command, monkeypatch)
     assert len(calls(root)) == 1
 
@@ -355,7 +355,7 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
             call(words, monkeypatch)
         assert not (root / "others").exists()  # before anything is trained
 
-    refused(command, "earlier.json is of runs with other test_split: test, not None; leave --earlier out")
+    refused(command, "test_split must equal .*earlier.json, test, got None: leave out --earlier")
     refused([*command, "--test-split", "val"], "other test_split: test, not val")  # its images have the same names
     for split, match in (("test", "other test_images"), ("val", "other images"), ("train", "other images")):
         shutil.copytree(root / "images", moved, dirs_exist_ok=True)
@@ -365,9 +365,9 @@ def test_results_are_not_added_to_those_of_other_images_or_of_another_split(stub
     found = json.loads(earlier.read_text())
     for name in ("images", "test_split"):
         earlier.write_text(json.dumps({key: value for key, value in found.items() if key != name}))
-        refused(judged, f"does not say the {name} of its runs: an earlier version wrote it; leave --earlier out")
+        refused(judged, f"does not store the {name} of its runs: leave out --earlier")
     earlier.write_text(json.dumps(found | dict(runs=[*found["runs"], found["runs"][0] | dict(seed=7)])))
-    refused(judged, "no predictions of vil_tiny-7 beside the earlier results")
+    refused(judged, "no predictions of vil_tiny-7")
     predictions.unlink()
     refused(judged, "earlier.csv.gz is missing")
 
